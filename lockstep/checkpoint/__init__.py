@@ -1,11 +1,12 @@
-"""Save, load and look after checkpoints: a committed one is whole, and one that is not whole is invisible.
+"""Save, load and look after checkpoints: a committed one is complete, any other is invisible.
 
 A save takes four stops: this rank's blocks (`snapshot`), each rank's share (planned on rank 0),
 files in an invisible draft (`write`), and state, config and, last, the manifest (`commit`): then
 the checkpoint exists.
 
     checkpoints/step-00000100/
-      manifest.json        format version, files {size, crc32}, parameters {shape, dtype, aliases}; last its checksum
+      manifest.json        format version, files {size, crc32}, parameters {shape, dtype, aliases};
+                           its own checksum is the last line
       model/               the tensors of the model      (torch.distributed.checkpoint's format)
       optimizer/NAME/      the state of an optimizer     "
       extra/NAME/          EMA, compression state, …     "

@@ -1,4 +1,7 @@
-"""Run `lockstep checkpoint list|inspect|verify|digest|export|convert|import PATH`, and return the text to print."""
+"""Run `lockstep checkpoint list|inspect|verify|digest|export|convert|import PATH`.
+
+The functions return the text to print.
+"""
 
 import json
 from collections.abc import Callable
@@ -145,7 +148,10 @@ VERBS = tuple(_ACTIONS)
 
 
 def checkpoints_at(path: Path) -> list[CheckpointPath]:
-    """Return the checkpoint at a path, or those of a folder or of a run, oldest first, or raise a UsageError."""
+    """Return the checkpoint at a path, or those of a folder or of a run, oldest first.
+
+    Raises a UsageError if there is none.
+    """
     if step_of(path.resolve().name) is not None or (path / MANIFEST).exists():
         return [path]
     elsewhere: list[Directory] = []

@@ -281,7 +281,9 @@ class AsyncSaver:
         config_yaml: str,
         options: SaveOptions | None = None,
     ) -> CheckpointPath | None:
-        """Start a save, after the previous one, whose checkpoint is returned if no call has returned it yet.
+        """Start a save, after the previous one has ended.
+
+        Returns the checkpoint of the previous save, if no call has returned it yet.
 
         The tensors may be changed as soon as this returns. On an accelerator the copy runs on the
         current stream into pinned memory, and the host does not wait for it.

@@ -1,12 +1,14 @@
-"""Export the weights of a checkpoint, compute their digest, rewrite a checkpoint, and import weights of other trainers.
+"""Export, digest and rewrite the weights of a checkpoint, and import weights of other trainers.
 
 Whole tensors pass through memory one at a time, except in the torch format. Weights that can be
 imported:
 
-    FOLDER/model.safetensors, or parts with model.safetensors.index.json    Accelerate, Hugging Face
-    FOLDER/pytorch_model.bin                                                 older ones of both
-    FILE.safetensors                                                         `lockstep checkpoint export` too
-    FILE.ckpt | .pt | .pth | .bin: {"state_dict": …}, {"model": …} or the weights themselves    Lightning, torch.save
+    FOLDER/model.safetensors            Accelerate, Hugging Face; or parts of it with
+                                        model.safetensors.index.json
+    FOLDER/pytorch_model.bin            older versions of both
+    FILE.safetensors                    also written by `lockstep checkpoint export`
+    FILE.ckpt | .pt | .pth | .bin       Lightning, torch.save: {"state_dict": …}, {"model": …} or
+                                        the weights themselves
 
 Tests: tests/checkpoint/test_importing.py, tests/checkpoint/test_files_of_others.py,
 tests/checkpoint/test_commands.py
@@ -124,7 +126,7 @@ def weights(path: Checkpoint) -> dict[str, Tensor]:
 
 
 def loss_weights(path: Checkpoint) -> dict[str, Tensor]:
-    """Return the tensors of a run's loss function on the CPU, as its own `state_dict` names them."""
+    """Return the tensors of a run's loss function on the CPU, by its own `state_dict` names."""
     checkpoint = locate(path)
     manifest = verified_manifest(checkpoint, MODEL)
     of_model = set(manifest.parameters) - _of_loss(checkpoint)
@@ -194,7 +196,7 @@ def export_torch(path: Checkpoint, output: str | Path) -> Path:
 
 
 def rewrite_full(path: Checkpoint, output: Checkpoint) -> CheckpointPath:
-    """Write the same checkpoint with one file of whole tensors per part, and commit it like any other."""
+    """Write the same checkpoint with one file of full tensors per part, and commit it."""
     checkpoint, target = locate(path), locate(output)
     manifest = verified_manifest(checkpoint)
     state = read_state(checkpoint)
@@ -227,7 +229,10 @@ def _whole_tensors(
 def _evaluated_tensors(
     checkpoint: Location, manifest: Manifest, *, without: Collection[str] = ()
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of the model that the run evaluates, in the order of the names: its average, if it has one."""
+    """Yield the tensors of the model that the run evaluates, in the order of their names.
+
+    They are those of the average of the weights, if the run has one.
+    """
     part = f"extra/{read_state(checkpoint).get('evaluated')}"
     if part not in manifest.parts:
         yield from _whole_tensors(checkpoint, manifest, without=without)
@@ -477,7 +482,9 @@ def _pickled(file: Path) -> Weights:
 
 
 def _check(weights: Weights, source: str | Path) -> None:
-    """Refuse tensors that can't be stored or would be larger in memory than in the file, and names that collide.
+    """Refuse tensors that can't be stored, or would grow in memory, and names that collide.
+
+    A tensor grows if it is larger in memory than in the file.
 
     Values that are not finite are warned of: training goes on from them.
     """

@@ -123,7 +123,9 @@ def _damage(checkpoint: Location, *, thorough: bool) -> str | None:
 def rotate(
     directory: Directory, keep: int | None, protect: Iterable[Checkpoint] = ()
 ) -> list[CheckpointPath]:
-    """Delete all but the newest `keep` whole checkpoints, once the newest is verified, and drafts of dead writers.
+    """Delete all but the newest `keep` complete checkpoints, and drafts of dead writers.
+
+    The newest checkpoint is verified first.
 
     One process calls it; it returns what it deleted. A damaged checkpoint neither counts nor is
     deleted, and those to `protect` stay. If the newest is damaged, a warning says so, and nothing
@@ -148,7 +150,10 @@ def rotate(
 
 
 def set_aside(directory: Directory, after: int) -> list[CheckpointPath]:
-    """Rename the checkpoints after a step, to which a run goes back, to names that no run resumes from."""
+    """Rename the checkpoints after a step to names that no run resumes from.
+
+    The run goes back to that step.
+    """
     later = [
         checkpoint
         for checkpoint in _checkpoints(directory)

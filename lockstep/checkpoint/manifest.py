@@ -1,4 +1,4 @@
-"""Read and verify the files of a checkpoint that describe it: `manifest.json`, `state.json` and the config.
+"""Read and verify the files that describe a checkpoint: its manifest, its state and the config.
 
 The manifest is written last. It is JSON, one entry a line; its last line is the CRC-32 of all lines
 before it. That finds damage, and is not a signature: the size and depth of a file are limited, and
@@ -30,7 +30,10 @@ METADATA_LIMIT = 1 << 30  # bytes of DCP's `.metadata`, which names every block 
 
 
 def parse_json(data: bytes, *, finite: bool = True) -> dict[str, Any]:
-    """Parse a JSON object, or raise a ValueError; with `finite` also for NaN and Infinity, which JSON does not have."""
+    """Parse a JSON object, or raise a ValueError.
+
+    With `finite`, NaN and Infinity, which JSON does not have, raise it too.
+    """
 
     def refuse(constant: str) -> NoReturn:
         raise ValueError(f"it holds {constant}, which is not a number")
@@ -112,7 +115,10 @@ def raw_file(part: str, rank: int) -> str:
 
 
 def checked_part(part: str) -> str:
-    """Return a folder of tensors, `optimizer/NAME` or `extra/NAME`, or raise a UsageError if NAME can't be one."""
+    """Return `part`, or raise a UsageError if it can't be a folder of tensors.
+
+    Such a folder is `optimizer/NAME` or `extra/NAME`.
+    """
     if not _PART.fullmatch(part):
         why = "it becomes a folder: letters, digits, '_', '-' and '.', not starting with '-' or '.'"
         raise UsageError(f"{part.partition('/')[2]!r} can't name a part of a checkpoint", why=why)
@@ -121,7 +127,7 @@ def checked_part(part: str) -> str:
 
 @dataclass(frozen=True)
 class ParameterInfo:
-    """The shape of a whole tensor of the model, its dtype without `torch.`, and its further names."""
+    """The shape of a full tensor of the model, its dtype without `torch.`, and its other names."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -280,7 +286,10 @@ def problems_of_files(
     thorough: bool,
     advance: Advance = lambda _bytes: None,
 ) -> list[str]:
-    """Return a line for each problem with files (None: all): their sizes or (`thorough`) checksums are compared."""
+    """Return a line for each problem with `files` (None: all files).
+
+    Their sizes are compared, or, if `thorough`, their checksums.
+    """
     problems = []
     for file in manifest.files if files is None else files:
         expected = manifest.files[file]
@@ -298,7 +307,10 @@ def problems_of_files(
 
 
 def verified_manifest(checkpoint: Location, part: str | None = None) -> Manifest:
-    """Verify the checksums of one part (of all parts if None), and return the manifest, or raise as `read_manifest`."""
+    """Verify the checksums of one part (None: of all parts), and return the manifest.
+
+    Raises a DamagedError if a checksum is wrong, and what `read_manifest` raises.
+    """
     manifest = read_manifest(checkpoint)
     files = list(manifest.files) if part is None else manifest.files_of(part)
     with progress_of(
@@ -311,7 +323,10 @@ def verified_manifest(checkpoint: Location, part: str | None = None) -> Manifest
 
 
 def verify(path: Checkpoint, *, thorough: bool = True) -> list[str]:
-    """Return a line for each problem with a checkpoint, whose sizes or (`thorough`) checksums are compared."""
+    """Return a line for each problem with a checkpoint.
+
+    The sizes of its files are compared, or, if `thorough`, their checksums.
+    """
     checkpoint = locate(path)
     try:
         manifest = read_manifest(checkpoint)
@@ -339,7 +354,10 @@ def read_state(path: Checkpoint) -> dict[str, Any]:
 
 
 def config_text(path: Checkpoint) -> str:
-    """Return the resolved config of the run that saved; for imported weights, a comment, or raise a DamagedError."""
+    """Return the resolved config of the run that saved; for imported weights, a comment.
+
+    Raises a DamagedError if it can't be read.
+    """
     checkpoint = locate(path)
     try:
         return checkpoint.read(CONFIG, JSON_LIMIT).decode()

@@ -148,7 +148,10 @@ def parse_metadata(data: bytes) -> StoredPart:
 
 
 def check_sizes(stored: StoredPart, sizes: Mapping[str, int]) -> None:
-    """Raise a ValueError if tensors claim more bytes than the `sizes` of files, or blocks share bytes."""
+    """Raise a ValueError if tensors claim more bytes than their files have, or share bytes.
+
+    `sizes` are the sizes of the files; blocks must not share bytes.
+    """
     used: Counter[str] = Counter()
     for place in stored.places.values():
         file = place.relative_path

@@ -1,9 +1,10 @@
 """Keep checkpoints in a folder of a file system, where they survive a kill and a power cut.
 
-    step-00000100/                          a checkpoint: everything in it was on disk before it got this name
-    step-00000100.tmp-HOST-PID-RANDOM/      a draft, perhaps of a writer that died; never read
-    .shared.tmp-HOST-PID-RANDOM/            made for a moment, to find out whether all ranks see it; swept like a draft
-    step-00000100.aside-RANDOM/             moved out of the way; never read, never deleted
+    step-00000100/                       a checkpoint: all of it was on disk before it got this name
+    step-00000100.tmp-HOST-PID-RANDOM/   a draft, perhaps of a writer that died; never read
+    .shared.tmp-HOST-PID-RANDOM/         made briefly, to find out whether all ranks see it; swept
+                                         like a draft
+    step-00000100.aside-RANDOM/          moved out of the way; never read, never deleted
 
 A file is on disk once its bytes and the folder that lists it are synced. A commit syncs every file
 and folder of the draft, renames it, and syncs the folder above. Before the rename there is no new
@@ -162,13 +163,16 @@ def locate(checkpoint: Checkpoint) -> Location:
 
 
 def draft_name(name: str, host: str | None = None, pid: int | None = None) -> str:
-    """Return a new name for the draft of a checkpoint that a process writes: this one, if it is not named."""
+    """Return a new name for a draft that a process (by default this one) writes."""
     host = re.sub(r"[^A-Za-z0-9._-]", "_", host or socket.gethostname()) or "host"
     return f"{name}.tmp-{host}-{os.getpid() if pid is None else pid}-{secrets.token_hex(4)}"
 
 
 def _is_dead_draft(folder: Path) -> bool:
-    """Return whether the writer of a draft has ended; on another host, whether nothing touched it for an hour."""
+    """Return whether the writer of a draft has ended.
+
+    For a writer on another host: whether nothing has touched the draft for an hour.
+    """
     match, here = _DRAFT.fullmatch(folder.name), _DRAFT.fullmatch(draft_name("step-00000000"))
     if match is None or here is None:
         return False
@@ -212,7 +216,9 @@ def _remove(folder: Path) -> None:
 
 
 class UncachedFile(io.RawIOBase):
-    """A new file, written from start to end, without the page cache where the file system supports direct writes.
+    """A new file, written from start to end without the page cache.
+
+    It uses the page cache where the file system does not support direct writes.
 
     In the cache a checkpoint would push out the data. `fileno`, which `fsync` needs, and `close`
     hand all bytes to the system; `flush` does not.

@@ -1,4 +1,4 @@
-"""Exchange values between ranks so that an error on one is raised on all, and no rank waits for ever.
+"""Exchange values between ranks; an error on one is raised on all, so that no rank hangs.
 
 Every rank enters every exchange. A rank whose work failed sends its error instead of a value; rank
 0 then returns that error to all ranks, which raise it. Without a process group there is one rank,
@@ -26,7 +26,10 @@ R = TypeVar("R")
 
 
 class Ranks:
-    """The ranks of a process group (the default one if None), or this process alone: if there is none, or on demand."""
+    """The ranks of a process group (None: the default one), or this process alone.
+
+    It is this process alone if there is no process group, or with `alone`.
+    """
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, alone: bool = False) -> None:
         self.group = group
@@ -41,7 +44,9 @@ class Ranks:
     def exchange(
         self, failure: str, local: Callable[[], T], decide: Callable[[list[T]], Sequence[R]]
     ) -> R:
-        """Run `local()` on every rank, then `decide(values, by rank)` on rank 0, which returns a result for each rank.
+        """Run `local()` on every rank, then `decide` on rank 0; return this rank's result.
+
+        `decide` gets the values by rank, and returns a result for each rank.
 
         If `local` failed on some rank, or `decide` on rank 0, every rank raises the same
         LockstepError. Other exceptions are explained by `failure`, such as "the checkpoint of step
@@ -70,7 +75,7 @@ class Ranks:
         return cast(R, mine[0])
 
     def run(self, failure: str, local: Callable[[], T]) -> T:
-        """Run `local()` on every rank, and return its own value on each; or raise one error on all."""
+        """Run `local()` on every rank; return this rank's value, or raise one error on all."""
         kept: list[T] = []
         self.exchange(failure, lambda: kept.append(local()), lambda values: values)
         return kept[0]

@@ -103,7 +103,10 @@ class ShardedReader(FileSystemReader):
 
 @contextmanager
 def _explained(where: str) -> Generator[None, None, None]:
-    """Raise a DamagedError for what torch raises where bytes with right checksums are no tensors: nearly any error."""
+    """Raise a DamagedError for an error of torch while it reads bytes with correct checksums.
+
+    Bytes that are not tensors make torch raise nearly any error.
+    """
     try:
         yield
     except (LockstepError, OSError, MemoryError, torch.OutOfMemoryError):
@@ -142,7 +145,7 @@ class _BlockLoadPlanner(DefaultLoadPlanner):
 
 
 def read_stored_part(checkpoint: Location, manifest: Manifest, part: str) -> StoredPart:
-    """Return the content of one part from its `.metadata`, whose checksum is compared before it is parsed."""
+    """Return the content of one part from its `.metadata`, after comparing its checksum."""
     file = f"{part}/{METADATA}"
     problems = problems_of_files(checkpoint, manifest, [file], thorough=True)
     try:
@@ -166,7 +169,9 @@ def read_stored_part(checkpoint: Location, manifest: Manifest, part: str) -> Sto
 
 
 def check_block(stream: BinaryIO, offset: int, length: int) -> None:
-    """Raise a ValueError if a stored block, a zip archive as torch writes it, would unpack to more bytes than it has.
+    """Raise a ValueError if a stored block would unpack to more bytes than it has.
+
+    The block is a zip archive as torch writes it.
 
     A hostile archive may be compressed, so that a megabyte unpacks to a gigabyte. Only its
     directory is read.
@@ -225,7 +230,10 @@ class RawBlock:
 
 
 class LocalReader:
-    """Reads blocks of one part from the raw files of all ranks; of replicas, that of the first rank."""
+    """Reads blocks of one part from the raw files of all ranks.
+
+    If a block has replicas, that of the first rank is read.
+    """
 
     def __init__(self, checkpoint: Location, manifest: Manifest, part: str) -> None:
         self._checkpoint, self._part = checkpoint, part

@@ -1,4 +1,4 @@
-"""Load a checkpoint in any layout of ranks: verify it, compare it strictly, then fill the tensors in place.
+"""Load a checkpoint in any layout of ranks: verify, compare strictly, fill the tensors in place.
 
 The state of an optimizer is stored by canonical parameter names, as in `layers.0.weight//exp_avg`;
 options of the groups and plain numbers are JSON. Nothing depends on the order of parameters or on
@@ -159,7 +159,7 @@ def _targets(
 
 
 def _stored_under_aliases(model: _Target, aliases: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """Return name → alias for tied weights that files of others have under another of their names."""
+    """Return name → alias for tied weights that another trainer's file has under an alias."""
     stored = model.reader.stored.info()
     return {
         name: next(other for other in others if other in stored)
@@ -169,7 +169,7 @@ def _stored_under_aliases(model: _Target, aliases: Mapping[str, Sequence[str]]) 
 
 
 def _check_ties(checkpoint: Location, model: _Target, declared: Collection[str]) -> None:
-    """Refuse tensors that are tied in the checkpoint and not in the model, or the other way round."""
+    """Refuse tensors that are tied only in the checkpoint or only in the model."""
     in_memory: dict[tuple[object, ...], str] = {}
     stored: dict[str, str] = {}
     for name, block in model.blocks.items():
@@ -193,7 +193,7 @@ def _check_ties(checkpoint: Location, model: _Target, declared: Collection[str])
 
 
 def _equal_aliases(model: _Target | None, aliases: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return the names of tied weights that are stored apart from the first name, with the same values."""
+    """Return the names of tied weights that are stored separately with equal values."""
     found: list[str] = []
     if model is None or not isinstance(model.reader, ShardedReader):
         return found
@@ -285,7 +285,10 @@ def _compare(
 
 
 def unreadable(path: Checkpoint) -> list[str]:
-    """Return why a checkpoint with correct checksums can't be read all the same, without reading its tensors."""
+    """Return why a checkpoint with correct checksums can't be read.
+
+    The contents of its tensors are not read.
+    """
     checkpoint = locate(path)
     try:
         manifest = read_manifest(checkpoint)
@@ -338,7 +341,9 @@ def optimizers_in(path: Checkpoint) -> list[str]:
 def optimizer_targets(
     path: Checkpoint, name: str, parameters: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return empty tensors for the stored state of one optimizer, for the parameters of this rank, by canonical name.
+    """Return empty tensors, by canonical name, for the stored state of one optimizer.
+
+    They are for the parameters of this rank.
 
     A state tensor with the shape of its parameter gets the device, mesh and placements of the
     parameter; any other (`step`) is a plain tensor on CPU. The dtype is the stored one.
@@ -385,7 +390,9 @@ def restore_optimizer(
     tensors: Mapping[str, Tensor],
     groups: Mapping[str, Any],
 ) -> None:
-    """Give an optimizer the state that `load` has read, or raise a UsageError if it has other groups.
+    """Give an optimizer the state that `load` has read.
+
+    A UsageError is raised if the optimizer has other groups.
 
     It takes over the `tensors` of `optimizer_targets`. The stored `groups` may list parameters of
     other ranks too; `names` has the canonical name by the id of each parameter of this rank.

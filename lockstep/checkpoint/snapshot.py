@@ -57,7 +57,10 @@ class TensorBlock:
 
     @property
     def memory(self) -> tuple[object, ...]:
-        """A key that is equal for two blocks exactly if they are the same elements in memory (and there are any)."""
+        """A key that is equal for two blocks exactly if they are the same memory.
+
+        The key of a block without elements means nothing.
+        """
         t = self.tensor
         return (t.device, t.data_ptr(), t.shape, t.stride(), t.dtype, self.shape, self.offset)
 
@@ -71,7 +74,10 @@ class TensorBlock:
 
 @dataclass(frozen=True)
 class Part:
-    """This rank's blocks of one flat dictionary of tensors, such as the model, by canonical name."""
+    """This rank's blocks of one flat dictionary of tensors (such as the model), by their names.
+
+    The names are canonical.
+    """
 
     blocks: dict[str, TensorBlock] = field(default_factory=dict)
     aliases: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -124,7 +130,10 @@ class Staged:
 
 
 def stage(snapshot: Snapshot) -> Staged:
-    """Return the blocks of a snapshot, which share its memory, and a copy of its JSON, or raise a UsageError."""
+    """Return the blocks of a snapshot, which share its memory, and a copy of its JSON.
+
+    Raises a UsageError if its state uses a reserved key, or has a value that can't be saved.
+    """
     if GROUPS_KEY in snapshot.state:
         raise UsageError(
             f"state[{GROUPS_KEY!r}] is where the optimizers' groups are kept",
@@ -136,7 +145,10 @@ def stage(snapshot: Snapshot) -> Staged:
 
 
 def blocks_of(tensors: Mapping[str, Tensor]) -> dict[str, TensorBlock]:
-    """Return this rank's block of each tensor, or raise a UsageError if a value has no memory to save."""
+    """Return this rank's block of each tensor.
+
+    Raises a UsageError if a value has no memory to save.
+    """
     blocks = {}
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
@@ -160,7 +172,9 @@ def blocks_of(tensors: Mapping[str, Tensor]) -> dict[str, TensorBlock]:
 
 
 def part_of(tensors: Mapping[str, Tensor], declared: Mapping[str, Sequence[str]]) -> Part:
-    """Return the blocks of a model, each tensor once: names with the same memory become one name with aliases.
+    """Return the blocks of a model, with one entry for each tensor.
+
+    Names with the same memory become one name with aliases.
 
     The canonical name is the first in the dictionary; aliases that are on different ranks have to
     be `declared`.
@@ -216,7 +230,7 @@ class Description:
 
 @dataclass(frozen=True)
 class CheckpointPlan:
-    """The content of the checkpoint to be written: its parts, the model's parameters, and all ranks' groups."""
+    """The content of a new checkpoint: its parts, the model's parameters and all ranks' groups."""
 
     parts: list[str]
     parameters: dict[str, ParameterInfo]

@@ -1,4 +1,4 @@
-"""Define the interface of a storage, which keeps checkpoints, and the address of one checkpoint in it.
+"""Define the interface of a storage for checkpoints, and the address of one checkpoint in it.
 
 A checkpoint is a set of files (`model/__0_0.distcp`) and its manifest. It is written as a *draft*,
 which no reader sees, and becomes visible whole: begin → write, write, … (every rank its files) →
@@ -66,7 +66,10 @@ class Storage(ABC):
 
     @abstractmethod
     def begin(self, name: str) -> str:
-        """Begin a checkpoint, and return the name of its draft, past one that a dead writer of this name left."""
+        """Begin a checkpoint, and return the name of its draft.
+
+        A draft of this name that a dead writer left is not used again.
+        """
 
     @abstractmethod
     def write(self, draft: str, file: str) -> AbstractContextManager[ByteSink]:
@@ -77,7 +80,7 @@ class Storage(ABC):
 
     @abstractmethod
     def commit(self, draft: str, name: str, manifest: bytes) -> None:
-        """Write `manifest.json` and make the checkpoint visible: durably, at once and whole, or not at all.
+        """Write `manifest.json` and make the checkpoint visible, durably and atomically.
 
         An OSError is raised if there is a checkpoint of this name already, or the storage refused.
         """
@@ -113,7 +116,7 @@ class Storage(ABC):
         return None
 
     def path(self, name: str) -> "CheckpointPath":
-        """Return the address of a checkpoint for callers: a `Path` where there is one, else a `Location`."""
+        """Return a checkpoint's address for callers: its `Path`, or a `Location` without one."""
         return Location(self, name)
 
 
@@ -277,5 +280,8 @@ def step_of(name: str) -> int | None:
 
 
 def aside_name(step: int) -> str:
-    """Return a name for a checkpoint that no run resumes from, and that is kept: `step-00000100.aside-RANDOM`."""
+    """Return a name for a checkpoint that is kept, but that no run resumes from.
+
+    It is like `step-00000100.aside-RANDOM`.
+    """
     return f"{step_name(step)}.aside-{secrets.token_hex(4)}"

@@ -1,8 +1,12 @@
-"""Write tensors into the draft, the third stop of a save: every rank its share, in one of three formats.
+"""Write tensors into the draft, in one of three formats: the third stop of a save.
 
-    sharded   PART/__RANK_0.distcp   each rank its own blocks, each replica once; any number of ranks loads them
-    full      PART/__0_0.distcp      whole tensors, which rank 0 gathers one at a time
-    local     PART/rank-00000.raw    each rank's blocks as they lie in its memory, replicas too; for the same ranks
+Every rank writes its share:
+
+    sharded   PART/__RANK_0.distcp   each rank its own blocks, each replica once; any number of
+                                     ranks loads them
+    full      PART/__0_0.distcp      full tensors, which rank 0 gathers one at a time
+    local     PART/rank-00000.raw    each rank's blocks as they lie in its memory, replicas too; for
+                                     the same ranks
 
 `sharded` and `full` are torch.distributed.checkpoint's (DCP's) files, with its `.metadata` in each
 part. A raw file has 8 bytes with the length of its header; the header, JSON: name → dtype, shape,
@@ -46,7 +50,7 @@ Format = Literal["sharded", "full", "local"]
 
 @dataclass(frozen=True)
 class WrittenFiles:
-    """The files that one rank wrote, by path inside the checkpoint, and further results for `finish`."""
+    """The files that one rank wrote, by their paths in the checkpoint, and results for `finish`."""
 
     files: dict[str, FileInfo]
     results: Any = None
@@ -61,7 +65,7 @@ class FormatWriter(ABC):
         self.staged, self.ranks, self.failure = staged, ranks, failure
 
     def describe(self) -> Any:
-        """Return the description of this rank's blocks for `plan`, without values, if it needs one."""
+        """Return what `plan` needs to know of this rank's blocks, without their values."""
         return None
 
     @abstractmethod
@@ -73,7 +77,10 @@ class FormatWriter(ABC):
         """Write this rank's share; on every rank."""
 
     def finish(self, draft: Location, written: Sequence[WrittenFiles]) -> dict[str, FileInfo]:
-        """Write the files that come after all shares, and return size and checksum of all tensor files; on rank 0."""
+        """Write the files that come after all shares; return size and checksum of each tensor file.
+
+        It is called on rank 0.
+        """
         return {file: info for rank in written for file, info in rank.files.items()}
 
 
