@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 
 def get_model(name: str) -> Callable[..., "nn.Module"]:
-    """Return a builder for the model `name`: a function of a `Config`, of keyword arguments (these win), or of both.
+    """Return a builder for the model `name`.
+
+    The builder is a function of a `Config`, of keyword arguments (these win), or of both.
 
     Raises UsageError: no model has this name.
     """
@@ -34,7 +36,9 @@ def get_model(name: str) -> Callable[..., "nn.Module"]:
 
 
 def build_model(model_config: "ModelConfig", facts: Mapping[str, Any] | None = None) -> "nn.Module":
-    """Return the model that a config describes, on the active default device (which may be `meta`), or a UsageError.
+    """Return the model that a config describes, on the active default device.
+
+    The device may be `meta`. A config that does not fit the model is a UsageError.
 
     `facts` from the data (vocab_size, block_size, image_size, channels …) fill the constructor's
     arguments that `model.args` leaves unset; those that it does not take are ignored.

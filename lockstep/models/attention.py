@@ -1,4 +1,6 @@
-"""Attention over a sequence of which a rank may hold a part (`lockstep.parallel.context`), and rotary positions.
+"""Attention over a sequence, and rotary positions.
+
+A rank may hold a part of the sequence (`lockstep.parallel.context`).
 
 Rotary positions (Su et al. 2021, *RoFormer*) rotate neighbours (2j, 2j+1) of the last dim at
 position t by the angle t·theta^(−2j/width), in float32 under any autocast (in bf16 position 257
@@ -36,7 +38,11 @@ class Attend(nn.Module):
     def positions(
         self, length: int, device: torch.device, documents: Tensor | None = None
     ) -> Tensor:
-        """Return the positions of the `length` that are here: int64 [length], or [B, length] within their documents."""
+        """Return the positions of the `length` tokens that are here.
+
+        The result is int64 [length], or with documents the positions within them, int64 [B,
+        length].
+        """
         return (
             torch.arange(length, device=device)
             if documents is None
@@ -73,7 +79,10 @@ def positions_within(documents: Tensor) -> Tensor:
 
 
 def same_document(documents: Tensor, first: int, queries: int, keys: int) -> Tensor:
-    """Return which of the keys 0, 1, … are of the document of which query: bool [B, queries, keys]."""
+    """Return whether each query and each key belong to one document: bool [B, queries, keys].
+
+    The queries are at the positions first, first + 1, …, the keys at 0, 1, ….
+    """
     return documents[:, first : first + queries, None] == documents[:, None, :keys]
 
 
@@ -105,7 +114,10 @@ class SequenceMean(nn.Module):
         return x.mean((0, 1))
 
     def total(self, counts: Tensor) -> Tensor:
-        """Return the sum, over all parts of the sequences, of integers that were counted over the part here."""
+        """Return the sum of integer counts over all parts of the sequences.
+
+        `counts` were counted over the part that is here.
+        """
         return counts
 
 

@@ -1,10 +1,12 @@
-"""BDH, the Dragon Hatchling (Pathway 2025): linear attention over many sparse positive neurons, one set of weights.
+"""BDH, the Dragon Hatchling (Pathway 2025): linear attention over sparse positive neurons.
+
+All layers share one set of weights.
 
     x = LN(embed(ids))                                       [B, T, D]
     n_layer times, with the same weights:
         s = relu(x @ encoder)                                [H, B, T, N]
         q = rope(s)
-        a = LN(tril(q @ q.T, diagonal=-1) @ x)               strictly the past: position 0 sees nothing, LN(0) = 0
+        a = LN(tril(q @ q.T, diagonal=-1) @ x)               the past alone; position 0: LN(0) = 0
         u = dropout(s * relu(a @ encoder_v))
         x = LN(x + LN(concat_heads(u) @ decoder))
     logits = x @ head
@@ -156,7 +158,10 @@ class BDHLayer(nn.Module):
 
 
 class PastAttention(Attend):
-    """Attention to strictly earlier positions, tril(q qᵀ, −1) x: q as queries and keys [H, B, T, N], x [H, B, T, D]."""
+    """Attention to strictly earlier positions: tril(q qᵀ, −1) x.
+
+    q [H, B, T, N] is both the queries and the keys, x [H, B, T, D] the values.
+    """
 
     heads_dim = 0
 
@@ -181,8 +186,7 @@ def attend_to_past(
     """Return tril(q qᵀ, −1) x with q = rope(s): s [H, B, T, N], x [H, B, T, D] → [H, B, T, D].
 
     Under fp16 it computes in float32: entries of q qᵀ are sums of N mostly positive products, and
-    exceed fp16's
-    65504. The range of bf16 suffices.
+    exceed fp16's 65504. The range of bf16 suffices.
     """
     length, neurons = s.shape[2:]
     dtype = torch.bfloat16 if s.dtype == torch.bfloat16 else torch.float32
@@ -205,7 +209,10 @@ CHUNK = 128  # positions
 
 
 def sum_over_past(q: Tensor, x: Tensor) -> Tensor:
-    """Return tril(q qᵀ, −1) x by the form with fewer multiply-adds: q [R, T, N], x [R, T, D] → [R, T, D]."""
+    """Return tril(q qᵀ, −1) x: q [R, T, N], x [R, T, D] → [R, T, D].
+
+    It is computed by the form that needs fewer multiply-adds.
+    """
     length = q.shape[1]
     neurons = q.shape[2]
     width = x.shape[2]
@@ -240,7 +247,10 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
-        """Return gradients for o = tril(q qᵀ, −1) x + q S and S' = S + qᵀx in each chunk, with g the gradient of o."""
+        """Return the gradients of q and x, where g is the gradient of o.
+
+        In each chunk, o = tril(q qᵀ, −1) x + q S and S' = S + qᵀx.
+        """
         q, x = ctx.saved_tensors
         pieces = list(
             zip(*(torch.split(whole, ctx.chunk, 1) for whole in (q, x, gradients[0])), strict=True)

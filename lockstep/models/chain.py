@@ -85,7 +85,10 @@ def with_carried(x: Tensor, carried: tuple[Tensor, ...]) -> Tensor | tuple[Tenso
 
 
 def split_documents(carried: tuple[Tensor, ...]) -> tuple[Tensor | None, tuple[Tensor, ...]]:
-    """Return the numbers of documents, which come first and are the only integers, and the other values of a chain."""
+    """Return the numbers of documents, or None, and the other values of a chain.
+
+    The numbers of documents come first, and are the only integers.
+    """
     if carried and not carried[0].is_floating_point():
         return carried[0], carried[1:]
     return None, carried

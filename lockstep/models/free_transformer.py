@@ -1,10 +1,13 @@
-"""The Free Transformer (Fleuret 2025): a decoder that first draws a random latent, and then continues accordingly.
+"""The Free Transformer (Fleuret 2025): a decoder that is conditioned on a random latent.
+
+It first draws the latent, and then continues accordingly.
 
     blocks 1 … split_layer             causal                                        → X
     latent                             ℓ = encoder(X), H_z logits; bits B_h ~ Bernoulli(σ(ℓ_h))
-                                       d = Σ B_h·2^h (int64), Y = onehot(d) ∈ R^(2^H_z) Z = Y + G −
-                                       stop_gradient(G),  G_c = Π_h P(B_h = bit_h(c)) for every code
-                                       c r = W_post · Z
+                                       d = Σ B_h·2^h (int64), Y = onehot(d) ∈ R^(2^H_z)
+                                       Z = Y + G − stop_gradient(G)
+                                       G_c = Π_h P(B_h = bit_h(c)) for every code c
+                                       r = W_post · Z
     block split_layer + 1              queries from X, keys and values from X + r
     the other blocks, norm, head       as in the baseline                            → logits
 
@@ -47,7 +50,9 @@ _CHUNK_NUMEL = 2**24  # elements of the scores of codes that the backward pass h
 
 
 class FreeTransformer(Decoder):
-    """The Free Transformer: ids [B, T] → (logits [B, T, V], z_logits [B, T, H_z]); in mode "inference" logits alone.
+    """The Free Transformer: ids [B, T] → (logits [B, T, V], z_logits [B, T, H_z]).
+
+    In mode "inference" it returns the logits alone.
 
     Args:
         latent_bits: H_z; the latent of a position is one of 2^H_z codes.
@@ -171,7 +176,10 @@ class FreeTransformer(Decoder):
 
 
 class InjectedBlock(Block):
-    """The block after the latent: (x, r, …) → x, with queries from x and keys and values from x + r."""
+    """The block after the latent: (x, r, …) → x.
+
+    Its queries come from x, its keys and values from x + r.
+    """
 
     def forward(self, x: Tensor, *carried: Tensor) -> Tensor | tuple[Tensor, ...]:
         documents, (r, *others) = split_documents(carried)
@@ -180,7 +188,9 @@ class InjectedBlock(Block):
 
 
 class CodeLatent(nn.Module):
-    """The latent: encoder, draw, and projection: x [B, T, D] → (x, r [B, T, D], z_logits [B, T, H_z]).
+    """The latent: x [B, T, D] → (x, r [B, T, D], z_logits [B, T, H_z]).
+
+    It consists of an encoder, a draw and a projection.
 
     The encoder is one block that is not causal. Its queries are one learned vector at every
     position, so positions enter only through the rotary embedding of queries and keys. The numbers
@@ -257,7 +267,9 @@ def draw_codes(z_logits: Tensor, bernoulli: Callable[[Tensor], Tensor] = torch.b
 
 
 def code_halves(z_logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the probabilities of the low and the high half of the bits: float32 [B, T, 2^⌊H/2⌋] and [B, T, 2^⌈H/2⌉].
+    """Return the probabilities of the low and the high half of the bits.
+
+    Their shapes are [B, T, 2^⌊H/2⌋] and [B, T, 2^⌈H/2⌉], in float32.
 
     G[…, high · 2^⌊H/2⌋ + low] is the product of the two.
     """
@@ -266,7 +278,10 @@ def code_halves(z_logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _code_probabilities(logits: Tensor) -> Tensor:
-    """Return P(code) = Π_h P(B_h = bit_h(code)) over all codes of these bits: [..., H] → [..., 2^H]."""
+    """Return the probability of each code of these bits: [..., H] → [..., 2^H].
+
+    P(code) = Π_h P(B_h = bit_h(code)).
+    """
     bits = logits.shape[-1]
     codes = torch.arange(2**bits, device=logits.device)
     # [H, 2^H]
@@ -284,7 +299,9 @@ def kl_from_fair_coins(z_logits: Tensor) -> Tensor:
 
 
 class _ThroughCodes(torch.autograd.Function):
-    """The straight-through estimator: r unchanged, with the gradient of W_post·(G − stop_gradient(G)).
+    """The straight-through estimator, which returns r unchanged.
+
+    Its gradient is that of W_post·(G − stop_gradient(G)).
 
     With g the gradient of r, code c scores g·W_post[c]. The gradients of the two halves of G are
     that table of scores [2^high, 2^low] times the other half. It is made for a few positions at a

@@ -1,8 +1,9 @@
-"""Builds Hugging Face causal language models (the extra `transformers`) from the disk or a config, without downloads.
+"""Builds causal language models of Hugging Face (the extra `transformers`) without downloads.
 
     hf:FOLDER         a local folder with a config.json; its *.safetensors are loaded if it has any
     hf:CONFIG.json    that config, values drawn at random
-    hf:TYPE           a model type of the library (llama, gpt2, …) with its default config, values drawn at random
+    hf:TYPE           a model type of the library (llama, gpt2, …), its default config, values drawn
+                      at random
 
 `model.args` override the config by the library's own names. Parameters are always float32: autocast
 does the rest.
@@ -52,7 +53,10 @@ _AutoModel: Any = transformers.AutoModelForCausalLM
 
 
 def from_files(path: str, **overrides: Any) -> nn.Module:
-    """Return the model in a folder, with its weights if there are any; or of a config file, with random ones."""
+    """Return the model that a folder or a config file describes.
+
+    A folder's weights are loaded if there are any; else the values are random.
+    """
     source = local_path(path, "model.name")
     file = source / "config.json" if source.is_dir() else source
     try:
@@ -79,7 +83,10 @@ def from_type(
     block_size: int | None = None,
     **overrides: Any,
 ) -> nn.Module:
-    """Return a model of the library's type `model_type`: its default config, changes, and `block_size` positions."""
+    """Return a model of the library's type `model_type`.
+
+    Its config is the type's default config with `overrides`, for at least `block_size` positions.
+    """
     if vocab_size is not None:
         overrides["vocab_size"] = vocab_size
     config = _config(model_type, {}, overrides)
@@ -119,14 +126,17 @@ def _config(model_type: str, described: Mapping[str, Any], overrides: Mapping[st
 
 
 def _drawn(config: Any) -> Any:
-    """Return a model with random values: on the active device if it can be filled there later, else on the CPU."""
+    """Return a model with random values.
+
+    It is on the active device if it can be filled there later, else on the CPU.
+    """
     device = torch.get_default_device() if can_be_drawn(config) else torch.device("cpu")
     with _errors_of(config.model_type), device:
         return _AutoModel.from_config(config, **_attention(config)).float()
 
 
 def _require_equal_chain(config: Any) -> None:
-    """Refuse a version of the library whose forward pass is not what the chain of a family computes.
+    """Refuse a version of the library that computes something else than a family's chain.
 
     A tiny model of the same config is compared: the model itself may have no values yet.
     """

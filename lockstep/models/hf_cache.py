@@ -1,4 +1,4 @@
-"""Keeps the cache of keys and values off in steps and evaluations, as decoders of transformers have one.
+"""Keeps the cache of keys and values of Hugging Face decoders off in steps and evaluations.
 
 The library fills a cache in training, too, unless it is told not to. Before transformers 5 a block
 that is computed again would add its keys and values to it a second time, and attend to both. And a
@@ -19,7 +19,9 @@ from lockstep.torch_compat.module_hooks import forward_pre_hooks
 
 
 def switch_cache_off(model: nn.Module, blocks: Iterable[tuple[str, nn.Module]]) -> None:
-    """Let the modules around `blocks` run without a cache in steps and evaluations, unless their caller asks for one.
+    """Let the modules around `blocks` run without a cache in steps and evaluations.
+
+    A cache that the caller asks for stays on.
 
     A forward pass that the caller makes by hand, between steps, has its cache.
     """

@@ -100,7 +100,10 @@ class CausalModel(LanguageModel):
 
 
 class MixtureModel(CausalModel):
-    """A causal mixture of experts, with its library's loss: ids [B, T], targets [B, T] → (logits, mean loss)."""
+    """A causal mixture of experts with its library's loss.
+
+    Its forward pass is ids [B, T], targets [B, T] → (logits, mean loss).
+    """
 
     averages_in_forward = True  # it returns a mean, which dp can't weigh
     _takes_targets_as_they_are = False  # determined in the first forward pass
@@ -139,7 +142,10 @@ class MixtureModel(CausalModel):
         return batch["input_ids"], batch["targets"]
 
     def loss(self, outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the cross entropy summed over valid targets, plus the balance term times their number."""
+        """Return the summed loss: the mean loss times the number of valid targets.
+
+        It is the cross entropy summed over valid targets, plus the balance term times their number.
+        """
         count = self.count(batch)
         return torch.where(count > 0, outputs[1] * count, 0.0)
 

@@ -104,10 +104,12 @@ def is_known_decoder(model: nn.Module) -> bool:
 
 
 def _without_adapters(model: nn.Module) -> tuple[str, nn.Module | None]:
-    """Return the path within a model of PEFT to the library's model, which has the adapters in it, and that model.
+    """Return (path, model): the library's model within a model of PEFT, and its path there.
 
-    Any other model is returned itself, with an empty path; None is, where PEFT puts prompts of its
-    own before a text.
+    The library's model has the adapters in it.
+
+    Any other model is returned itself, with an empty path. The model is None where PEFT puts
+    prompts of its own before a text.
     """
     base: Callable[[], nn.Module] | None = getattr(model, "get_base_model", None)
     if base is None or not hasattr(model, "peft_config"):
@@ -119,7 +121,10 @@ def _without_adapters(model: nn.Module) -> tuple[str, nn.Module | None]:
 
 
 def refuse_balanced_experts(model: nn.Module) -> None:
-    """Refuse a model that returns its routers' choices: the loss that balances them needs all layers of the model."""
+    """Refuse a model that returns its routers' choices.
+
+    The loss that balances its experts needs all layers of the model.
+    """
     if getattr(getattr(model, "config", None), "output_router_logits", False):
         raise UsageError(
             f"{type(model).__name__} balances its experts by a loss over all layers, which no stage"
@@ -158,7 +163,7 @@ def _require_all(model: nn.Module, segments: list[tuple[str, nn.Module]]) -> Non
 
 
 class Door(nn.Module):
-    """Stands before a module of a decoder, and gives it what a stage has received in place of its first argument.
+    """Wraps a module of a decoder, and replaces its first argument by what a stage received.
 
     A decoder that reads an attribute of the module, as of a layer its kind of attention, gets the
     module's own.
@@ -200,7 +205,10 @@ class Door(nn.Module):
 
 
 class Inputs(nn.Module):
-    """First segment: token ids [B, T] → hidden states [B, T, D], with the attention mask if there is one."""
+    """First segment: token ids [B, T] → hidden states [B, T, D].
+
+    The attention mask is passed on if there is one.
+    """
 
     def __init__(self, random_key: str, decoder: nn.Module) -> None:
         super().__init__()
@@ -245,7 +253,10 @@ class Layer(nn.Module):
 
 
 class Outputs(nn.Module):
-    """Last segment: hidden states [B, T, D] → the whole model's result, with the loss if there are labels."""
+    """Last segment: hidden states [B, T, D] → the complete model's result.
+
+    The result includes the loss if there are labels.
+    """
 
     # it is called with `inputs`, the whole model's (positional, keyword) arguments, for labels
     takes_inputs = True
@@ -284,7 +295,10 @@ class Absent(nn.Module):
 
 
 def _before_the_layers(decoder: nn.Module, family: Family) -> nn.Module:
-    """Return a decoder without layers and without its norm, which shares its other modules with `decoder`."""
+    """Return a decoder without layers and without its norm.
+
+    It shares its other modules with `decoder`.
+    """
     part = with_own_children(decoder)
     setattr(part, family.layers, nn.ModuleList([]))
     setattr(part, family.norm, Absent())

@@ -1,4 +1,4 @@
-"""How causal models of the Hugging Face library are cut over the ranks of the axes `tensor` and `context`.
+"""How causal models of Hugging Face are sharded over the axes `tensor` and `context`.
 
 The library's own plan (`base_model_tp_plan` of a config) is translated for
 `lockstep.parallel.tensor_plan`, and what it leaves out is added: GPT-2, weights in which several
@@ -103,7 +103,10 @@ def advice_for_object(model: nn.Module, axis: str) -> str | None:
 
 
 def _has_scaled_embedding(model: nn.Module) -> bool:
-    """Return whether a model's layers could be cut, but for an embedding that multiplies what it looks up."""
+    """Return whether only a scaled embedding keeps a model's layers from being sharded.
+
+    Such an embedding multiplies the rows that it looks up.
+    """
     config: Any = model.config
     family = FAMILIES.get(config.model_type)
     decoder: Any = getattr(model, family.decoder, None) if family is not None else None
@@ -115,7 +118,10 @@ def _has_scaled_embedding(model: nn.Module) -> bool:
 
 
 def _translated(decoder: nn.Module, of_library: dict[str, str]) -> dict[str, str]:
-    """Return the library's plan in our words, without what this model does not have; empty if it can't be followed."""
+    """Return the library's plan in our words, for the modules that this model has.
+
+    The result is empty if the plan can't be followed.
+    """
     routed = {name for name, way in of_library.items() if _WAYS.get(way) == "routed"}
     ways = {
         name: (
@@ -173,7 +179,11 @@ def _is_plain(experts: Any) -> bool:
 
 
 def _note_layouts(decoder: nn.Module, ways: dict[str, str], config: Any) -> None:
-    """Write down the outputs of each layer that lies in a fused weight, and along which dim a norm sees heads."""
+    """Note on each module how its weight is fused, or along which dim its norm sees heads.
+
+    `fused_sizes` are the sizes of the outputs of the layers in a fused weight; `heads_dim` is the
+    dim of the heads.
+    """
     queries = config.num_attention_heads
     keys = getattr(config, "num_key_value_heads", None) or queries
     for name, module in decoder.named_modules():
@@ -199,7 +209,10 @@ def fit_heads(attention: Any, ranks: int) -> None:
 
 
 class ContiguousActivation(nn.Module):
-    """An activation of a slice, in memory of its own: torch rounds a row's last numbers by the row's length else."""
+    """An activation that is applied to a contiguous copy of its input.
+
+    Without the copy, how torch rounds a row's last numbers depends on the row's length.
+    """
 
     def __init__(self, activation: nn.Module) -> None:
         super().__init__()
@@ -211,7 +224,10 @@ class ContiguousActivation(nn.Module):
 
 
 def fit_units(mlp: Any) -> None:
-    """Let a feed-forward layer with a fused weight compute its units alike on any number of ranks."""
+    """Make a feed-forward layer's units independent of the number of ranks.
+
+    The layer has a fused weight.
+    """
     if hasattr(mlp, "activation_fn"):  # of Phi-3
         mlp.activation_fn = ContiguousActivation(mlp.activation_fn)
 
@@ -223,7 +239,10 @@ def is_transposed(module: nn.Module) -> bool:
 
 
 def refuse_attention_dropout(model: nn.Module) -> None:
-    """Refuse dropout within attention where heads are cut: the kernel would not draw what one process draws."""
+    """Refuse dropout within attention where heads are sharded.
+
+    The kernel would not draw the numbers that one process draws.
+    """
     config = getattr(model, "config", None)
     for name in ("attention_dropout", "attn_pdrop"):
         if getattr(config, name, 0.0):

@@ -1,4 +1,4 @@
-"""Shared parts of the language models: batches, the loss, checks of sizes, and sampling token by token.
+"""Shared parts of the language models: batches, the loss, checks of sizes, and sampling.
 
 A batch is {"input_ids": int64 [B, T], "targets": int64 [B, T]}: targets[:, t] follows input_ids[:,
 t], and −100 is not counted. `document_ids`, int64 [B, T], may number the documents of a sequence
@@ -20,7 +20,10 @@ from lockstep.models.protocol import DOCUMENTS, IGNORED_TARGET, logits_of
 
 
 class LanguageModel(nn.Module):
-    """A model that predicts the next token: ids [B, T] → logits [B, T, V], by default with its `segments()`."""
+    """A model that predicts the next token: ids [B, T] → logits [B, T, V].
+
+    By default its forward pass runs its `segments()`.
+    """
 
     block_size: int
 
@@ -45,7 +48,10 @@ class LanguageModel(nn.Module):
         return losses.sum()
 
     def count(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the number of valid targets as a 0-dim tensor, so that the caller decides when the host reads it."""
+        """Return the number of valid targets.
+
+        It is a 0-dim tensor, so that the caller decides when the host reads it.
+        """
         return (batch["targets"] != IGNORED_TARGET).sum()
 
 
@@ -95,7 +101,9 @@ class OutputLayer(nn.Linear):
 
 
 class TokenLosses(nn.Module):
-    """The cross entropy of each target: logits [B, T, V], targets [B, T] → float32 [B·T], 0 where one does not count.
+    """The cross entropy of each target: logits [B, T, V], targets [B, T] → float32 [B·T].
+
+    Targets that do not count have 0.
 
     A tensor-parallel run replaces `forward` where the model's plan has "loss", and gives it a part
     of the vocabulary.
@@ -170,7 +178,10 @@ def generate(
 
 
 def logits_in(outputs: Any) -> Tensor:
-    """Return the logits of a language model's output: the output itself, the first of a tuple, or `.logits`."""
+    """Return the logits in a language model's output.
+
+    They are the output itself, the first member of a tuple, or `.logits`.
+    """
     logits = logits_of(outputs[0] if isinstance(outputs, tuple) else outputs)
     assert isinstance(logits, Tensor)
     return logits

@@ -1,4 +1,4 @@
-"""Losses of micro-batches whose targets are left out: of all of them, or of one term and not of another.
+"""Losses of micro-batches that leave out all targets, or those of one term and not another.
 
 Tests: tests/trainer/test_no_targets.py
 """
@@ -13,7 +13,10 @@ from lockstep.torch_compat.pytree import tree_flatten
 
 
 def refuse_uneven(divisors: tuple[int, ...]) -> None:
-    """Refuse a loss whose terms are means over different numbers of targets, where a step has several micro-batches."""
+    """Refuse a loss whose terms are means over different numbers of targets.
+
+    Where a step has several micro-batches, no single number would weigh them.
+    """
     what = (
         f"the loss has {len(divisors)} terms that leave out different targets of a micro-batch:"
         " they are means over "
@@ -43,7 +46,10 @@ def sum_of_outputs(outputs: Any, loss: Tensor) -> Tensor:
 
 
 def stop_gradients_unless(condition: Tensor, outputs: Any) -> None:
-    """Make the gradient of the outputs zero where a condition, 0-dim, does not hold: that of 0/0 is not a number."""
+    """Make the gradient of the outputs zero where a 0-dim condition does not hold.
+
+    The gradient of 0/0 would not be a number.
+    """
 
     def stop(gradient: Tensor) -> Tensor:
         return torch.where(condition.to(gradient.device), gradient, 0.0)

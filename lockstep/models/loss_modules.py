@@ -1,4 +1,6 @@
-"""Finds the module behind a loss function, which may have weights: class centres, a temperature, weights of terms.
+"""Finds the module behind a loss function, which may have weights.
+
+Such weights are class centres, a temperature, or the weights of terms.
 
 Tests: tests/parity/test_loss_weights.py
 """
@@ -37,7 +39,10 @@ def module_of(loss_fn: Any) -> nn.Module | None:
 
 
 def own_weights(loss: nn.Module, model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return name → parameter of a loss function that trains, without those that the model has, too."""
+    """Return name → parameter for the parameters of a loss function that train.
+
+    Parameters that the model has, too, are left out.
+    """
     of_model = {id(parameter) for parameter in model.parameters()}
     return {
         PREFIX + name: parameter
@@ -47,7 +52,10 @@ def own_weights(loss: nn.Module, model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def own_buffers(loss: nn.Module, model: nn.Module) -> dict[str, Tensor]:
-    """Return name → persistent buffer of a loss function, without arguments of torch's losses (class weights)."""
+    """Return name → persistent buffer for the buffers of a loss function.
+
+    Buffers of the model, and arguments of torch's losses (class weights), are left out.
+    """
     of_model = {id(buffer) for buffer in model.buffers()}
     persistent = persistent_buffers(loss)
     of_torch = (
@@ -64,7 +72,10 @@ def own_buffers(loss: nn.Module, model: nn.Module) -> dict[str, Tensor]:
 
 
 def hidden_parameters(loss_fn: Any) -> list[nn.Parameter]:
-    """Return the parameters that train in the closure or the attributes of a loss function that is no module."""
+    """Return the parameters that train in a loss function that is not a module.
+
+    They are in its closure or its attributes.
+    """
     if loss_fn is None or module_of(loss_fn) is not None:
         return []
     return [p for p in dict.fromkeys(_parameters_in(loss_fn, depth=3)) if p.requires_grad]
@@ -100,7 +111,10 @@ def _held_by(value: Any) -> list[Any]:
 
 
 def refuse_shared(loss: nn.Module, model: nn.Module, *, cut: bool) -> None:
-    """Refuse what model and loss function share where the model is `cut` over ranks; and equal names, everywhere."""
+    """Refuse a loss function that shares parameters, or their names, with the model.
+
+    Shared parameters are refused only where the model is `cut` over ranks, equal names everywhere.
+    """
     of_model = {id(parameter): name for name, parameter in model.named_parameters()}
     shared = [of_model[id(p)] for p in loss.parameters() if id(p) in of_model]
     if cut and shared:

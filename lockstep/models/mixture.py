@@ -1,19 +1,22 @@
-"""A mixture of experts: the transformer, with a router and experts in place of each feed-forward layer.
+"""A mixture of experts: the transformer with experts in place of feed-forward layers.
+
+A router chooses the experts of each token:
 
     scores   softmax or sigmoid of x · W, float32 [N, E]
     chosen   the k experts with the largest scores + bias; no token is dropped
     weights  the scores of these, divided by their sum where k > 1 (else W would have no gradient)
-    y        Σ weight · expert(x), in the order of the slots, + the shared experts, which see every token
+    y        Σ weight · expert(x), in the order of the slots, + the shared experts (for every token)
 
 What keeps experts in use, each over the positions of one micro-batch, in training only:
 
-    balance   E · Σ_i f_i P_i, with f_i the fraction of the slots that expert i got and P_i the mean of its normalised
-              score; 1 if they are even (Fedus et al. 2021, arXiv:2101.03961). f is that of the
-              micro-batch, or of the whole step before, since a step's own is known after its last
-              forward pass only
+    balance   E · Σ_i f_i P_i, with f_i the fraction of the slots that expert i got and P_i the mean
+              of its normalised score; 1 if they are even (Fedus et al. 2021, arXiv:2101.03961). f
+              is that of the micro-batch, or of the whole step before, since a step's own is known
+              after its last forward pass only
     router z  the mean of logsumexp(logits)² (Zoph et al. 2022, arXiv:2202.08906)
-    bias      of an expert that got less than the mean in a step grows by `bias_rate`, else it shrinks; it decides who
-              is chosen and nothing else, so it needs no loss (Wang et al. 2024, arXiv:2408.15664)
+    bias      of an expert that got less than the mean in a step grows by `bias_rate`, else it
+              shrinks; it only decides which experts are chosen, so it needs no loss (Wang et al.
+              2024, arXiv:2408.15664)
 
 The first two are summed over the layers, and weighed by the valid targets of the micro-batch, so
 that they are a mean over a step's targets as the cross entropy is. They travel beside the residual
@@ -44,7 +47,9 @@ from lockstep.torch_compat.fake_tensors import FakeTensor
 
 
 class Mixture(Decoder):
-    """A Llama-style mixture of experts: ids [B, T] → (logits [B, T, V], terms [2]: balance and router z).
+    """A Llama-style mixture of experts: ids [B, T] → (logits [B, T, V], terms [2]).
+
+    The two terms are balance and router z.
 
     Args:
         n_expert: E, experts in a layer.
@@ -132,7 +137,7 @@ class Mixture(Decoder):
         return terms["cross_entropy"] + terms["balance"] + terms["router_z"]
 
     def loss_terms(self, outputs: Any, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the terms of the loss, each a 0-dim float32 sum over the valid targets, in nats."""
+        """Return the terms of the loss: 0-dim float32 sums over the valid targets, in nats."""
         logits, (balance, router_z) = outputs
         count = self.count(batch)
         return {
@@ -143,7 +148,10 @@ class Mixture(Decoder):
 
 
 class MixtureBlock(Block):
-    """A causal block: x [B, T, D], and the terms of the blocks before it → x and the terms with its own."""
+    """A causal block with experts: (x [B, T, D], terms) → (x, terms).
+
+    The terms of earlier blocks come in, and leave with this block's own added.
+    """
 
     def forward(self, x: Tensor, *carried: Tensor) -> tuple[Tensor, ...]:
         documents, before = split_documents(carried)
@@ -197,7 +205,9 @@ def through_experts(
     weights: Tensor,
     counts: Tensor,
 ) -> Tensor:
-    """Return the weighed sum of what experts make of each token, in the order of its slots: [N, D] → [N, D].
+    """Return the weighted sum of the experts' results for each token: [N, D] → [N, D].
+
+    Results are added in the order of the token's slots.
 
     `experts` maps (rows in the order of experts, rows of each expert) to rows; chosen, weights: [N,
     k]; counts: [E].
@@ -281,7 +291,10 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """SwiGLUs side by side, whose parameters are stacked in dim 0: (rows [n, D], rows of each expert) → [n, D]."""
+    """SwiGLUs side by side: (rows [n, D], rows of each expert) → [n, D].
+
+    Their parameters are stacked in dim 0.
+    """
 
     def __init__(self, n_expert: int, n_embd: int, hidden: int) -> None:
         super().__init__()
@@ -314,7 +327,10 @@ class Experts(nn.Module):
 
 
 class _Dispatch(torch.autograd.Function):
-    """A copy of each token for each of its experts, in the order of the experts: [N, D] → [N·k, D]."""
+    """Copies each token for each of its experts: [N, D] → [N·k, D].
+
+    The copies are in the order of the experts.
+    """
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, order: Tensor, top_k: int) -> Tensor:
@@ -332,7 +348,7 @@ class _Dispatch(torch.autograd.Function):
 
 
 class _InSlots(torch.autograd.Function):
-    """Rows in the order of the experts, put back into that of tokens and slots: [N·k, D] → [N·k, D]."""
+    """Puts rows from the order of experts into that of tokens and slots: [N·k, D] → [N·k, D]."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Tensor) -> Tensor:
@@ -354,7 +370,10 @@ def expert_counts(chosen: Tensor, experts: int) -> Tensor:
 
 
 def _numbers(counts: Tensor, rows: int) -> list[int]:
-    """Return the rows of each expert as numbers; in `lockstep plan`, where nothing has values, even ones."""
+    """Return the rows of each expert as numbers.
+
+    In `lockstep plan`, where tensors have no values, the rows are divided evenly.
+    """
     if isinstance(counts, FakeTensor):
         experts = len(counts)
         return [rows // experts + (index < rows % experts) for index in range(experts)]

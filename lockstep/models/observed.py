@@ -102,7 +102,10 @@ class LossCalls:
 
     @property
     def uneven(self) -> tuple[int, ...]:
-        """The divisors of means of one size that leave out different targets; empty where the host does not know."""
+        """The divisors of means of one size that leave out different targets.
+
+        Empty where the host does not know them.
+        """
         divisors = tuple(mean.divisor for mean in self.means if isinstance(mean.divisor, int))
         differ = self._of_same_size and not self.others and len(set(divisors)) > 1
         return divisors if differ and len(divisors) == len(self.means) else ()
@@ -149,7 +152,10 @@ def _noting(name: str) -> Callable[..., Tensor]:
 
 
 def _targets(call: Mapping[str, Any]) -> Mean:
-    """Count class indices that are not ignored, or the weights of their classes; of probabilities each position."""
+    """Count the class indices that are not ignored, or add up the weights of their classes.
+
+    Where targets are probabilities, each position counts.
+    """
     scores = call["input"]
     target = call["target"]
     weight = call["weight"] if "weight" in call else None  # noqa: SIM401  # without a call, as this runs in each step

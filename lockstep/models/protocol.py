@@ -6,11 +6,16 @@ Any `nn.Module` can be trained. A model may help with
     loss(outputs, batch) -> Tensor   0-dim SUM over the batch's valid targets
     count(batch) -> int | Tensor     number of valid targets
     blocks() -> [(name, module)]     its repeated blocks, for wrapping, checkpointing and compiling
-    segments() -> [(name, module)]   the whole forward pass as a chain, for pipelines; the first has forward's arguments
-    context_plan() -> {name: dim}    the dims of a batch's parts along which sequences lie (`lockstep.parallel.context`)
-    tensor_plan() -> {name: way}     how its layers are cut over ranks (`lockstep.parallel.tensor_cuts`)
-    experts() -> [(name, module)]    its experts, stacked in dim 0 of parameters (`lockstep.models.mixture.Experts`)
-    init_weights()                   fills every parameter and buffer in place; then it can be built on `meta`
+    segments() -> [(name, module)]   the whole forward pass as a chain, for pipelines; the first
+                                     takes the arguments of forward
+    context_plan() -> {name: dim}    the dims of a batch's parts along which sequences lie
+                                     (`lockstep.parallel.context`)
+    tensor_plan() -> {name: way}     how its layers are cut over ranks
+                                     (`lockstep.parallel.tensor_cuts`)
+    experts() -> [(name, module)]    its experts, stacked in dim 0 of parameters
+                                     (`lockstep.models.mixture.Experts`)
+    init_weights()                   fills every parameter and buffer in place; then the model can
+                                     be built on `meta`
 
 A batch whose sequences hold several documents numbers them in `document_ids`, int64 [B, T], an
 argument of forward.
@@ -80,12 +85,15 @@ class Observed:
 
 
 TakeOutputs = Callable[[Any, Any], tuple[Tensor, int, int | Tensor] | None]
-"""(outputs, batch) → (loss, times, count) in place of the objective's own, as in `Objective.factors`; or None."""
+"""Maps (outputs, batch) to (loss, times, count) in place of the objective's own factors.
+
+See `Objective.factors`. A result of None leaves them to the objective.
+"""
 
 
 @dataclass
 class Tap:
-    """Shows the model's outputs for each micro-batch to whoever asks for them: metrics, predictions."""
+    """Shows the model's outputs for each micro-batch to metrics and predictions."""
 
     # called before the loss is computed, where the outputs are; None: nobody asks
     take: TakeOutputs | None = None
@@ -175,7 +183,10 @@ class Objective:
     def _observe(
         self, observed: Observed, outputs: Any, batch: Any, calls: LossCalls | None
     ) -> tuple[Tensor, int | Tensor]:
-        """Return the loss, and its divisor as torch's loss functions show it, or else the declared count."""
+        """Return the loss and its divisor.
+
+        The divisor is the one that torch's loss functions show, or else the declared count.
+        """
         with LossCalls() if calls is None else nullcontext(calls) as seen:
             loss = self.loss(outputs, batch)
         shown = seen.count(batch, num_samples)
@@ -200,9 +211,11 @@ class Objective:
             self.observed.cut = micro_batches_per_step > 1
 
     def estimate(self, batch: Any) -> int | Tensor:
-        """Estimate the number of valid targets before the forward pass, as backward's provisional divisor.
+        """Estimate the number of valid targets before the forward pass.
 
-        A batch without one says nothing about the others, so its samples are counted.
+        It is the provisional divisor of the backward pass.
+
+        A batch without a valid target says nothing about the others, so its samples are counted.
         """
         # host waits for the device, as the caller does
         return self._estimate(batch) or num_samples(batch)
@@ -324,7 +337,9 @@ def offered(model: nn.Module, name: str) -> Callable[..., Any] | None:
 
 
 def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the repeated blocks of `model`, in order, with their canonical names; empty if there are none.
+    """Return (canonical name, module) of the repeated blocks of `model`, in order.
+
+    The list is empty if there are none.
 
     They come from the first of: `model.blocks()`; the classes that a Hugging Face model must not
     split; the longest `ModuleList` or `Sequential` whose members have one class, run, and own
@@ -366,7 +381,7 @@ def _without_containers(name: str, module: nn.Module) -> list[tuple[str, nn.Modu
 
 
 def segments_of(model: nn.Module) -> list[tuple[str, nn.Module]] | None:
-    """Return the forward pass of `model` as a chain of modules, or None if the model does not define one."""
+    """Return the forward pass of `model` as a chain of modules, or None if it defines none."""
     if own := offered(model, "segments"):
         segments = list(own())
         for each in segments:
@@ -497,7 +512,10 @@ def _look_like_samples(batch: Sequence[Any]) -> bool:
 def _too_many(
     model: nn.Module, batch: Sequence[Any], count: int, positional: list[str]
 ) -> UsageError:
-    """Return the error for a batch with more items than the model takes, such as a list of samples."""
+    """Return the error for a batch with more items than the model takes.
+
+    A list of samples is such a batch.
+    """
     what = (
         f"a batch is a {type(batch).__name__} of {len(batch)}, which gives"
         f" {type(model).__name__}.forward {count} "
@@ -519,7 +537,10 @@ def _too_many(
 
 
 def _with_documents(model: nn.Module, inputs: Inputs) -> Inputs:
-    """Refuse batches with numbers of documents if the model is not given them: it would look across documents."""
+    """Refuse batches with numbers of documents if the model is not given them.
+
+    The model would look across documents.
+    """
 
     def checked(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         args, kwargs = inputs(batch)

@@ -1,4 +1,6 @@
-"""Turns loss functions of `torch.nn.functional` into objects of torch's loss classes, which say what they divide by.
+"""Turns loss functions of `torch.nn.functional` into objects of torch's loss classes.
+
+The classes say what they divide by.
 
 Tests: tests/trainer/test_loss_check.py, tests/trainer/test_no_targets.py
 """
@@ -47,7 +49,9 @@ def class_names() -> list[str]:
 
 
 def as_object(loss_fn: Any) -> Any:
-    """Return an object of torch's class for one of torch's loss functions, or a `functools.partial` of one.
+    """Return an object of torch's loss class for one of torch's loss functions.
+
+    A `functools.partial` of such a function is converted, too.
 
     Anything else is returned as it is.
 

@@ -1,6 +1,8 @@
 """Makes a chain of segments with torch's tracer, for a model without `segments()`.
 
-    model = lockstep.models.traced.trace(model, example_ids)    # then train it under a pipeline, or any strategy
+    model = lockstep.models.traced.trace(model, example_ids)
+
+The result can be trained under a pipeline, or any other strategy.
 
 torch.export captures the forward pass for training and for evaluation. Each graph is divided where
 a repeated block begins, and after the last one. Segments borrow their parameters from the model
@@ -95,7 +97,10 @@ class Chain(nn.Module):
                 setattr(self, key, getattr(model, key))
 
     def inputs(self, batch: Any) -> tuple[Any, ...]:
-        """Return the traced model's inputs: members of a mapping by their names, or the first ones of a tuple."""
+        """Return the traced model's inputs.
+
+        They are members of a mapping by their names, or the first members of a tuple.
+        """
         if isinstance(batch, Mapping):
             return tuple(batch[name] for name in self._arguments)
         return tuple(batch[: len(self._arguments)]) if isinstance(batch, tuple | list) else (batch,)
@@ -146,7 +151,10 @@ class TracedSegment(nn.Module):
 
 
 def _only_shapes_of(example: Sequence[Tensor]) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-    """Return a hook that rejects inputs of other shapes than those traced: a graph holds them as constants."""
+    """Return a hook that rejects inputs of other shapes than those traced.
+
+    A graph holds the shapes as constants.
+    """
     traced = [tuple(tensor.shape[1:]) for tensor in example]
 
     def check(_piece: nn.Module, inputs: tuple[Any, ...]) -> None:
@@ -196,7 +204,10 @@ def _exported(model: nn.Module, example: tuple[Tensor, ...]) -> tuple[fx.GraphMo
 
 
 def _random_keys(blocks: Sequence[str], gaps: Sequence[int]) -> dict[str, str]:
-    """Return each piece's name in the chain, in order → the key of its random numbers in the original model."""
+    """Return name → random key for the pieces of the chain, in order.
+
+    The key is that of the piece's random numbers in the original model.
+    """
     keys = {"inputs": ""}
     for number, block in enumerate(blocks):
         keys[block] = block
@@ -252,7 +263,10 @@ class _Cutter:
                 self._region[node] = 0 if node.op == "placeholder" else current
 
     def gaps_that_draw(self) -> list[int]:
-        """Return the numbers of the blocks, except the last, that random draws follow before the next block."""
+        """Return the numbers of the blocks after which, before the next block, numbers are drawn.
+
+        The last block is not among them.
+        """
         drawing = {region for node, region in self._region.items() if self._draws(node)}
         return [number for number in range(len(self._blocks) - 1) if 2 * number + 2 in drawing]
 

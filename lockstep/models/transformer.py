@@ -1,4 +1,6 @@
-"""A Llama-style decoder, the baseline: pre-RMSNorm, rotary positions, SwiGLU, grouped-query attention, no biases.
+"""A Llama-style decoder, which is the baseline.
+
+It has pre-RMSNorm, rotary positions, SwiGLU and grouped-query attention, and no biases.
 
 Dropout is on the embedding and on what each block adds to the residual stream, not inside
 attention, so that the fused kernels serve.
@@ -20,7 +22,10 @@ NORM_EPS = 1e-5
 
 
 def decoder_plan() -> dict[str, str]:
-    """Return how a decoder of `Block`s is cut: by heads, by units of the feed-forward layers, and by the vocabulary."""
+    """Return the plan by which a decoder of `Block`s is sharded.
+
+    It is sharded by heads, by units of the feed-forward layers, and by the vocabulary.
+    """
     return {"embed": "vocabulary", **block_plan("layers.*"), "head": "head", "token_losses": "loss"}
 
 
@@ -178,7 +183,10 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with rotary positions: queries, keys and values from [B, T, D], as in `Attend`."""
+    """Grouped-query attention with rotary positions.
+
+    Queries, keys and values are projections of [B, T, D], with shapes as in `Attend`.
+    """
 
     def __init__(
         self, n_embd: int, n_head: int, n_kv_head: int | None, *, causal: bool = True

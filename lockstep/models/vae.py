@@ -1,7 +1,10 @@
-"""A convolutional variational auto-encoder (Kingma & Welling 2013) for square images with values in [0, 1].
+"""A convolutional variational auto-encoder (Kingma & Welling 2013) for square images.
+
+The images have values in [0, 1].
 
     encoder     4 × [convolution k4 s2 p1, ReLU], 32-64-128-256 channels
-    latent      μ, log σ²; z = μ + ε·exp(½ log σ²), ε ~ N(0, 1); a linear layer back to the encoder's shape
+    latent      μ, log σ²; z = μ + ε·exp(½ log σ²), ε ~ N(0, 1);
+                a linear layer back to the encoder's shape
     decoder     4 × transposed convolution k4 s2 p1, ReLU between them, sigmoid at the end
 
 Loss = [Σ squared error + beta · (−½ Σ (1 + log σ² − μ² − σ²))] / B, in float32; μ and log σ² are
@@ -90,7 +93,10 @@ class VAE(nn.Module):
         }
 
     def loss(self, outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the loss, summed over the images, of forward's or the last segment's outputs: 0-dim float32."""
+        """Return the loss summed over the images: 0-dim float32.
+
+        `outputs` are those of `forward` or of the last segment.
+        """
         if isinstance(outputs, Mapping):
             outputs = (outputs["reconstruction"], outputs["mu"], outputs["log_var"])
         reconstruction, mu, log_var = (tensor.float() for tensor in outputs)
@@ -118,7 +124,10 @@ class Down(nn.Module):
 
 
 class GaussianLatent(nn.Module):
-    """The latent: [B, C, s, s] → (features [B, C·s·s], mu [B, latent_dim], log_var [B, latent_dim])."""
+    """The latent: [B, C, s, s] → (features, mu, log_var).
+
+    Their shapes are [B, C·s·s], [B, latent_dim] and [B, latent_dim].
+    """
 
     def __init__(self, features: int, latent_dim: int) -> None:
         super().__init__()
