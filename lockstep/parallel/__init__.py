@@ -1,1 +1,1 @@
-"""Places a model on ranks: `place.py` is the ordered list of steps, and each strategy is one file beside it."""
+"""Places a model on ranks: `place.py` lists the steps in order; each strategy has its file."""

@@ -173,7 +173,7 @@ class _ChangingBuffers:
         self._before: list[tuple[int, int]] = []
 
     def copied(self) -> _Copies:
-        """Return copies of those that change, before a forward pass; of all of them before the first one."""
+        """Return copies of the buffers that change; before the first forward pass, of all."""
         if self._changing is None:
             self._before = self._versions()
         found = self._all if self._changing is None else self._changing
@@ -218,7 +218,7 @@ def _in_place(buffers: _Copies) -> Iterator[None]:
 
 @contextmanager
 def drawing_from(state: Tensor, random_state: RandomState) -> Iterator[None]:
-    """Draw the device's random numbers in the block from a state of its generator, and restore the outer state."""
+    """Draw the device's random numbers in the block from `state`, and restore the outer state."""
     generator, outer = default_generator(random_state.device), _state(random_state)
     generator.set_state(state)
     try:
@@ -365,7 +365,10 @@ def _state(random_state: RandomState) -> Tensor:
 
 
 def _same(one: Tensor, other: Tensor | None) -> bool:
-    """Return whether two tensors are one, or aliases of one: FSDP2 passes inputs through its own autograd node."""
+    """Return whether two tensors are the same one, or aliases of the same one.
+
+    FSDP2 passes inputs through its own autograd node.
+    """
     if other is None or one.shape != other.shape or one.stride() != other.stride():
         return False
     bases = [tensor if (base := base_of(tensor)) is None else base for tensor in (one, other)]

@@ -1,4 +1,4 @@
-"""Backward passes of a stage: at once, or the gradients of its inputs first and those of its weights later.
+"""Backward passes of a stage: at once, or gradients of inputs first and those of weights later.
 
 The first half, I, computes the gradients of the stage's inputs, which the rank before waits for.
 The second half, W, computes those of the weights, when the schedule has time for it. Together they
@@ -99,7 +99,7 @@ class SecondHalf:
     further_roots: list[Tensor] = field(default_factory=list)
 
     def run(self) -> None:
-        """Add the gradients of the weights to `.grad`, as autograd does it: in their layout, with their hooks."""
+        """Add the gradients of weights to `.grad` as autograd does, with their layout and hooks."""
         if self.starts:
             torch.autograd.backward(self.starts, self.gradients, inputs=self.weights or None)
         while self.operations:  # each is freed before the next one runs
@@ -138,7 +138,7 @@ def _continue_from(
 
 
 def whole_second_half(outputs: Sequence[Tensor], gradients: Gradients) -> SecondHalf:
-    """Return a second half that is all of the backward pass, for a stage whose inputs need no gradients."""
+    """Return a second half that is the full backward pass, for inputs that need no gradients."""
     roots = [
         (output, gradient)
         for output, gradient in zip(outputs, gradients, strict=True)
@@ -152,7 +152,9 @@ def whole_second_half(outputs: Sequence[Tensor], gradients: Gradients) -> Second
 def first_half(
     outputs: Sequence[Tensor], gradients: Gradients, inputs: Sequence[Tensor]
 ) -> tuple[Gradients, SecondHalf]:
-    """Return the gradients of the inputs, None for those without one, and what computes those of the weights.
+    """Return the gradients of the inputs, and the second half for the gradients of the weights.
+
+    An input without a gradient has None.
 
     Args:
         outputs: where the pass starts; those that need no gradient are left out.
@@ -196,7 +198,7 @@ def first_half(
 def _operations(
     order: Sequence[Node], roots: set[Node], inputs: set[Node], weights: set[Node]
 ) -> list[tuple[Node, list[Node]]] | None:
-    """Return the operations on the way to the inputs that use weights, with the nodes of these weights.
+    """Return the operations between outputs and inputs that use weights, with these weights' nodes.
 
     None if some weight is not reached from exactly one of them, or if torch can't continue from
     one.

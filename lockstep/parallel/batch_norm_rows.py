@@ -25,7 +25,7 @@ from lockstep.torch_compat.normalizations import BatchNorm
 
 @dataclass
 class BatchNormRows(AroundMicroBatch):
-    """The modules whose statistics are those of a row: the micro-batches that neighbouring ranks run at the same time.
+    """The modules whose statistics span a row: micro-batches run at once on neighbouring ranks.
 
     Outside of a step's micro-batches a module is torch's own.
     """
@@ -45,7 +45,10 @@ class BatchNormRows(AroundMicroBatch):
         self._inside = False
 
     def forward(self, module: BatchNorm, inputs: Tensor) -> Tensor:
-        """Return a module's outputs for [samples, channels, …], and update its running statistics as torch does."""
+        """Return a module's outputs for [samples, channels, …].
+
+        Running statistics are updated as torch does it.
+        """
         if not (self._inside and module.training):
             return type(module).forward(module, inputs)
         x = inputs.float() if inputs.dtype in (torch.float16, torch.bfloat16) else inputs

@@ -1,4 +1,4 @@
-"""Finds the buffers whose changes in a forward pass a step can explain, and where they are registered.
+"""Finds buffers whose changes in a forward pass a step can explain, and where they are registered.
 
 Tests: tests/parallel/test_combined_buffers.py, tests/parallel/test_state_between_calls.py
 """

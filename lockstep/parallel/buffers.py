@@ -91,7 +91,9 @@ _PLAIN = (bool, int, float, str, Tensor, type(None))
 
 @contextmanager
 def restored_attributes(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Restore numbers, texts, flags and tensors of modules after the forward passes in the block, but not their mode.
+    """Restore attributes of modules after the forward passes in the block, but not their mode.
+
+    Numbers, texts, flags and tensors are restored.
 
     A tensor is the one that it was; what was written to it in place stays.
     """
@@ -211,7 +213,7 @@ class RunningBuffers(AroundMicroBatch):
         self._put(self._left[run.position])
 
     def after_backward(self, run: MicroBatchPass) -> None:
-        """Record what the model's own recomputation (`torch.utils.checkpoint`) has done, as PyTorch does.
+        """Record what the model's own `torch.utils.checkpoint` has recomputed, as PyTorch does.
 
         Recomputation by `training.gradient_checkpointing` leaves statistics alone. Under a schedule
         with two halves a backward pass may recompute twice, of which the first counts.
@@ -235,7 +237,7 @@ class RunningBuffers(AroundMicroBatch):
         self._combined.forget()
 
     def _put(self, buffers: Sequence[_Buffer]) -> None:
-        """Put buffers in the place of the model's own, and copies in the place of those that are combined."""
+        """Put `buffers` in place of the model's own, and copies in place of combined buffers."""
         self._own = [(module, name, getattr(module, name)) for module, name, _ in buffers]
         self._inside = True
         for module, name, buffer in buffers:
@@ -311,7 +313,10 @@ class RunningBuffers(AroundMicroBatch):
         return [module for module in self._norms.values() if module.training]
 
     def _gathered(self, micro_batches_per_step: int, active: list[BatchNorm]) -> Tensor:
-        """Return [micro-batches, statistics] over all ranks, in order, after rows of zeros, which change nothing."""
+        """Return [micro-batches, statistics] over all ranks, in order, after rows of zeros.
+
+        Rows of zeros change nothing.
+        """
         if self.ranks == 1:
             return torch.stack([self._records[index] for index in sorted(self._records)])
         rows = -(-micro_batches_per_step // self.ranks)
@@ -331,7 +336,7 @@ class RunningBuffers(AroundMicroBatch):
 
 
 def keeping(buffers: Sequence[RunningBuffers], evaluate: Evaluate, *, apart: bool) -> Evaluate:
-    """Return an evaluation that leaves no trace in buffers which steps combine, and reports others that it writes.
+    """Return an evaluation that restores buffers which steps combine, and reports other writes.
 
     With `apart` each micro-batch starts from the same buffers, whichever rank runs it.
     """
@@ -381,7 +386,10 @@ def _calls_of(modules: list[BatchNorm]) -> list[int]:
 def _appending(
     modules: list[BatchNorm], device: torch.device
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return a function (flat statistics, row) → what calls make of them that make `row` of empty ones."""
+    """Return a function (flat statistics, row) → the statistics after the calls that `row` records.
+
+    `row` is what these calls make of empty statistics.
+    """
     width = sum(2 * m.num_features for m in modules)
     widths = torch.tensor([2 * m.num_features for m in modules], device=device)
     momentum = torch.tensor(
@@ -401,7 +409,7 @@ def _appending(
 
 
 def _replay(modules: list[BatchNorm], records: Tensor) -> None:
-    """Take the running statistics through `records`, [micro-batches, statistics], one row after the other."""
+    """Update the running statistics by `records`, [micro-batches, statistics], row by row."""
     state = _flat(modules)
     append = _appending(modules, state.device)
     for row in records:

@@ -1,4 +1,4 @@
-"""Compares a model that a pipeline is to cut with its chain of segments, on one small batch, before anything is cut.
+"""Compares a model with its chain of segments on one small batch, before a pipeline cuts it.
 
 Every rank does so for itself, in evaluation mode and without gradients; random states, buffers and
 numbers of modules are restored. The chain of a decoder of transformers is compared with the version
@@ -155,7 +155,7 @@ def _guessed(segments: Named) -> Arguments | None:
 def _run_whole(
     model: nn.Module, segments: Named, arguments: Arguments, *, seed: int = 0
 ) -> tuple[Any, dict[str, Tensor]]:
-    """Return a model's outputs, and what those of its modules have returned that segments are named after."""
+    """Return a model's outputs, and the outputs of its modules after which segments are named."""
     seen: dict[str, Tensor] = {}
 
     def note(name: str, _module: nn.Module, _args: Any, returned: Any) -> None:
@@ -174,7 +174,10 @@ def _run_whole(
 def _run_chain(
     facts: ModelFacts, segments: Named, arguments: Arguments, seen: dict[str, Tensor]
 ) -> tuple[Any, str | None]:
-    """Return the last segment's result, and the name of the first whose result is not what was `seen` in the model."""
+    """Return the last segment's result, and the name of the first that differs from `seen`.
+
+    `seen` holds the results of the modules in the model, by name.
+    """
     first = None
     torch.default_generator.manual_seed(0)
     values, keywords = arguments
@@ -226,7 +229,7 @@ def _distance(outputs: Any, expected: Any) -> float | None:
 
 @contextmanager
 def _unchanged(model: nn.Module, segments: Named) -> Iterator[None]:
-    """Run what is in the block in evaluation mode, and leave no trace of it in the model or in random states."""
+    """Run the block in evaluation mode, and leave no trace in the model or in random states."""
     roots = [model, *(segment for _, segment in segments)]
     modules = list(dict.fromkeys(module for root in roots for module in root.modules()))
     training = [module.training for module in modules]

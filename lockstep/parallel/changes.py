@@ -37,7 +37,7 @@ class ModuleChange:
 def replace_method(
     module: nn.Module, call: Callable[..., Any], *, by: str, method: str = "forward"
 ) -> None:
-    """Give a module a method of its own in place of its class's, or of one that was put there before.
+    """Give a module its own method, in place of its class's or of an earlier replacement.
 
     Args:
         module: the module.
@@ -57,7 +57,7 @@ def _replaced_by(call: Any) -> tuple[str, ...]:
 
 
 def changes_of(parts: Sequence[nn.Module]) -> list[ModuleChange]:
-    """Return what was changed on modules: each replaced method, and each hook around a forward pass."""
+    """Return the changes on modules: each replaced method, and each hook around a forward pass."""
     found: dict[ModuleChange, None] = {}
     for part in parts:
         for name, module in part.named_modules():

@@ -1,4 +1,4 @@
-"""Buffers that forward passes write, combined as the user says (`distributed.buffers`), whichever rank runs what.
+"""Combines buffers that forward passes write, by `distributed.buffers`, whichever rank runs what.
 
 Each micro-batch of a step starts from the buffers that the step began with, and what it makes of
 them is kept apart. After the step's last micro-batch the results of all of them, from all ranks,
@@ -34,7 +34,7 @@ _log = logging.getLogger("lockstep")
 
 @dataclass
 class BufferWays:
-    """How the buffers of a model and of its loss function are combined, by `distributed.buffers`."""
+    """The ways to combine the buffers of a model and its loss function (`distributed.buffers`)."""
 
     patterns: dict[str, str]  # pattern → way
     # (module's id, attribute) → name, way
@@ -159,7 +159,7 @@ def _refuse_nameless(pattern: str, known: Sequence[str], model: nn.Module) -> No
 
 
 def warn_of_unwritten(placed: ParallelModel, ways: BufferWays) -> None:
-    """Warn, early in the second step, of patterns none of whose buffers any rank has written in the first one."""
+    """Warn, early in the second step, of patterns whose buffers no rank wrote in the first one."""
     calls = 0
 
     def check(_step: int) -> None:
@@ -276,7 +276,9 @@ class CombinedBuffers:
         self._results.clear()
 
     def _write_mean(self, micro_batches: int, buffers: list[Tensor]) -> None:
-        """Write means: sums in the widest type, up the tree, which are the same on any number of ranks.
+        """Write means over micro-batches, which are the same on any number of ranks.
+
+        Sums are taken in the widest type, up the tree.
 
         A buffer that no micro-batch has written keeps its bits.
         """
@@ -315,7 +317,7 @@ class CombinedBuffers:
 
 
 def _flat(before: Sequence[Tensor], after: Sequence[Tensor]) -> Tensor:
-    """Return, in the widest type, whether each of some buffers has changed, then the numbers of all of them."""
+    """Return whether each buffer has changed, then all buffers' numbers, in the widest type."""
     wide = widest_float(before[0].device)
     changed = [differs(old, new).any() for old, new in zip(before, after, strict=True)]
     return torch.cat([torch.stack(changed).to(wide), *(_numbers(each).to(wide) for each in after)])

@@ -1,4 +1,6 @@
-"""Context parallel: ranks of the axis `context` work on the same micro-batches, each on its part of every sequence.
+"""Context parallel: each rank of the axis `context` works on its part of every sequence.
+
+These ranks run the same micro-batches.
 
 Sequences are cut into chunks, two for each rank, one from the front and one from the back, as
 causal attention needs more work the later its queries are. A model's `context_plan()` says along
@@ -52,7 +54,10 @@ def apply_context(facts: ModelFacts, context: Context) -> None:
 
 
 def plan_of(facts: ModelFacts) -> Mapping[str, int]:
-    """Return name of a batch's part → the dim of its sequence, of a model that has a plan and a module that attends."""
+    """Return name of a batch's part → the dim of its sequence.
+
+    The model must have a plan and a module that attends; else this is a UsageError.
+    """
     model = facts.model
     plan = facts.context_plan
     if plan and any(isinstance(module, Attend) for module in model.modules()):
@@ -74,7 +79,7 @@ def plan_of(facts: ModelFacts) -> Mapping[str, int]:
 
 
 def cut_objective(objective: Objective, context: Context, plan: Mapping[str, int]) -> Objective:
-    """Return an objective that is given whole batches, and shows the model this rank's part of their sequences.
+    """Return an objective that takes complete batches, and gives the model this rank's part.
 
     Its loss is that of whole sequences, on every rank. Parts of a batch that the plan does not name
     stay whole.
@@ -119,7 +124,10 @@ def cut_objective(objective: Objective, context: Context, plan: Mapping[str, int
 
 
 def _by_chunk(outputs: Any, length: int, count: int, context: Context) -> list[Any]:
-    """Return the outputs for each of this rank's chunks; those without positions are the same for all."""
+    """Return the outputs for each of this rank's chunks.
+
+    Outputs without positions are the same for all chunks.
+    """
     if not isinstance(outputs, Tensor):
         return list(
             zip(*(_by_chunk(each, length, count, context) for each in outputs), strict=True)
@@ -135,7 +143,10 @@ def _dropout(module: nn.Dropout, context: Context) -> None:
 
 
 def _bernoulli(module: SequenceBernoulli, context: Context) -> None:
-    """Draw for the whole sequence, in which the probabilities elsewhere do not matter, and keep this rank's part."""
+    """Draw for the complete sequence, and keep this rank's part.
+
+    The probabilities at positions of other ranks do not matter.
+    """
 
     def forward(_self: SequenceBernoulli, probabilities: Tensor) -> Tensor:
         if context.whole:
@@ -169,7 +180,9 @@ def _mean(module: SequenceMean, context: Context) -> None:
 
 
 def _by_chunks(name: str, module: nn.Module, context: Context, lent: set[str]) -> set[nn.Module]:
-    """Let a layer run chunk by chunk: a weight's gradient is the same sum over chunks on any number of ranks.
+    """Make a layer run chunk by chunk.
+
+    So a weight's gradient is the same sum over chunks on any number of ranks.
 
     `lent`: names of parameters that layers borrow. Returns the modules that are handed to the
     layer's products.
@@ -203,7 +216,7 @@ def _by_chunks(name: str, module: nn.Module, context: Context, lent: set[str]) -
 
 
 def _product_by_chunks(module: nn.Module, method: str, context: Context) -> None:
-    """Replace a method (x, …, weight), whose last argument is a parameter, or a module of parameters."""
+    """Make a method (x, …, weight) run by chunks; `weight` is a parameter or a module of them."""
     inner: Callable[..., Tensor] = getattr(module, method).__func__
     dim = getattr(module, "sequence_dim", SEQUENCE)
 

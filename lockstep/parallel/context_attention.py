@@ -1,6 +1,6 @@
-"""Sequences that are cut in chunks over the axis `context` (`lockstep.parallel.context`), and attention over them.
+"""Chunks of sequences over the axis `context` (`lockstep.parallel.context`), and their attention.
 
-In three ways: `gathered` (Llama 3, arXiv:2407.21783, section 3.3.2), `all_to_all`
+Attention has three ways: `gathered` (Llama 3, arXiv:2407.21783, section 3.3.2), `all_to_all`
 (DeepSpeed-Ulysses, Jacobs et al. 2023, arXiv:2309.14509) and `ring` (Liu et al. 2023,
 arXiv:2310.01889). Where bits count, the first two compute the same: queries chunk by chunk, and the
 gradients of keys and values as one tree over the chunks of queries.
@@ -26,7 +26,7 @@ from lockstep.parallel.tensor_blocks import SEQUENCE, Cut, OnSend, with_backward
 
 
 class Context(Cut):
-    """The way in which sequences are cut: `blocks` chunks in each where bits count, else two for each rank."""
+    """The cut of each sequence: `blocks` chunks where bits count, else two chunks for each rank."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class Context(Cut):
         return self.in_order(part if self.group is None else super().gathered(part, dim), dim)
 
     def in_order(self, dealt: Tensor, dim: int) -> Tensor:
-        """Return the parts of all ranks, which lie side by side, as the sequence that they are of."""
+        """Return complete sequences from the parts of all ranks, which lie side by side."""
         order = self.order(dealt.shape[dim])
         chunks = dict(zip(order, dealt.chunk(len(order), dim), strict=True))
         return torch.cat([chunks[number] for number in range(len(order))], dim)
@@ -82,7 +82,9 @@ class Context(Cut):
         return super().rows_of_ranks(self.dealt(whole, SEQUENCE))
 
     def spread(self, part: Tensor, count: int) -> tuple[Tensor, ...]:
-        """Return keys or values [B, H, T / ranks, D] of all ranks, in order, for each of `count` chunks of queries.
+        """Return all ranks' keys or values, in order, for each of `count` chunks of queries.
+
+        `part` is this rank's, [B, H, T / ranks, D].
 
         Their gradients are summed over all ranks' chunks.
         """

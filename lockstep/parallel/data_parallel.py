@@ -1,4 +1,6 @@
-"""torch.nn.DataParallel: one process copies the model to its GPUs for each forward pass, and divides the batch.
+"""Runs torch.nn.DataParallel: one process copies the model to its GPUs and divides the batch.
+
+It does so for each forward pass.
 
 Here it divides each micro-batch. Running statistics of batch normalisation are those of the first
 GPU's part. The GPUs are driven by threads, in which keyed random numbers can't be seeded one
@@ -89,7 +91,7 @@ def num_gpus(device: torch.device) -> int:
 def apply_dp(
     model: nn.Module, config: StepConfig, random_state: RandomState, log_lines: list[str]
 ) -> nn.Module:
-    """Wrap a model that is on the first GPU; on the CPU or one GPU return the model itself, and log it."""
+    """Wrap a model that is on the first GPU; on the CPU or one GPU, log it and return the model."""
     gpus = num_gpus(random_state.device)
     if gpus == 1:
         where = "one GPU" if random_state.device.type != "cpu" else "the CPU"
@@ -129,7 +131,9 @@ def apply_dp(
 
 
 def refuse_mean_losses(model: nn.Module, objective: Objective, gpus: int) -> None:
-    """Refuse a model that takes means in its forward pass: there it would be a mean for each GPU's part of the samples.
+    """Refuse a model that takes means in its forward pass.
+
+    Each would be the mean over one GPU's part of the samples.
 
     The number of targets in a part's mean is unknown: parts run in threads at once, so it can't be
     observed, and `count(batch)` counts the whole micro-batch. Sums of parts add up.

@@ -46,7 +46,7 @@ _BUFFERS_STAY: dict[str, Any] = {
 
 
 class Replicas(Strategy):
-    """A replica on every rank, whose gradients torch's DistributedDataParallel reduces in buckets."""
+    """A replica on every rank; torch's DistributedDataParallel reduces its gradients in buckets."""
 
     reduces_by_ddp = True
 
@@ -164,7 +164,7 @@ def ddp_settings(config: StepConfig) -> dict[str, Any]:
 
 
 class DDPSync(AroundMicroBatch):
-    """The switch between backward passes that reduce gradients (`last`) and those that accumulate, as in `no_sync()`.
+    """The switch of `no_sync()`: backward passes reduce gradients (`last`) or accumulate them.
 
     With a static graph DDP fails if the very first backward pass does not reduce. So that one
     reduces, too: gradients that are reduced twice are the same on all ranks, and their mean does
@@ -186,7 +186,7 @@ class DDPSync(AroundMicroBatch):
         self._learns = False
 
     def failed(self, error: BaseException) -> Exception | None:
-        """Explain where DDP found a parameter that gets its gradient more than once in a backward pass."""
+        """Explain DDP's error that a parameter gets several gradients in a backward pass."""
         if not isinstance(error, RuntimeError) or "mark a variable ready only once" not in str(
             error
         ):

@@ -1,4 +1,4 @@
-"""The guard against replicas that drift apart: a flipped bit, or a parameter that is not synchronised.
+"""Detects replicas that drift apart, by a flipped bit or a parameter that is not synchronised.
 
 Every K steps each replica adds up the bits of its parameters and buffers as integers, and ranks
 compare one number. Where it differs, elements are compared: a bit that flipped in memory leaves one
@@ -140,7 +140,7 @@ def _gathered(value: Tensor, group: dist.ProcessGroup) -> Tensor:
 def _diverged(
     prints: Tensor, tensors: Mapping[str, Tensor], group: dist.ProcessGroup, step: int
 ) -> ReplicasDifferError:
-    """Return the error for fingerprints [ranks, names]: which ranks differ in which parameters, and how."""
+    """Return the error for fingerprints [ranks, names]: which ranks and parameters differ, how."""
     ranks = [dist.get_global_rank(group, place) for place in range(group.size())]
     apart: dict[str, list[int]] = {}
     for name, column in zip(tensors, prints.T.tolist(), strict=True):

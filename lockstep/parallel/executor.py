@@ -1,14 +1,16 @@
-"""Runs a rank's passes of a step, under every strategy, with one list of objects around each of them.
+"""Runs a rank's passes of a step, under every strategy, with one list of objects around each.
 
 A rank without a pipeline is a pipeline of one stage: it runs F0 B0 F1 B1 …, a micro-batch after the
 other. Under a pipeline a rank runs the program of its schedule (`lockstep.parallel.transport`):
 passes, with sends and receives between them. What the passes do to each other is kept here, by
 stage and by position of the micro-batch in the run:
 
-    F of stage s      takes the activations of stage s-1; keeps its inputs and outputs; leaves activations for s+1
-    B of stage s      takes the gradients of its outputs from s+1; adds those of weights to `.grad`; leaves those of its
-                      inputs for s-1
-    I and W           the two halves of B: I does all of it but the gradients of weights, which W computes later
+    F of stage s    takes the activations of stage s-1; keeps its inputs and outputs; leaves
+                    activations for s+1
+    B of stage s    takes the gradients of its outputs from s+1; adds those of weights to `.grad`;
+                    leaves those of its inputs for s-1
+    I and W         the two halves of B: I does all of it but the gradients of weights, which W
+                    computes later
 
 What a pass leaves for a stage of the same rank is taken from here, what it leaves for another rank
 is sent. The loss is not multiplied by its weight: the weight is the gradient with which its
@@ -48,7 +50,9 @@ Done = Callable[[MicroBatch, Any], None]  # takes the result of the last stage
 
 
 class Carrier(Protocol):
-    """Takes the gradients of each micro-batch, and carries sums of them back from stage to stage, with a message.
+    """Takes gradients of each micro-batch, and carries their sums back from stage to stage.
+
+    A sum travels with a message.
 
     See `lockstep.parallel.pipeline.trees`.
     """
@@ -80,7 +84,7 @@ class Stage:
 
 
 def _own_methods(around: Sequence[AroundMicroBatch], name: str) -> list[Any]:
-    """Return the method `name` of each object that has one of its own: what does nothing is not called."""
+    """Return the method `name` of each object that overrides it; empty methods are not called."""
     nothing = getattr(AroundMicroBatch, name)
     return [getattr(each, name) for each in around if getattr(type(each), name) is not nothing]
 
@@ -192,7 +196,7 @@ class Executor:
             self._transport.receive(each.message, each.peer)
 
     def alone(self, passing: MicroBatchPass, kind: str) -> None:
-        """Run one pass whose neighbours do not run, for a rehearsal: what it leaves for them goes nowhere."""
+        """Run one pass without its neighbours, for a rehearsal; drop what it leaves for them."""
         if kind == "F":
             self.forward(passing, None)
         else:
@@ -308,7 +312,7 @@ class Executor:
         return self._transport.take(message) if here is None else here
 
     def _take_gradients(self, stage: Stage, passing: MicroBatchPass) -> tuple[Gradients, Tensors]:
-        """Take what the next stage has left: the gradients of this one's outputs, and the sums that travel along."""
+        """Take from the next stage the gradients of this one's outputs, and the carried sums."""
         arrived = iter(self._take(Message("B", stage.index, passing.position)))
         gradients = tuple(
             next(arrived) if output.requires_grad else None for output in passing.outputs

@@ -1,4 +1,4 @@
-"""Expert parallel: the experts of each layer are spread over the ranks of the axis `expert` (arXiv:2006.16668).
+"""Expert parallel: spreads each layer's experts over the ranks of the axis `expert`.
 
 These ranks share out the step's micro-batches, too: the axis divides replicate × shard. A rank
 holds a run of experts:
@@ -9,6 +9,8 @@ No row is dropped, so the ranks exchange numbers of rows first, for which the ho
 of experts are summed over the ranks that hold the same ones after the last backward pass, or, under
 `reproducible`, up the tree, for which an expert runs the rows of each rank by themselves. The axis
 `tensor` deals out experts first.
+
+Source: Lepikhin et al. 2020, GShard (arXiv:2006.16668).
 
 Tests: tests/parity/test_mixture.py
 """
@@ -113,7 +115,7 @@ class PlacedExperts(AroundMicroBatch):
 
     @contextmanager
     def hidden(self) -> Iterator[None]:
-        """Hide the parameters of experts, for the length of the block, from what collects parameters to be trained."""
+        """Hide experts' parameters, in the block, from code that collects trainable parameters."""
         wanted = [parameter for parameter in self.parameters if parameter.requires_grad]
         for parameter in wanted:
             parameter.requires_grad_(False)
@@ -224,7 +226,10 @@ class PlacedExperts(AroundMicroBatch):
             replace_method(module, MethodType(copies, module), by="expert", method="to_lend")
 
     def _exchange_counts(self, counts: list[int], rows: Tensor) -> list[list[int]]:
-        """Return, for each rank, the number of its rows for each of my experts; in a dry run, as many as mine."""
+        """Return, for each rank, its numbers of rows for each expert here.
+
+        In a dry run they are those of this rank.
+        """
         if isinstance(rows, FakeTensor):
             each = len(counts) // self.ranks
             return [counts[self.rank * each : (self.rank + 1) * each]] * self.ranks
@@ -234,7 +239,10 @@ class PlacedExperts(AroundMicroBatch):
         return theirs.view(self.ranks, -1).tolist()  # host waits for the device
 
     def all_to_all(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        """Return the rows of all ranks for this one: [Σ sent, D] → [Σ received, D], in the order of the ranks."""
+        """Return the rows of all ranks for this one, in the order of the ranks.
+
+        Shapes: [Σ sent, D] → [Σ received, D].
+        """
         if self._on_send is not None:
             self._on_send((sum(sent) - sent[self.rank]) * rows[0:1].numel() * rows.element_size())
         out = rows.new_empty(sum(received), *rows.shape[1:])
@@ -271,14 +279,14 @@ class PlacedExperts(AroundMicroBatch):
         self._partials.clear()
 
     def after(self, run: MicroBatchPass) -> None:
-        """Add the leaves of the micro-batches that the ranks of the axis ran together, where sums are exact."""
+        """Add the leaves of micro-batches that the axis's ranks ran together, for exact sums."""
         if not self._rounds:
             self.begin(run.micro_batches_per_step)
         self.add_leaves(self._rounds, self._owners)
         self._rounds = 0 if run.last else self._rounds + 1
 
     def add_leaves(self, place: int | None, names: Iterable[str]) -> None:
-        """Add the gradients of the last backward pass, of `names` that are always the same together.
+        """Add the last backward pass's gradients of `names`, which always come as one group.
 
         `place`: of the micro-batch among those that a rank runs in the step; None: no rank has one
         there.
@@ -385,7 +393,7 @@ def apply_experts(
 def _by_expert(
     plain: nn.Module, held: Mapping[str, Tensor], rows: Tensor, counts: list[list[int]]
 ) -> Tensor:
-    """Return what the experts make of all ranks' rows, each expert at once: [ranks, experts, …] → the same order."""
+    """Apply each expert to all ranks' rows at once: [ranks, experts, …] → the same order."""
     ranks = len(counts)
     experts = len(counts[0])
     parts = torch.split(rows, [number for source in counts for number in source])

@@ -1,11 +1,13 @@
 """`ModelFacts`: what a model offers, read in one place, before placement has changed anything.
 
-A model declares things (`blocks`, `segments`, `tensor_plan` …) and has others (names, tied weights, buffers that
-checkpoints keep). Placement needs most of them several times, and some of them disappear on the way: FSDP2 replaces
-parameters, a pipeline puts what other ranks hold on meta. So `place` reads them once, and hands them on.
+A model declares things (`blocks`, `segments`, `tensor_plan` …) and has others (names, tied weights,
+buffers that checkpoints keep). Placement needs most of them several times, and some of them
+disappear on the way: FSDP2 replaces parameters, a pipeline puts what other ranks hold on meta. So
+`place` reads them once, and hands them on.
 
-What an axis alone asks for (its plan) is read when the axis asks for it, and kept: a method of somebody's model is not
-called without need, and transformers note a layout on their layers when their plan is read.
+What an axis alone asks for (its plan) is read when the axis asks for it, and kept: a method of
+somebody's model is not called without need, and transformers note a layout on their layers when
+their plan is read.
 
 Tests: tests/parallel/test_facts.py
 """
@@ -87,7 +89,10 @@ class ModelFacts:
         return self.chain
 
     def after_new_parameters(self) -> "ModelFacts":
-        """Return the facts with the identities of today's parameters: a model that leaves meta gets new ones."""
+        """Return the facts with the identities of the current parameters.
+
+        A model that leaves meta gets new ones.
+        """
         names, _ = canonical_names(self.model)
         return replace(self, names=names)
 

@@ -1,4 +1,4 @@
-"""Linear layers that multiply in float8, by torchao: operands in e4m3, gradients of outputs in e5m2.
+"""Linear layers that multiply in float8 by torchao: operands in e4m3, gradients of outputs in e5m2.
 
 Each tensor has one scale, of a whole weight or of one micro-batch's activations, which does not
 depend on where it runs. Source: Micikevicius et al., FP8 Formats for Deep Learning, 2022

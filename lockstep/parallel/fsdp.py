@@ -1,4 +1,4 @@
-"""Fully sharded data parallelism on FSDP2: each rank holds a share of every parameter, gradient and optimizer state.
+"""Full sharding by FSDP2: each rank holds a share of parameters, gradients and optimizer states.
 
 A *unit* is gathered at once: a repeated block, or what a wrap policy picks; all other parameters
 belong to the root. Gradients are summed, not averaged. FSDP2 can't cut parameters without a dim

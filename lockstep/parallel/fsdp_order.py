@@ -1,4 +1,4 @@
-"""The order in which ranks gather the units of FSDP2, where the data decide which units a forward pass calls.
+"""The order of FSDP2's gathers, where the data decide which units a forward pass calls.
 
 FSDP2 gathers a unit from all ranks at once, forward and backward, and reduces its gradients from
 all of them. A rank whose data leave a unit out (a tower for images, a layer that is dropped at
@@ -146,7 +146,7 @@ class UnitOrder(AroundMicroBatch):
         return None
 
     def _repeat(self, place: int, args: Any, kwargs: Any) -> Any:
-        """Have the recomputation of a unit's forward pass save what that pass saved, and gather it on all ranks."""
+        """Make a unit's recomputation save what its forward pass saved, and gather on all ranks."""
         if self._mode and self._gathers and repeats_apart(self._units[place][1]):
             key = (self._ranks(), place)
             if key not in self._met:

@@ -1,1 +1,1 @@
-"""Axes along which ranks run the same micro-batches, or parts of them together: a file and a class each."""
+"""Axes whose ranks run the same micro-batches, or parts of them: each has a file and a class."""

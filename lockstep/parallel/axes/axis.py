@@ -1,4 +1,4 @@
-"""`Axis`: what one axis of the mesh does to a model, from its layers to the gradients that a step ends with.
+"""`Axis`: what one axis of the mesh does to a model, from its layers to a step's final gradients.
 
 `place` goes through the axes in the order of the registry (`lockstep.registry.AXES`), and asks each
 of them the same questions:

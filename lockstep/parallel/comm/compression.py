@@ -1,4 +1,6 @@
-"""Compressed gradients on the link, by communication hooks of DDP, which averages over ranks: half precision, PowerSGD.
+"""Compresses gradients on the link by DDP's communication hooks: half precision or PowerSGD.
+
+DDP averages over ranks.
 
 torch's own bf16 hook refuses gloo, though gloo reduces bf16. Whether half precision pays depends on
 the link: under `auto` the first steps alternate between both (`Trial`).
@@ -214,7 +216,7 @@ class PowerSGD(AroundMicroBatch):
         self._waiting.clear()
 
     def _first_q(self, name: str) -> Tensor:
-        """Return [m, r] with orthonormal columns, a function of (seed, name, step), drawn on the CPU."""
+        """Return [m, r] with orthonormal columns, drawn on the CPU from (seed, name, step)."""
         generator = torch.Generator().manual_seed(
             derive_key(self.seed, "powersgd", name, self.steps)
         )
@@ -242,7 +244,7 @@ TRIAL_PAYS_BELOW = 0.9  # of the time of a step
 
 @dataclass
 class Trial:
-    """A hook of DDP that alternates between plain and compressed gradients, measures steps, and then keeps one."""
+    """The DDP hook that alternates plain and compressed gradients, times steps, then keeps one."""
 
     name: str  # of the compression
     plain: Hook
@@ -356,7 +358,10 @@ def compress(
 
 
 def half_precision_hook(dtype: torch.dtype, group: dist.ProcessGroup) -> Hook:
-    """Return a hook that sends a bucket in `dtype`, and returns its mean over `group` in the bucket's own type."""
+    """Return a hook that sends a bucket in `dtype`, and returns its mean over `group`.
+
+    The mean has the bucket's own type.
+    """
     ranks = dist.get_world_size(group)
 
     def hook(_state: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:

@@ -54,7 +54,10 @@ class GlooMessages(AroundMicroBatch):
         self._last = run.last
 
     def after(self, run: MicroBatchPass) -> None:
-        """Complete the gradients, which are added up here: FSDP2 would add to a sum that is still under way."""
+        """Complete the gradients, which are added up here.
+
+        FSDP2 would add to a sum that is still under way.
+        """
         self.wait()
         if run.last:
             # of those that this micro-batch has no gradient of
