@@ -1,4 +1,4 @@
-"""Records a rank's step and calls in shared memory, for the launcher and the other ranks of its machine.
+"""Records a rank's step and calls in shared memory, for the launcher and the machine's other ranks.
 
 The launcher reads the files to find ranks that hang. Each rank reads the others' files when it
 begins a public function with a collective, since a call that only some ranks make would wait for
@@ -110,7 +110,10 @@ class FailedCall:
 
 
 class Departures(Protocol):
-    """Tells the ranks of other machines, whose files nobody here can read, that this one has left."""
+    """Tells the ranks of other machines that this one has left.
+
+    Ranks of this machine can't read their files.
+    """
 
     def tell(self, last: Call | None) -> None:
         """Say that this rank makes no more calls; `last`: the last one that it made."""
@@ -207,7 +210,10 @@ class Heartbeat:
             beside.rename(folder / f"failed-{self.rank}")
 
     def left(self) -> None:
-        """Record that this rank makes no more calls: its script has ended, or it has left the process group."""
+        """Record that this rank makes no more calls.
+
+        Its script has ended, or it has left the process group.
+        """
         self.beat(self._state[0], "left")
         if self._departures is not None and self._map is not None:
             self._departures.tell(_last_call(self._map))
@@ -242,7 +248,7 @@ class Heartbeat:
             time.sleep(0.05)
 
     def explain(self, error: BaseException) -> None:
-        """Raise a UsageError in place of the error if it says that a rank is gone which ended before this call."""
+        """Raise a UsageError in place of an error about a lost rank that ended before this call."""
         if (
             not self._under_way
             or not self._is_mine()
@@ -266,7 +272,10 @@ class Heartbeat:
             raise ended_without(self.rank, mine, left) from error
 
     def explained(self, error: BaseException) -> UsageError | None:
-        """Return what explains an error of a collective outside of these calls: another rank ended before it."""
+        """Return an explanation of a collective's error if another rank ended before it.
+
+        It is for collectives outside of these calls.
+        """
         if isinstance(error, UsageError) or not lost_a_peer(error):
             return None
         left = self.ranks_that_left()
@@ -303,7 +312,10 @@ class Heartbeat:
 
     @contextmanager
     def awaiting_write(self) -> Iterator[None]:
-        """Record that the rank waits for the write in the background: it hangs only if that does not go forward."""
+        """Record that the rank waits for the write in the background.
+
+        Such a rank hangs only if the write does not go forward.
+        """
         if not self._is_mine():
             yield
             return
@@ -316,7 +328,10 @@ class Heartbeat:
             self._write_head()
 
     def _is_mine(self) -> bool:
-        """Return whether this is the rank's process and main thread: other calls have no order common to all ranks."""
+        """Return whether this is the rank's process and main thread.
+
+        Calls of other threads and processes have no order that all ranks share.
+        """
         return (
             os.getpid() == self._process and threading.current_thread() is threading.main_thread()
         )
@@ -360,7 +375,10 @@ def different_calls(calls: dict[int, Call]) -> UsageError:
 
 
 def ended_without(rank: int, call: Call, left: dict[int, Call | None]) -> UsageError:
-    """Return the error for a rank that makes a call before which other ranks have ended (`left`: their last calls)."""
+    """Return the error for a rank that makes a call before which other ranks have ended.
+
+    `left` has the last calls of those ranks.
+    """
     ended = sorted(left.items())
     said = ", ".join(f"rank {other}" for other, _ in ended) + (
         " has" if len(ended) == 1 else " have"
@@ -408,7 +426,10 @@ def went_forward() -> None:
 
 
 def recorder_of_work() -> Callable[[], None] | None:
-    """Return what records that work goes forward, or None where nobody reads it: for loops of many small parts."""
+    """Return a function that records that work goes forward, or None if nobody reads it.
+
+    It is for loops of many small parts.
+    """
     beat = _mine or own_heartbeat()  # a data worker that was forked shares its rank's
     return None if beat._map is None else beat.went_forward
 
@@ -469,7 +490,10 @@ def read_failed(folder: Path) -> list[FailedCall]:
 
 
 def write_limits(factor: float | None, seconds: float, patience: float) -> None:
-    """Tell the launcher this run's limits for a hang (`HangWatch`): it has not read a script's own config."""
+    """Tell the launcher this run's limits for a hang (`HangWatch`).
+
+    The launcher has not read the config that a script makes itself.
+    """
     beat = own_heartbeat()
     if beat.folder is not None and beat.folder.is_dir():
         beside = beat.folder / f".limits-{beat.rank}"
@@ -553,7 +577,7 @@ def _callers_line() -> str:
 
 
 def _collective_of(error: BaseException) -> Call:
-    """Return the collective of torch's that raised the error, with the line of the user's code that called it."""
+    """Return torch's collective that raised the error, with the user's line that called it."""
     frames = list(traceback.walk_tb(error.__traceback__))
     users = {frame for frame, _ in traceback.walk_tb(only_user_code(error.__traceback__))}
     last = max((index for index, (frame, _) in enumerate(frames) if frame in users), default=None)

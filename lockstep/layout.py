@@ -43,7 +43,10 @@ class Layout:
 
     @property
     def same_batch_size(self) -> int:
-        """Number of ranks that work on the same micro-batches, each on its part of sequences and layers."""
+        """Number of ranks that work on the same micro-batches.
+
+        Each works on its part of the sequences and layers.
+        """
         return self.context * self.tensor
 
     @property

@@ -1,4 +1,6 @@
-"""Builds the device mesh pipeline × replicate × context × tensor × shard, an argument of functions and never global.
+"""Builds the device mesh pipeline × replicate × context × tensor × shard.
+
+The mesh is an argument of functions, and never global.
 
 Ranks along `tensor` are neighbours, for they exchange most, and then those along `context`. In the
 mesh `tensor` comes before `shard`, because a parameter is cut over `tensor` first and the piece
@@ -31,7 +33,10 @@ def device_mesh(layout: Layout, device_type: str) -> DeviceMesh:
 
 
 def expert_mesh(layout: Layout, device_type: str) -> DeviceMesh:
-    """Return the device mesh in which `expert_replicate` × `expert`, of neighbours, stand for replicate × shard."""
+    """Return the device mesh with `expert_replicate` × `expert` for replicate × shard.
+
+    The ranks of `expert` are neighbours.
+    """
     names = ("pipeline", "expert_replicate", "context", "tensor", "expert")
     return _mesh(
         layout, device_type, names, layout.data_parallel_size // layout.expert, layout.expert
@@ -73,7 +78,10 @@ def _mesh_of(ranks: torch.Tensor, device_type: str, names: tuple[str, ...]) -> D
 
 
 def data_parallel_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
-    """Return the group of the ranks that share out micro-batches and hold the same stages and pieces as this one."""
+    """Return the group of the ranks that share out micro-batches with this one.
+
+    They hold the same stages, and have the same position along `context` and `tensor`.
+    """
     pipeline, replicate, context, tensor, shard = mesh.shape
     each, apart = replicate * shard, context * tensor
     firsts = [stage * each * apart + piece for stage in range(pipeline) for piece in range(apart)]
@@ -93,7 +101,10 @@ def layout_of(config: DistributedConfig, facts: RankFacts) -> Layout:
 
 
 def local_chunk(full: torch.Tensor, dim: int, size: int, coordinate: int) -> torch.Tensor:
-    """Return the shard of `full` that FSDP2 gives to `coordinate` of `size` ranks: `torch.chunk` along `dim`."""
+    """Return the shard of `full` that FSDP2 gives to `coordinate` of `size` ranks.
+
+    It is the one of `torch.chunk` along `dim`.
+    """
     chunks = full.chunk(size, dim)
     if coordinate < len(chunks):
         return chunks[coordinate]

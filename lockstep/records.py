@@ -1,6 +1,7 @@
 """Writes and reads the files of a run directory. Does not import torch.
 
-    runs/NAME/config.yaml  metrics.jsonl  events.jsonl  lock.json  checkpoints/  logs/rank-0.log …  tensorboard/  media/
+    runs/NAME/config.yaml  metrics.jsonl  events.jsonl  lock.json  checkpoints/  logs/rank-0.log …
+              tensorboard/  media/
 
 Each line is one JSON object, written by one `write` to a file opened for appending. A killed
 process therefore leaves whole lines and at most one broken last line, which readers skip and the

@@ -1,7 +1,7 @@
 """Makes one step: one optimizer update, by the same code for every strategy.
 
-    forward and backward of this rank's micro-batches → loss and count of the whole step → finish gradients
-    → scale to the mean over valid targets → norm → clip → update
+    forward and backward of this rank's micro-batches → loss and count of the whole step
+    → finish gradients → scale to the mean over valid targets → norm → clip → update
 
 Backward runs on sums divided by a nominal count, a power of two, so that the actual count need not
 be known before it. On a GPU the host waits for the step before, no more, except in a run's first
@@ -124,7 +124,10 @@ class Step:
         self._adopt_groups()
 
     def _adopt_groups(self) -> None:
-        """Take over the optimizer's parameter groups, of which some may have been added between steps."""
+        """Take over the optimizer's parameter groups.
+
+        Some may have been added between steps.
+        """
         if self.placed.reproducible:
             unfuse(self.optimizer)
         placed = {id(parameter) for parameter in self.placed.parameters.values()}
@@ -208,7 +211,10 @@ class Step:
         return (self.loss_scale.scale if self.loss_scale else 1.0) / (self.nominal or 1.0)
 
     def set_nominal(self, first: Any, micro_batches_per_step: int) -> None:
-        """Set the nominal count for all steps and ranks, from the run's first micro-batch on rank 0."""
+        """Set the nominal count for all steps and ranks.
+
+        It comes from the run's first micro-batch on rank 0.
+        """
         placed = self.placed
         # host waits for the device
         count = float(placed.objective.estimate(first)) if is_main_process() else 0.0
@@ -219,7 +225,10 @@ class Step:
         self.nominal = nominal_count(count, micro_batches_per_step)
 
     def open(self, micro_batches_per_step: int) -> LossAccumulator:
-        """Begin a step: return its loss accumulator, and save running statistics if the step may be undone."""
+        """Begin a step, and return its loss accumulator.
+
+        The running statistics are saved if the step may be undone.
+        """
         self._check_requires_grad()
         self.placed.objective.begin_step(micro_batches_per_step)
         if self.anomaly_detector.decides_at_once:
@@ -386,7 +395,10 @@ class Step:
         return record
 
     def _keep_callers_rates(self, groups: list[dict[str, Any]], made: Sequence[Any]) -> None:
-        """Take a rate that the caller's code has set on the optimizer for the new peak, as plain PyTorch keeps it."""
+        """Take a rate that the caller's code set on the optimizer as the new peak.
+
+        Plain PyTorch keeps such a rate too.
+        """
         for group, rate in zip(groups, made, strict=True):
             if group["lr"] != rate and isinstance(group["lr"], float):
                 factor = rate / group["initial_lr"] if group["initial_lr"] else 1.0
@@ -482,7 +494,10 @@ _SCALING = {torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Ad
 
 
 def can_scale_gradients(optimizer: Optimizer) -> bool:
-    """Return whether the optimizer's update can scale the gradients: it is fused and has no hooks before its step."""
+    """Return whether the optimizer's update can scale the gradients.
+
+    It can if it is fused and has no hooks before its step.
+    """
     if type(optimizer) not in _SCALING or has_pre_hooks(optimizer):
         return False
     for group in optimizer.param_groups:  # noqa: SIM110 — this is called in each step, and generators are slower

@@ -112,7 +112,10 @@ class Strategy(ABC):
     # ---- on the ranks ----
 
     def on(self, layout: Layout) -> "Strategy":
-        """Return the strategy that places the model on these ranks: on one rank there is nothing to exchange."""
+        """Return the strategy that places the model on these ranks.
+
+        If all ranks work on the same micro-batches, it is `tensor`, `context` or `single`.
+        """
         if layout.same_batch_size == layout.world_size:
             return strategy_named(
                 TENSOR if layout.tensor > 1 else CONTEXT if layout.context > 1 else SINGLE
@@ -124,11 +127,17 @@ class Strategy(ABC):
         """Place a model, to which random keys and transformations are applied, on this rank."""
 
     def rehearse(self, placement: "PlacementContext") -> "ParallelModel":
-        """Place a model without values, for `lockstep plan`: collectives do nothing, allocations are counted."""
+        """Place a model without values, for `lockstep plan`.
+
+        Collectives do nothing, and allocations are counted.
+        """
         return self.place(placement)
 
     def keys_random_numbers(self, device: "torch.device") -> bool:
-        """Return whether the model's random numbers can be keyed, so that they are the same on any layout."""
+        """Return whether the model's random numbers can be keyed.
+
+        Keyed numbers are the same on any layout.
+        """
         return True
 
     def cuts_parameters(self, layout: Layout) -> bool:
@@ -136,7 +145,10 @@ class Strategy(ABC):
         return layout.shard > 1
 
     def casts_parameters(self, layout: Layout) -> bool:
-        """Return whether `precision.param_dtype` is supported: parameters are cast when they are gathered."""
+        """Return whether `precision.param_dtype` is supported.
+
+        With it, parameters are cast when they are gathered.
+        """
         return False
 
     def message_type(self, config: "StepConfig") -> str | None:
@@ -148,12 +160,15 @@ class Strategy(ABC):
     def layouts_to_plan(
         self, model: "ModelSize", config: "StepConfig", cluster: "GpuCluster"
     ) -> Iterator[dict[str, Any]]:
-        """Yield the layouts that `lockstep plan` considers on this cluster, as keys of the config."""
+        """Yield the layouts that `lockstep plan` considers on this cluster, as config keys."""
         if cluster.num_gpus > 1 and config.distributed.strategy == self.name:
             yield {STRATEGIES.where: self.name}
 
     def layout_with_offload(self) -> dict[str, Any]:
-        """Return the layout with the least GPU memory, with state offloaded to the host; empty if there is none."""
+        """Return the layout with the least GPU memory and state offloaded to the host.
+
+        It is empty if there is none.
+        """
         return {}
 
     def step_time(
@@ -174,13 +189,19 @@ class Strategy(ABC):
         )
 
     def further_state(self, config: "StepConfig", parameters: int) -> float:
-        """Return the bytes on each rank that outlive a step, besides parameters, gradients and optimizer state."""
+        """Return the bytes of further state on each rank that outlives a step.
+
+        Parameters, gradients and optimizer state are not counted.
+        """
         return 0.0
 
     # ---- what it promises ----
 
     def topologies_to_verify(self, config: "StepConfig") -> list[str]:
-        """Return the topologies that `lockstep verify` compares by default, besides replicas and shards."""
+        """Return the topologies that `lockstep verify` compares by default.
+
+        Replicas and shards are compared besides them.
+        """
         return []
 
 
@@ -274,7 +295,10 @@ def resolve(
 
 
 def parse_topology(text: str) -> tuple[dict[str, Any], int]:
-    """Return the values for `distributed`, and the number of ranks, of a topology such as `pipeline:2*hybrid:2x2`."""
+    """Return the values for `distributed` and the number of ranks of a topology.
+
+    A topology is like `pipeline:2*hybrid:2x2`.
+    """
     wrong = UsageError(
         f"{text!r} is not a topology",
         fix="write single, ddp:2, fsdp:4, hybrid:2x2, pipeline:2 or pipeline:2*fsdp:2",

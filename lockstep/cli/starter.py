@@ -141,7 +141,9 @@ def _points() -> str:
 
 SHELLS = ("bash", "zsh")
 
-_BASH = r"""# lockstep: completion for bash; put this line into ~/.bashrc: source <(lockstep completion bash)
+_BASH = (
+    "# lockstep: completion for bash; put this line into ~/.bashrc: "
+    r"""source <(lockstep completion bash)
 declare -A _lockstep_help
 _lockstep() {
   local word=${COMP_WORDS[COMP_CWORD]} verb=${COMP_WORDS[1]} found
@@ -161,10 +163,14 @@ _lockstep() {
 }
 complete -o filenames -F _lockstep lockstep
 """
-_ZSH = """# lockstep: completion for zsh; put this line into ~/.zshrc: source <(lockstep completion zsh)
+)
+_ZSH = (
+    "# lockstep: completion for zsh; put this line into ~/.zshrc: "
+    """source <(lockstep completion zsh)
 autoload -U +X compinit && compinit
 autoload -U +X bashcompinit && bashcompinit
 """
+)
 
 
 def completion_script(shell: str, verbs: Iterable[str]) -> str:

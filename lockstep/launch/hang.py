@@ -143,7 +143,7 @@ class HangWatch:
     def _look_for_caught_errors(
         self, beats: list[Beat], pids: Mapping[int, int], world_size: int
     ) -> Failure | None:
-        """Return a failure if a call has raised on one rank, which lives on, and others wait in it."""
+        """Return a failure if a call raised on one rank, which lives on, and others wait in it."""
         if self.factor is None:
             return None
         now = time.monotonic()

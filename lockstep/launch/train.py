@@ -303,7 +303,8 @@ def _run_agent(
     if options.several_nodes:
         rendezvous = endpoint(options)
         _log_to_stderr(
-            f"waiting for {options.nnodes} machines at {rendezvous}; start this command on each of them"
+            f"waiting for {options.nnodes} machines at {rendezvous}; start this command on each of"
+            " them"
         )
         gloo, nccl = (os.environ.get(f"{name}_SOCKET_IFNAME", "") for name in ("GLOO", "NCCL"))
         if gloo or nccl:

@@ -1,4 +1,6 @@
-"""Runs the user's own callbacks, `monitor.callbacks: [package.module:Name]`, with every logged record.
+"""Runs the user's own callbacks (`monitor.callbacks`), with every logged record.
+
+In a config they are written `monitor.callbacks: [package.module:Name]`.
 
 A function is called; of a class an object is made and called; in Python objects are handed over as
 they are. Objects whose `every_rank` is true are called on every rank, others on rank 0. The events
@@ -88,7 +90,10 @@ def _name_of(callback: Any) -> str:
 
 
 def _defines(callback: Any, event: str) -> bool:
-    """Return whether a callback has an event of its own, not that of transformers' base class, which does nothing."""
+    """Return whether a callback has its own method for an event.
+
+    The methods of transformers' base class do nothing, and do not count.
+    """
     if event in vars(callback) if hasattr(callback, "__dict__") else False:
         return True
     owner = next((kind for kind in type(callback).__mro__ if event in vars(kind)), None)
@@ -134,7 +139,10 @@ EVENTS = ("on_train_begin", "on_step_end", "on_log", "on_evaluate", "on_train_en
 
 
 class Events:
-    """Adapts a callback with events `on_…(args, state, control, …)`, as in Hugging Face's and Forgather's trainers."""
+    """Adapts a callback with events `on_…(args, state, control, …)`.
+
+    Trainers of Hugging Face and Forgather have such callbacks.
+    """
 
     every_rank = True
 
@@ -210,7 +218,10 @@ _REQUESTS = (
 
 
 class JsonLogger:
-    """Writes records as JSON to `path` in `run_directory`, `{rank}` replaced, on ranks of `rank_filter` (None: all)."""
+    """Writes records as JSON to `path` in `run_directory`, on the ranks of `rank_filter`.
+
+    `{rank}` in `path` is replaced; a `rank_filter` of None means all ranks.
+    """
 
     every_rank = True
 

@@ -1,4 +1,6 @@
-"""Prints a run on the console: a line for each logged step and, on a terminal, a bar below them that moves each step.
+"""Prints a run on the console: a line for each logged step, and on a terminal a progress bar.
+
+The bar is below the lines, and moves at each step.
 
 The bar is one line that is written again, at most twenty times a second. What the program prints
 meanwhile goes above it, so that the terminal keeps it; a log file beside the terminal gets plain

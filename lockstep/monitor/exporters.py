@@ -26,7 +26,9 @@ from lockstep.records import RunDirectory, append_whole
 
 
 class TensorBoard:
-    """Writes each record to `RUN/tensorboard` as one event, by one write: one per scalar costs ten times as much.
+    """Writes each record to `RUN/tensorboard` as one event, by one write.
+
+    An event for each scalar costs ten times as much.
 
     TensorBoard's own writer fails in a thread of its own, where no one can handle the error.
     """
@@ -70,7 +72,10 @@ class TensorBoard:
         )
 
     def _hide_points_from(self, step: int) -> None:
-        """Have TensorBoard leave out what was written for this step and later ones: they are taken once more."""
+        """Have TensorBoard leave out what was written for this step and later ones.
+
+        These steps are taken once more.
+        """
         start = self._session(status=self._session.START)
         self._append(self._event(step=step, wall_time=time.time(), session_log=start))
 
@@ -167,7 +172,10 @@ def _config(run: RunDirectory) -> Any:
 
 
 class Mlflow:
-    """Logs to an MLflow run, which it creates at the first record, at MLFLOW_TRACKING_URI or else in `RUN/mlflow`."""
+    """Logs to an MLflow run, which it creates at the first record.
+
+    The run is at MLFLOW_TRACKING_URI, or else in `RUN/mlflow`.
+    """
 
     needs_run_directory = True
     own_thread = True

@@ -1,8 +1,10 @@
-"""Gathers the ranks' measurements on logged steps: phases, memory, utilisation, MFU; and finds slow ranks in them.
+"""Gathers the ranks' measurements on logged steps, and finds slow ranks in them.
 
-It is one small all-gather, at most about once a second; the step of the next one follows from
-numbers that all ranks have. Operations are counted by `torch.utils.flop_counter`; a multiply-add is
-two. Loads torch inside functions only.
+The measurements are phases, memory, utilisation and MFU.
+
+Gathering them is one small all-gather, at most about once a second; the step of the next one
+follows from numbers that all ranks have. Operations are counted by `torch.utils.flop_counter`; a
+multiply-add is two. Loads torch inside functions only.
 """
 
 import math
@@ -181,7 +183,7 @@ class Straggler:
 
 
 class StragglerWatch:
-    """Finds ranks that stay slow in the figures of all ranks, and reports each once until it has caught up."""
+    """Finds ranks that stay slow in all ranks' figures; reports each once until it catches up."""
 
     def __init__(self, config: StragglerConfig) -> None:
         self._config = config
@@ -224,7 +226,10 @@ _SECONDS = 0.03
 
 
 def peak_flops(device: Any, mode: str) -> tuple[float, str]:
-    """Return the operations per second of a `torch.device` in matrix products of `mode`, and the number's source."""
+    """Return the peak operations per second of a `torch.device`, and the number's source.
+
+    They are those of matrix products of `mode`.
+    """
     import torch
 
     from lockstep import accelerator
@@ -262,7 +267,10 @@ def _measured(device: Any, mode: str) -> float:
 
 
 def first_step_counted(into: Figures) -> Callable[[], AbstractContextManager[None]]:
-    """Return what makes a context for each step: the first counts this rank's operations into `Figures.flops`."""
+    """Return a function that makes a context for each step.
+
+    The first context counts this rank's operations into `Figures.flops`.
+    """
     contexts = iter([_counted(into)])
     return lambda: next(contexts, _NOTHING)
 

@@ -78,7 +78,10 @@ class Meters:
 
 
 def without_graph(value: Any) -> Any:
-    """Detach a number from autograd's graph: a held record must not keep a step's activations alive."""
+    """Detach a number from autograd's graph.
+
+    A record that is kept must not keep a step's activations alive.
+    """
     return value.detach() if hasattr(value, "detach") else value
 
 
@@ -129,7 +132,10 @@ _nvml_is_there = True
 
 
 def gpu_utilisation() -> float:
-    """Return the share of the last second in which this rank's GPU ran a kernel, by NVML; nan without NVML."""
+    """Return the share of the last second in which this rank's GPU ran a kernel.
+
+    NVML measures it; without NVML it is nan.
+    """
     global _nvml_is_there
     if not _nvml_is_there:
         return math.nan
@@ -151,7 +157,10 @@ _MAY_WAIT = ("forward_backward", "optimizer")
 
 
 class PhaseClock:
-    """Measures the seconds in each phase since the last reading, on the stream of a `device` or on the host."""
+    """Measures the seconds in each phase since the last reading.
+
+    They are measured on the stream of a `device`, or on the host.
+    """
 
     def __init__(
         self, *, device: Any = None, clock: Callable[[], float] = time.perf_counter
@@ -189,7 +198,10 @@ class PhaseClock:
             self.enter(before)
 
     def waits_here(self) -> bool:
-        """Return whether a wait for other ranks, now and in this thread, counts as a step's communication."""
+        """Return whether a wait for other ranks counts as a step's communication.
+
+        It is about a wait now and in this thread.
+        """
         return self.phase in _MAY_WAIT and threading.get_ident() == self._thread
 
     def read(self) -> dict[str, float]:
@@ -263,7 +275,10 @@ _ddp_modules: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def watch_ddp(wrapped: Any) -> None:
-    """Make DDP time its backward passes: all on the CPU; on a GPU 1 in 100, because reading the time waits."""
+    """Make DDP time its backward passes: all on the CPU, one in 100 on a GPU.
+
+    On a GPU, reading the time makes the host wait.
+    """
     _ddp_modules.add(wrapped)
     if next(wrapped.parameters()).device.type == "cpu":
         from lockstep.torch_compat import ddp_reducer

@@ -120,7 +120,9 @@ class Monitor:
             callback.send("on_eval", row)
 
     def on_log(self, step: int, values: Mapping[str, Any]) -> list[str]:
-        """Log a user's values: numbers, and texts, images and histograms (`lockstep.monitor.media`).
+        """Log a user's values: numbers, texts, images and histograms.
+
+        The last three are defined in `lockstep.monitor.media`.
 
         Returns:
             the names of those that no sink takes.
@@ -136,19 +138,28 @@ class Monitor:
         return lost if self._sinks or self._callbacks else [*numbers, *lost]
 
     def say(self, *lines: str) -> None:
-        """Print lines for the person who started the run: once, by rank 0, if there is a console."""
+        """Print lines for the person who started the run.
+
+        Rank 0 prints them, once, if there is a console.
+        """
         if lines and self._is_main and "console" in self._config.sinks:
             self.flush()
             for line in lines:
                 print(f"lockstep: {line}", flush=True)
 
     def flush(self) -> None:
-        """Write all rows that wait: a checkpoint promises that the run up to its step is recorded."""
+        """Write all rows that wait.
+
+        A checkpoint promises that the run up to its step is recorded.
+        """
         for sink in self._sinks:
             sink.flush()
 
     def pause(self) -> None:
-        """Write everything, and leave the terminal to others, at the end of a loop after which another may follow."""
+        """Write everything, and leave the terminal to others, at the end of a loop.
+
+        Another loop may follow.
+        """
         self._log_last()
         for sink in self._sinks:
             sink.send("pause")

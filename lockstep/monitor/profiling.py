@@ -124,7 +124,10 @@ def _verdict(ranks: list[Summary]) -> str:
 
 
 def _memory_curve(events: list[Any], begun: float) -> list[tuple[float, float]]:
-    """Return (seconds since `begun`, bytes allocated since then), the peaks of stretches, on the device if any."""
+    """Return (seconds since `begun`, bytes allocated since then), the peak of each stretch.
+
+    The memory is the device's, or the host's if no memory of a device was used.
+    """
     on_device = any(event.self_device_memory_usage for event in events)
     held = 0.0
     curve = list[tuple[float, float]]()

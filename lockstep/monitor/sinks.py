@@ -1,4 +1,6 @@
-"""Defines sinks, which take rows of plain numbers, one of them (`jsonl`), and the thread that feeds them.
+"""Defines sinks, which take rows of plain numbers, and the thread that feeds them.
+
+One of the sinks (`jsonl`) is here.
 
 A sink that fails while a run trains is reported once, and does not stop it. A slow disk or a server
 that hangs costs a step nothing: rows are written in a thread, several times a second, in order. A
@@ -287,7 +289,10 @@ _NOT_SCALARS = {"step", "time", "skipped", "own_seconds"}
 
 
 def scalars(row: dict[str, Any]) -> dict[str, float]:
-    """Return every number of a record by name: `loss`, `phases/data` …; of a spread the median, and NAME.most."""
+    """Return every number of a record by name: `loss`, `phases/data` ….
+
+    For a spread they are its median, and its maximum as NAME.most.
+    """
     numbers = (
         pair
         for key, inside in row.items()

@@ -2,13 +2,13 @@
 
 A figure is {id, title, note, wide, x, y, marks, rulers}:
 
-x, y     an axis: `title`; `unit`, written after each number; `percent`; `log`; `zero`: it begins there; `range`;
-         `ticks`; or `names`, one for each row of bars, dots or cells
-marks    {kind, name, colour, x, y}, of five kinds: `line` (`width`, `dash`, `faint`, `step`: each value holds until the
-         next), `area` (stacked), `bar` (stacked; `x` has a length for each row), `dots` (`text`,
-         `symbol`), and `heat` (`z` has the values of each row; `log`, `low`, `high`, `unit`). Marks
-         of one name share an entry of the legend; `label` is what the pointer shows in place of the
-         name, nothing if empty
+x, y     an axis: `title`; `unit`, written after each number; `percent`; `log`; `zero`: it begins
+         there; `range`; `ticks`; or `names`, one for each row of bars, dots or cells
+marks    {kind, name, colour, x, y}, of five kinds: `line` (`width`, `dash`, `faint`, `step`: each
+         value holds until the next), `area` (stacked), `bar` (stacked; `x` has a length for each
+         row), `dots` (`text`, `symbol`), and `heat` (`z` has the values of each row; `log`, `low`,
+         `high`, `unit`). Marks of one name share an entry of the legend; `label` is what the
+         pointer shows in place of the name, nothing if empty
 rulers   lines across the figure, at `x` or `y`
 
 A colour is the name of a variable of `page.css`, so that it follows the light and the dark theme.

@@ -1,6 +1,7 @@
 """Measures how a config scales: `lockstep bench scaling CONFIG --ranks 1,2,4`.
 
-weak     each rank keeps its work, the global batch grows with the ranks; ideal: N times the samples per second
+weak     each rank keeps its work, the global batch grows with the ranks; ideal: N times the samples
+         per second
 strong   the global batch stays; ideal: a step in 1/N of the time
 
 Each point is a run of `lockstep train`; its throughput is the median over its steps after the first
