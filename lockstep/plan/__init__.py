@@ -66,7 +66,10 @@ class Resources:
 
 
 def typical_shape(params: float, vocabulary: int = 32_000) -> Shape:
-    """Return the usual depth and width at this size: 128 wide per layer and head, 12·layers·width² parameters."""
+    """Return the usual depth and width at this size.
+
+    It is 128 wide per layer and per head, and has 12·layers·width² parameters.
+    """
     layers = 1
     while 12 * layers * (128 * layers) ** 2 + 2 * vocabulary * 128 * layers < params:
         layers += 1

@@ -211,7 +211,10 @@ _task: Callable[[int], list[Candidate]] | None = None
 def _as_computed(
     task: Callable[[int], list[Candidate]], order: Sequence[int], processes: int
 ) -> Iterator[tuple[int, list[Candidate]]]:
-    """Yield numbers and their results, computed by forks, or here: an accelerator in use forbids a fork."""
+    """Yield indices and their results, computed by forked processes or in this one.
+
+    A process that uses an accelerator can't fork.
+    """
     global _task
     processes = min(processes, len(order))
     if processes < 2 or accelerator.in_use() is not None:
@@ -235,7 +238,7 @@ def _run_task(index: int) -> list[Candidate]:
 
 
 class ValuesNeededError(UsageError):
-    """The forward pass reads values (`.item()`, `nonzero`), which tensors without contents do not have."""
+    """The forward pass reads values (`.item()`, `nonzero`), which rehearsed tensors do not have."""
 
 
 def evaluate_layout(
@@ -295,7 +298,10 @@ def micro_batches(config: Config, layout: Layout) -> int:
 
 
 def apart(facts: ModelSize, layout: Layout) -> tuple[float, float]:
-    """Return the numbers of parameters that strategies reduce, and of those of spread experts on one rank."""
+    """Return the number of parameters that strategies reduce, and of expert ones per rank.
+
+    The second is the number of parameters of spread experts on one rank.
+    """
     if layout.expert == 1:
         return facts.parameters, 0.0
     return facts.parameters - facts.expert_parameters, facts.expert_parameters / layout.expert

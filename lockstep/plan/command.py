@@ -1,4 +1,6 @@
-"""Runs `lockstep plan`, from a config or a model's size alone to a table of layouts; and resolves `strategy: auto`.
+"""Runs `lockstep plan`, and resolves `strategy: auto`.
+
+From a config, or a model's size alone, `lockstep plan` makes a table of layouts.
 
 For `strategy: auto` each rank makes the choice of `lockstep plan` before it joins the others, from
 what is the same for all of them: the config, their number, and the memory of a device like its own.
@@ -230,7 +232,7 @@ def as_text(
     steps: int | None,
     price: float | None,
 ) -> str:
-    """Return a table of layouts, the best first, a chart of their memory, and the reason for the order."""
+    """Return a table of layouts, best first, a chart of their memory, and why this order."""
     limit = found[0].limit if found else 0.0
     between = (
         f", {cluster.between.name} between nodes" if cluster.num_gpus > cluster.per_node else ""

@@ -1,4 +1,7 @@
-"""Lists the layouts that a plan considers: strategies, and sizes of the axes tensor, context and expert."""
+"""Lists the layouts that a plan considers.
+
+They are the strategies, and the sizes of the axes tensor, context and expert.
+"""
 
 import math
 from collections.abc import Iterator
@@ -144,5 +147,8 @@ def layout_of(config: Config, cluster: GpuCluster, changes: dict[str, Any]) -> L
 
 
 def with_layout(config: Config, changes: dict[str, Any]) -> Config:
-    """Return the config with these changes in place of its sizes of pipeline, replicate and shard."""
+    """Return the config with these changes.
+
+    They replace its sizes of pipeline, replicate and shard.
+    """
     return config.replaced(_NO_SIZES | changes)

@@ -1,4 +1,4 @@
-"""Rehearses one rank's step on fake tensors: the strategy's own code runs, and every byte is counted.
+"""Rehearses one rank's step on fake tensors: runs the strategy's own code, and counts every byte.
 
 `place` places the model as for training, over a fake process group. From a long chain of equal
 blocks three run, and the record of one is repeated for those left out. The device is always the
@@ -70,7 +70,10 @@ class Rehearsal:
 
 @dataclass(frozen=True)
 class Work:
-    """Costs of a micro-batch's passes and of the update, with recomputation and the copies around collectives."""
+    """Costs of a micro-batch's passes and of the update.
+
+    They include recomputation, and the copies around collectives.
+    """
 
     forward: Cost
     backward: Cost
@@ -88,7 +91,7 @@ def rehearse(
     micro_batches: int = 1,
     device_type: str = "cuda",
 ) -> Rehearsal:
-    """Rehearse a step of a rank under a data-parallel strategy (single, ddp, fsdp), on any device."""
+    """Rehearse a rank's step under a data-parallel strategy (single, ddp, fsdp), on any device."""
     strategy = strategy_named(layout.strategy)
     assert not strategy.splits_model
     layout = with_few_replicas(layout)
@@ -156,7 +159,10 @@ def meshes(layout: Layout) -> DeviceMesh | None:
 
 
 def with_few_replicas(layout: Layout) -> Layout:
-    """Return the layout with as few replicas as the axis `expert` takes: those after the second change nothing."""
+    """Return the layout with as few replicas as the axis `expert` takes.
+
+    Replicas after the second change nothing.
+    """
     few = next(n for n in range(1, layout.replicate + 1) if n * layout.shard % layout.expert == 0)
     return replace(layout, replicate=max(few, min(layout.replicate, 2 * few)))
 
@@ -229,7 +235,7 @@ def _place_model(
     mesh: DeviceMesh | None,
     device_type: str,
 ) -> ParallelModel:
-    """Place the model as for training, with marks in the tracker's record where its passes begin."""
+    """Place the model as for training, and mark in the tracker where its passes begin."""
     mark_blocks(tracker, blocks_of(model))
     objective = work.objective(model)
 
@@ -318,7 +324,9 @@ def with_blocks_left_out(
     left_out: int,
     in_buckets: Set[nn.Parameter] = frozenset(),
 ) -> tuple[int, ...]:
-    """Add the memory of blocks that were left out, all equal to `block`, to the bytes by kind before a step.
+    """Add the memory of the blocks that were left out to the bytes by kind before a step.
+
+    All of these blocks are equal to `block`.
 
     Args:
         states: parameter → its optimizer state.

@@ -1,4 +1,6 @@
-"""Predicts the memory of a pipeline's ranks: each stage's passes are rehearsed once, and repeated in schedule order.
+"""Predicts the memory of a pipeline's ranks.
+
+The passes of each stage are rehearsed once, and repeated in the order of the schedule.
 
 The rank's stages are placed as in training, and the executor of training runs two micro-batches
 through each. The first pass gathers parameters or creates gradients, all later ones are equal. The
@@ -116,7 +118,7 @@ def _work_of(changes: Changes, stage: int) -> Work:
 
 @dataclass(frozen=True)
 class _Shortened:
-    """A model on meta with the stages of the whole one, in which stages have fewer of its equal blocks."""
+    """A model on meta with all stages of the full one, and fewer equal blocks in each stage."""
 
     model: nn.Module
     plan: PipelinePlan
@@ -126,7 +128,10 @@ class _Shortened:
 
 
 def _shortened(work: Workload, config: Config, layout: Layout, rank: int, most: int) -> _Shortened:
-    """Leave blocks out of each stage: this rank's, which compute, keep `most` each, and the others one."""
+    """Leave blocks out of each stage.
+
+    This rank's stages, which compute, keep `most` blocks each, and the others keep one.
+    """
     plan = plan_of(work.facts, layout.pipeline, config.step)
     place_of = {name: place for place, name in enumerate(work.equal_blocks)}
     kept: list[int] = []

@@ -1,4 +1,6 @@
-"""Records live bytes of tensors while code runs, by kind: a measurement on real tensors, a prediction on fake ones.
+"""Records live bytes of tensors by kind while code runs.
+
+This measures real tensors, and predicts with fake ones.
 
 A storage counts from the operation that creates it until its last reference goes; `resize_` (by
 which FSDP2 frees gathered parameters) is followed. Memory that an operation allocates and frees
@@ -106,7 +108,10 @@ _FSDP_KINDS = {
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *_args: Any, **_kwargs: Any) -> int:
-    """Count two products over all positions, like torch for the GPU's kernels: a causal mask saves nothing here."""
+    """Count two products over all positions, as torch does for the GPU's kernels.
+
+    A causal mask saves nothing in this count.
+    """
     batch, heads, length, width = query.shape
     return 2 * batch * heads * length * key.shape[-2] * (width + value.shape[-1])
 
@@ -132,7 +137,10 @@ _DEVICE = torch.ops.prim.device.default
 
 
 class EqualChunks(TorchFunctionMode):
-    """Uses one chunk for all of a size: FSDP2 would create hundreds and keep one, and fake ones have no contents."""
+    """Returns the same chunk for all chunks of one size.
+
+    FSDP2 would create hundreds and keep one, and fake ones have no contents.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kept = func is torch.chunk and (
@@ -187,7 +195,10 @@ class Tracker(UntracedDispatchMode):
         self.items.append(label)
 
     def tag(self, tensors: Iterable[Tensor | None], kind: str) -> None:
-        """Set the kind of tensors; those created before the tracker was active count from now on."""
+        """Set the kind of tensors.
+
+        Those created before the tracker was active count from now on.
+        """
         for tensor in tensors:
             if tensor is not None:
                 storage = local_tensor(tensor).untyped_storage()
@@ -300,7 +311,9 @@ def on_backward(tensor: Tensor, call: Callable[[], None]) -> None:
 
 
 class Reducer(AroundMicroBatch):
-    """Allocates what DDP's reducer would: buckets for all gradients, which become views of them when it reduces.
+    """Allocates what DDP's reducer would: buckets for all gradients.
+
+    The gradients become views of the buckets when it reduces.
 
     DDP's own reducer, in C++, rejects fake tensors.
     """

@@ -40,12 +40,18 @@ REPEATED = 1  # its index
 
 
 def kept_blocks(device_type: str) -> int:
-    """Return the number of blocks that represent any number of them; on CPUs FSDP gathers ahead, also in forward."""
+    """Return the number of blocks that represent any number of them.
+
+    It is larger on CPUs, where FSDP gathers ahead in the forward pass too.
+    """
     return KEPT_BLOCKS + 2 * (device_type == "cpu")
 
 
 class SkipInit(TorchFunctionMode):
-    """Skips `torch.nn.init`: on meta there is nothing to fill, and it takes most of the time of building a model."""
+    """Skips `torch.nn.init`, which takes most of the time of building a model.
+
+    On meta there is nothing to fill.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__module__", None) == "torch.nn.init":
@@ -103,7 +109,10 @@ class Workload:
         return short if len(blocks_of(short)) == len(kept) else None
 
     def shortened(self, most: int) -> tuple[nn.Module, int]:
-        """Return a copy on meta with `most` of its equal blocks, and the number of those for which REPEATED stands."""
+        """Return a copy on meta with `most` of its equal blocks, and how many were left out.
+
+        The block REPEATED stands for the blocks that were left out.
+        """
         number = len(self.equal_blocks)
         if number > most + 1 and (short := self.with_blocks(range(most))) is not None:
             return short, number - most

@@ -49,7 +49,10 @@ def run(config: Config, *, output_dir: Path, resume: str) -> int:
 
 @contextmanager
 def plain_warnings() -> Iterator[None]:
-    """Print warnings about settings without effect as lines of the run: no line of the user's code has led to them."""
+    """Print warnings about settings without effect as lines of the run.
+
+    No line of the user's code has led to these warnings.
+    """
     with warnings.catch_warnings():
         show = warnings.showwarning
 

@@ -1,4 +1,6 @@
-"""Checks what `Trainer` and `lockstep.place` are given, before anything is started: a first mistake is one error.
+"""Checks the arguments of `Trainer` and `lockstep.place` before anything is started.
+
+So a first mistake is one error.
 
 Tests: tests/trainer/test_arguments.py, tests/test_interop.py
 """
@@ -24,7 +26,10 @@ _LIGHTNING = "LightningModule"
 
 
 def check_model(model: Any, where: str, *, has_loss_fn: bool) -> None:
-    """Raise a UsageError unless `model` is a module that can be called and has values, or makes them itself."""
+    """Raise a UsageError unless `model` is a module that can be called and has values.
+
+    A module without values must be able to create them itself.
+    """
     if not isinstance(model, nn.Module):
         raise UsageError(
             f"the model is {_described(model)}, not an nn.Module", where=where, fix=_instead(model)
@@ -140,7 +145,10 @@ def check_of_trainer(
 
 
 def check_settings(settings: Mapping[str, Any], methods: Sequence[Callable[..., Any]]) -> None:
-    """Raise a UsageError for a keyword of a `Trainer` that one of its methods takes, and no key of the config."""
+    """Raise a UsageError for a keyword of a `Trainer` that belongs to one of its methods.
+
+    Such a keyword is not a key of the config.
+    """
     for name in settings:
         takers = [
             method.__name__ for method in methods if name in inspect.signature(method).parameters
@@ -182,7 +190,7 @@ def check_epochs(epochs: Any) -> None:
 
 
 def check_metrics(metrics: Any, where: str) -> None:
-    """Raise a UsageError unless metrics have names, or are an object that may return several by name."""
+    """Raise a UsageError unless metrics have names, or are an object that returns several."""
     if metrics is not None and not isinstance(metrics, Mapping) and not _computes(metrics):
         what = f"metrics is {_described(metrics)}, without names"
         raise UsageError(what, where=where, fix='write metrics={"accuracy": function}')

@@ -1,4 +1,6 @@
-"""Runs micro-batches that the caller passes on each rank: `Trainer.training_step` and loops over `lockstep.place`.
+"""Runs micro-batches that the caller passes on each rank.
+
+They come from `Trainer.training_step`, and from loops over `lockstep.place`.
 
 Micro-batch j of data-parallel rank r is number j × ranks + r of the step, under every strategy: its
 random numbers, and the order in which losses are summed, follow from that number.
@@ -189,7 +191,10 @@ def _calls_in_a_step(training: TrainingConfig, first: Any, ranks: int) -> int:
 
 
 def _warn_of_equal_batches(batch: Any, layout: Layout) -> None:
-    """Warn if two ranks pass the same first micro-batch: a loader without a sampler reads the same on all ranks."""
+    """Warn if two ranks pass the same first micro-batch.
+
+    A loader without a sampler reads the same on all ranks.
+    """
     if layout.data_parallel_size == 1:
         return
     digests: list[int] = [0] * layout.world_size
@@ -246,7 +251,10 @@ class MicroBatchAssigner:
         self._last: list[Any] = []  # the newest micro-batch, once there is one
 
     def assign(self, batches: Sequence[Any], step: int, call: str) -> tuple[list[MicroBatch], int]:
-        """Return this rank's micro-batches in `backward` or `evaluate` with numbers, and how many all ranks have."""
+        """Return this rank's micro-batches with their numbers, and how many all ranks have.
+
+        They are those of `backward` or `evaluate`.
+        """
         batches = [move(batch, self.placed.random_state.device) for batch in batches]
         self._last = batches[-1:] or self._last
         first = bool(batches) and self.nominal == 0 and self.placed.wants_data

@@ -184,7 +184,10 @@ def moved_schedule(
     rate: float,
     steps_per_epoch: int | None,
 ) -> list[str]:
-    """Return a line on the next learning rate, if changes move it: a cosine depends on the number of steps."""
+    """Return a line on the next learning rate, if changes move it.
+
+    A cosine, for example, depends on the number of steps.
+    """
     before = {change.key.removeprefix("training."): change.before for change in changes}
     earlier = training.model_copy(update={key: before[key] for key in _SCHEDULE if key in before})
     rates = []

@@ -101,7 +101,10 @@ class Checkpointer:
             )
 
     def save_as_asked(self, snapshot: checkpoint.Snapshot) -> checkpoint.CheckpointPath:
-        """Save the caller's snapshot of the current step among the run's checkpoints; on return it is complete."""
+        """Save the caller's snapshot of the current step among the run's checkpoints.
+
+        The checkpoint is complete on return.
+        """
         folder = self._run.output.checkpoints
         assert folder is not None
         self.finish(must_succeed=False)
@@ -122,7 +125,10 @@ class Checkpointer:
             self._guard(self._saver.wait, must_succeed=must_succeed)
 
     def finish_alone(self) -> None:
-        """Wait for the running save on this rank, which ends with an error, without asking the others."""
+        """Wait for the running save on this rank, which ends with an error.
+
+        The other ranks are not asked.
+        """
         if self._saver is not None:
             own_heartbeat().beat(self._run.step.progress.step, "pause")
             self._saver.finish_alone()
@@ -139,7 +145,10 @@ class Checkpointer:
             self._committed(path)
 
     def _committed(self, path: checkpoint.CheckpointPath) -> None:
-        """Record a commit, and delete old checkpoints; on rank 0, in the background for an asynchronous save."""
+        """Record a commit, and delete old checkpoints.
+
+        It is called on rank 0; for an asynchronous save, in the background.
+        """
         folder = self._run.output.checkpoints
         assert folder is not None
         self._monitor.event("save", step=checkpoint.step_of(path.name), checkpoint=path.name)
@@ -197,7 +206,10 @@ class Checkpointer:
 
 
 def evaluations(directory: RunDirectory, metric: str | None) -> dict[int, float]:
-    """Return step → a metric of its evaluation, from metrics.jsonl; empty if no evaluation computes it."""
+    """Return step → a metric of its evaluation, from metrics.jsonl.
+
+    It is empty if no evaluation computes the metric.
+    """
     rows = read_lines(directory.metrics) if metric is not None else ()
     return {
         int(row["step"]): float(row[metric]) for row in rows if metric in row and "loss" not in row

@@ -23,7 +23,10 @@ def global_batch_size(training: TrainingConfig, layout: Layout) -> int:
 
 
 def with_batch_size_of(data: Any, config: Config) -> Config:
-    """Return the config with the batch size of a DataLoader, or of a list of batches, if the settings have none."""
+    """Return the config with the data's batch size, if the settings have none.
+
+    The data are a DataLoader, or a list of batches.
+    """
     require_data(data)
     own = (
         getattr(data, "batch_size", None) if isinstance(data, DataLoader) else _size_of_first(data)
@@ -85,7 +88,7 @@ def require_one_length(config: Config, epochs: int | None) -> None:
 
 
 def data_workers(data: Any, config: Config) -> int:
-    """Return the number of workers that read the data: a DataLoader's own, or those of the config."""
+    """Return how many workers read the data: a DataLoader's own number, or the config's."""
     if isinstance(data, DataLoader):
         return data.num_workers
     return (

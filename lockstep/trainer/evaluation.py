@@ -1,4 +1,6 @@
-"""Evaluates a placed model: every sample once, the mean over valid targets, the same number on every topology.
+"""Evaluates a placed model on every sample once.
+
+The result is the mean over valid targets, and is the same number on every topology.
 
 Tests: tests/trainer/test_metrics.py
 """
@@ -50,7 +52,10 @@ def evaluating(placed: ParallelModel) -> Iterator[None]:
 
 
 def restored_buffers(placed: ParallelModel) -> AbstractContextManager[None]:
-    """Return a context that restores the buffers, such as running statistics, after the forward passes in it."""
+    """Return a context that restores the buffers, such as running statistics, at its end.
+
+    Forward passes inside it change them.
+    """
     further: list[Tensor] = []
     # under local updates the common model is evaluated, with its own buffers
     if placed.local_training is not None:
@@ -66,7 +71,9 @@ def evaluate(
     asked: Callable[[], bool] = lambda: False,
     collector: "OutputCollector | None" = None,
 ) -> float:
-    """Return the mean loss over an epoch, in windows of at most `WINDOW` micro-batches, or over its first `limit` ones.
+    """Return the mean loss over an epoch, or over its first `limit` micro-batches.
+
+    They are evaluated in windows of at most `WINDOW` micro-batches.
 
     EvaluationStoppedError: some rank was `asked` to stop; on every rank, after the same window.
     """

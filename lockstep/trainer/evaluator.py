@@ -53,7 +53,10 @@ class Evaluator:
 
     @property
     def _follows_epochs(self) -> bool:
-        """Return whether short epochs end with an evaluation, since something follows it, and no key says when."""
+        """Return whether short epochs end with an evaluation.
+
+        They do if something follows the evaluations, and no key says when to evaluate.
+        """
         run = self._run
         eval_steps = self._run.config.training.eval_steps
         is_open = not run.asked & {"training.eval_steps", "training.eval_strategy"}
@@ -61,7 +64,7 @@ class Evaluator:
         return is_open and is_short and run.results.are_followed
 
     def too_few(self, total: int | None) -> str | None:
-        """Return a line if a run of `total` steps has too few evaluations for its early stopping to stop it."""
+        """Return a line if a run of `total` steps has too few evaluations to stop early."""
         training = self._run.config.training
         by_epoch = training.eval_strategy == "epoch" or self._follows_epochs
         every = self._run.steps_per_epoch if by_epoch else training.eval_steps

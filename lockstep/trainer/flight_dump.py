@@ -16,7 +16,9 @@ _answering: set[Path] = set()
 
 
 def dump_collectives_on_request(folder: Path | None, rank: int) -> None:
-    """Write `flight-RANK.json`, the last collectives, into the launcher's folder whenever the file `dump` is new.
+    """Write the last collectives to `flight-RANK.json` when the launcher asks for them.
+
+    It asks by a new file `dump` in its folder, where `flight-RANK.json` is written.
 
     A rank that hangs waits in a collective and runs no Python; a thread beside it does.
     """

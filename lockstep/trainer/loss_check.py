@@ -228,7 +228,10 @@ def _mean_of_halves(losses: list[tuple[float, float]]) -> float:
 
 
 def _proportional(divisors: Sequence[tuple[float, ...]]) -> bool:
-    """Return whether the means' divisors have one proportion in all batches: only then their sum has one weight."""
+    """Return whether the means' divisors have the same proportion in all batches.
+
+    Only then the sum of the means has one weight.
+    """
     known = [each for each in divisors if each and all(each)]
     return all(
         len(each) == len(known[0])

@@ -32,9 +32,15 @@ class MetricObject(Protocol):
 
 
 Metric = Callable[[Any, Any], Any] | MetricObject
-"""An object, or (outputs, targets) → values (a tensor, or a micro-batch's mean), whose mean is the metric."""
+"""An object, or a function (outputs, targets) → values, whose mean is the metric.
+
+The values are a tensor, or a micro-batch's mean.
+"""
 Metrics = Mapping[str, Metric] | MetricObject
-"""Metrics by name, or an object whose `compute` returns them by name (torchmetrics' `MetricCollection`)."""
+"""Metrics by name, or an object whose `compute` returns them by name.
+
+An example of such an object is torchmetrics' `MetricCollection`.
+"""
 
 
 class MetricSet:
@@ -128,7 +134,10 @@ def _is_object(metric: Any) -> bool:
 
 @contextmanager
 def _without_sync(metric: Any) -> Iterator[None]:
-    """Keep a metric of torchmetrics from gathering over all ranks in the block: rank 0 alone computes it."""
+    """Keep a metric of torchmetrics from gathering over all ranks in the block.
+
+    Only rank 0 computes it.
+    """
     parts: list[Any] = list(metric.modules()) if isinstance(metric, nn.Module) else []
     before = [
         (part, part.distributed_available_fn)
@@ -166,7 +175,9 @@ def call_metric(name: str, metric: Callable[..., Any], outputs: Any, targets: An
 def mean_of_values(
     name: str, values: Any, outputs: Any, targets: Any, samples: int
 ) -> tuple[float, float]:
-    """Return the sum and the number of a metric's values: of each of them, or of a mean over so many samples.
+    """Return the sum and the number of a metric's values.
+
+    They are of the single values, or of a mean over so many `samples`.
 
     Raises RunError: they are not numbers.
     """

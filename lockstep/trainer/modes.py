@@ -1,4 +1,6 @@
-"""Training and evaluation modes: a model that arrives in the wrong one, and optimizers that have modes themselves.
+"""Handles the training and evaluation modes of models and of optimizers that have modes.
+
+A model may arrive in the wrong mode.
 
 A schedule-free optimizer keeps two sets of weights, and has `train()` and `eval()`, which put one
 or the other in place (Defazio et al. 2024, arXiv:2405.15682). Its evaluation weights are those to

@@ -1,4 +1,6 @@
-"""Finds settings that are asked for and have no effect: in a way to train, or beside another setting.
+"""Finds settings that someone asked for and that have no effect.
+
+They have none in one of the ways to train, or beside another setting.
 
 What would change a result is an error; of the rest the caller is warned, once, before the first
 step.
@@ -49,7 +51,9 @@ class NoEffect:
 
 
 def asked_keys(config: Config, given: Mapping[str, Any]) -> frozenset[str]:
-    """Return the dotted keys that someone set: to another value than the default, or as an argument in Python.
+    """Return the dotted keys that someone set.
+
+    A key is set if it differs from its default, or is an argument in Python.
 
     `given` are the arguments, by dotted key. A section that is off by default is one key.
     """
@@ -125,7 +129,10 @@ TRAINING_STEP = "to Trainer.training_step"
 
 
 def report(found: Iterable[NoEffect], asked: frozenset[str], *, is_main: bool) -> None:
-    """Raise the first error about keys that are `asked` for, or warn of all of them, at the caller's line."""
+    """Raise the first error about keys that are `asked` for, or warn of all of them.
+
+    The warning is at the caller's line.
+    """
     lines = []
     left = set(asked)
     for one in found:
@@ -344,7 +351,10 @@ def of_unrecorded_loop() -> Iterator[NoEffect]:
 
 
 def beside_data(config: Config, data: Any) -> Iterator[NoEffect]:
-    """Yield the keys about reading that the data decide themselves, and what of a DataLoader is not used."""
+    """Yield the keys about reading that have no effect, because the data decide them.
+
+    The data are a DataLoader, or are iterated.
+    """
     fix = "leave it out, or give a dataset instead of a loader"
     if isinstance(data, DataLoader) and not isinstance(data.dataset, IterableDataset):
         own = {name: getattr(data, name, None) for name in _READING if name != "shuffle"}
@@ -367,7 +377,10 @@ def beside_data(config: Config, data: Any) -> Iterator[NoEffect]:
 
 
 def unused_of_loader(data: Any) -> str | None:
-    """Return a sentence on a DataLoader's own seed, which is not used: the order follows from `training.seed`."""
+    """Return a sentence on a DataLoader's own seed, which is not used.
+
+    The order follows from `training.seed`.
+    """
     if not isinstance(data, DataLoader):
         return None
     sampler: Any = data.sampler

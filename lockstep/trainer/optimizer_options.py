@@ -14,7 +14,7 @@ from lockstep.trainer.changed_settings import Change
 
 
 class GivenOptions:
-    """The options with which a user's optimizer came, now and when the loaded checkpoint's run began."""
+    """The options of a user's optimizer, now and when the loaded checkpoint's run began."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._now = [_options(group) for group in optimizer.param_groups]
@@ -58,7 +58,10 @@ class GivenOptions:
 def apply_changed_settings(
     groups: list[dict[str, Any]], fresh: list[dict[str, Any]], changes: list[Change]
 ) -> None:
-    """Set changed options of the config's optimizer in `groups`, which a checkpoint filled, to their `fresh` values."""
+    """Set changed options of the config's optimizer in `groups` to their `fresh` values.
+
+    A checkpoint has filled the `groups`.
+    """
     prefix = "training.optimizer_args."
     keys = {change.key for change in changes}
     names = [key.removeprefix(prefix) for key in keys if key.startswith(prefix)]

@@ -1,4 +1,6 @@
-"""Makes the optimizer, its schedule and what is called after its updates, from arguments and the config.
+"""Makes the optimizer, its schedule and the calls after its updates.
+
+Arguments and the config describe them.
 
 Tests: tests/trainer/test_scheduler.py, tests/trainer/test_updates.py
 """
@@ -135,7 +137,10 @@ def user_schedule(
 def schedule_before_data(
     training: TrainingConfig, *, own_optimizer: bool
 ) -> Schedule | CallersRate:
-    """Return the schedule while the number of steps is unknown: the warm-up alone, or a user's own optimizer's rate."""
+    """Return the schedule while the number of steps is unknown.
+
+    It is the warm-up alone, or the rate of a user's own optimizer.
+    """
     if own_optimizer and training.warmup_steps == 0:
         return CallersRate()
     return Schedule("constant", 0, training.warmup_steps)

@@ -264,7 +264,9 @@ class PlacedModel:
 
     @called_by_all_ranks
     def evaluate(self, micro_batches: Iterable[Any]) -> float:
-        """Return the mean loss over all valid targets of all ranks' micro-batches, in evaluation mode.
+        """Return the mean loss over all valid targets of all ranks' micro-batches.
+
+        The model is in evaluation mode.
 
         `micro_batches` are this rank's, a DataLoader for instance.
         """
@@ -280,7 +282,9 @@ class PlacedModel:
 
     @called_by_all_ranks
     def state_dict(self) -> dict[str, Tensor]:
-        """Return parameters and persistent buffers, whole, on the CPU, for the plain model's `load_state_dict`.
+        """Return all parameters and persistent buffers, gathered on the CPU.
+
+        The plain model's `load_state_dict` takes them.
 
         All of them are on rank 0; other ranks get none, since they would fill the host's memory.
         """

@@ -1,4 +1,6 @@
-"""The plain model's `state_dict`, taken from a placed model and given to it, and its share of a checkpoint.
+"""Takes the plain model's `state_dict` from a placed model, and loads it into one.
+
+It also handles what a checkpoint holds of the model beside its tensors.
 
 A model may give its `state_dict` a form of its own (`lockstep.parallel.state_form`).
 

@@ -1,4 +1,6 @@
-"""Keeps the metrics of a run, and decides by them: an early stop, the learning rate, the best checkpoint.
+"""Keeps the metrics of a run, and decides by them.
+
+It decides about an early stop, the learning rate and the best checkpoint.
 
 Tests: tests/trainer/test_metrics.py, tests/trainer/test_scheduler.py
 """
@@ -88,7 +90,7 @@ class Results:
         return ", ".join(name for name, waits in waiting.items() if waits)
 
     def check_names(self, metrics: Metrics | None, *, evaluates: bool) -> None:
-        """Reject a metric named by the config or the caller that no evaluation of the run will compute."""
+        """Reject a metric named by the config or the caller that no evaluation will compute."""
         if metrics is not None and not isinstance(metrics, Mapping):
             return
         wanted = self._followed_names()
@@ -108,7 +110,10 @@ class Results:
                 raise UsageError(what, where=where, fix=f"one of {listed(sorted(known))}")
 
     def require_followed(self, results: Mapping[str, Any]) -> None:
-        """Reject an evaluation of the caller's that lacks a metric that early stopping or a scheduler follows."""
+        """Reject a caller's evaluation that lacks a followed metric.
+
+        Early stopping or a scheduler follows such a metric.
+        """
         for where, name in self._followed_names().items():
             if name not in results:
                 what = f"{name} is followed, and this evaluation has {listed(sorted(results))}"
@@ -152,7 +157,10 @@ class Results:
             self._follow(results)
 
     def _follow(self, results: Mapping[str, Any]) -> None:
-        """Count towards an early stop, and step the scheduler; nan, as without a valid target, is passed over."""
+        """Count towards an early stop, and step the scheduler.
+
+        A nan, such as from an evaluation without a valid target, is passed over.
+        """
         stopping = self.early_stopping
         if stopping is not None:
             value = float(results[stopping.metric])

@@ -20,7 +20,10 @@ from lockstep.trainer.run_state import RunState
 
 
 def after_restart(directory: RunDirectory | None, how: str) -> str:
-    """Return how to resume on ranks that a launcher has started again: from what this launch has saved, if anything."""
+    """Return how to resume on ranks that a launcher has started again.
+
+    They resume from what this launch has saved, if anything.
+    """
     if (
         how == "auto"
         or directory is None
@@ -115,7 +118,9 @@ def clear_later(run: RunState) -> None:
 
 
 def find(output: RunOutput, how: str, where: str = "--resume") -> checkpoint.CheckpointPath | None:
-    """Return where to resume: the newest whole checkpoint (`auto`), nowhere (`never`), or the given path.
+    """Return where to resume: the newest complete checkpoint, nowhere, or the given path.
+
+    `auto` means the newest complete checkpoint, and `never` nowhere.
 
     A RunError is raised if there are checkpoints, and none is whole: a person has to decide about a
     fresh start.

@@ -55,7 +55,10 @@ class RunEnd:
         self.waits_for = ""
 
     def __call__(self) -> None:
-        """Save the last step where this is the only rank, close the monitor, and say where the run is."""
+        """Save the last step, close the monitor, and print where the run is.
+
+        The last step is saved here only if this is the only rank.
+        """
         # an exception ended the script
         failed = self.has_failed or getattr(sys, "last_value", None) is not None
         step = self.run.step.progress.step
@@ -90,7 +93,10 @@ class RunEnd:
         return True
 
     def _warn_of_what_was_not_done(self, *, took_steps: bool) -> None:
-        """Warn of micro-batches without an update, and of settings that no evaluation has reached."""
+        """Warn of micro-batches without an update, and of settings that await an evaluation.
+
+        No evaluation has reached those settings.
+        """
         if waiting := self.open_step.sentence():
             _log.warning(
                 "warning: %s, which the end of the loop drops: call trainer.flush() after it",
@@ -109,7 +115,10 @@ _open_loops: "weakref.WeakSet[Generator[Any, None, None]]" = weakref.WeakSet()
 
 
 def closed_at_exit(function: Callable[P, Iterator[T]]) -> Callable[P, Iterator[T]]:
-    """Close the generators that `function` returns before Python ends, while modules still have their contents."""
+    """Close the generators that `function` returns before Python ends.
+
+    Modules still have their contents then.
+    """
 
     @wraps(function)
     def opened(*args: P.args, **kwargs: P.kwargs) -> Iterator[T]:

@@ -137,7 +137,10 @@ def open_bar(run: RunState, total: int | None, progress: bool | None) -> Monitor
 
 
 def records_steps(run: RunState, callbacks: Sequence[Any]) -> bool:
-    """Return whether the steps of a caller's own loop are recorded: there is a run directory, or someone who asks."""
+    """Return whether the steps of a caller's own loop are recorded.
+
+    They are if there is a run directory, or if someone asks for them.
+    """
     config = run.config.monitor
     asked = config.model_fields_set - {"log_steps", "sinks"}
     own_sinks = any(":" in name for name in config.sinks)
@@ -145,7 +148,10 @@ def records_steps(run: RunState, callbacks: Sequence[Any]) -> bool:
 
 
 def _given_in_python(run: RunState) -> dict[str, str]:
-    """Return what a config does not say of a run that a script has made, in words: to compare runs by it."""
+    """Return, in words, what a script has set in Python and the config does not show.
+
+    It is recorded to compare runs.
+    """
     given = {}
     if run.config.model.name is None:
         given["model"] = type(run.step.placed.parts[0]).__name__

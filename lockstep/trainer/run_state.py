@@ -73,17 +73,23 @@ class RunState:
 
     @property
     def was_stopped(self) -> bool:
-        """Return whether the run was stopped: early, by its evaluations, or because a rank was asked to stop."""
+        """Return whether the run was stopped.
+
+        Its evaluations stopped it early, or a rank was asked to stop.
+        """
         return self.step.stopping or self.results.stopped
 
     @property
     def done(self) -> bool:
-        """Return whether the run has come to its end: its last step, an early stop, or a request to stop."""
+        """Return whether the run has come to its end.
+
+        The end is its last step, an early stop, or a request to stop.
+        """
         return self.was_stopped or 0 < self.step.total <= self.step.progress.step
 
     @property
     def evaluated_average(self) -> WeightAverage | None:
-        """The average whose weights are evaluated and saved in place of the model's, if there is one."""
+        """The average, if any, whose weights are evaluated and saved in place of the model's."""
         averages = (call for call in self.step.after_update if getattr(call, "evaluates", False))
         return next(averages, None)  # type: ignore[return-value]
 

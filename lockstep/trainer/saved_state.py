@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a run: written from its `RunState`, and loaded into it on any topology.
+"""Writes a `RunState` into a checkpoint, and loads it on any topology.
 
 Tests: tests/trainer/test_resume.py, tests/trainer/test_formats.py
 """
@@ -71,7 +71,7 @@ def load(run: RunState, path: checkpoint.Checkpoint) -> tuple[dict[str, Any], li
 
 
 def _tensors(placed: ParallelModel, state: dict[str, Any] | None = None) -> checkpoint.Snapshot:
-    """Return the live tensors of the model and of the strategy, with the `state` besides tensors."""
+    """Return the live tensors of the model and of the strategy, and the `state` without tensors."""
     extra = dict(placed.state)
     if placed.local_training is not None:
         extra[WORKERS] = placed.local_training.state()
@@ -97,7 +97,10 @@ def _optimizer_state(step: Step) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def _prefixes(step: Step) -> Iterable[str]:
-    """Yield what stands before a parameter's name in the optimizer's state: nothing, or a worker, put in place."""
+    """Yield the prefixes of the parameters' names in the optimizer's state.
+
+    Without workers, the prefix is empty. Else it names a worker, whose state is in place meanwhile.
+    """
     local = step.placed.local_training
     return [""] if local is None else local.each(step.optimizer)
 

@@ -1,4 +1,6 @@
-"""The keyword arguments of `Trainer` and of `lockstep.place`: keys of the config, for editors and mypy.
+"""The keyword arguments of `Trainer` and `lockstep.place`, as types for editors and mypy.
+
+They are keys of the config.
 
 Tests: tests/trainer/test_settings.py, tests/trainer/test_every_setting.py
 """
@@ -18,7 +20,9 @@ def with_settings(config: Config, dotted: Mapping[str, Any]) -> Config:
 
 
 class PlacementSettings(TypedDict, total=False):
-    """Keyword arguments of `lockstep.place`: keys about the model and the ranks, for editors and mypy.
+    """Keyword arguments of `lockstep.place`, for editors and mypy.
+
+    They are keys of the config about the model and the ranks.
 
     A test compares names and types; `precision` is `precision.mode`, and a section is a mapping of
     its keys.

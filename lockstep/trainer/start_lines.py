@@ -74,7 +74,10 @@ def no_step_left(run: RunState, total: int | None) -> str | None:
 
 
 def nothing_to_do(run: RunState, total: int | None, val_data: Any) -> list[str]:
-    """Return lines on what a run will not do: steps, if it is finished, and evaluations without validation data."""
+    """Return lines on what a run will not do.
+
+    A finished run takes no steps, and without validation data there are no evaluations.
+    """
     training = run.config.training
     step = run.step.progress.step
     key = "eval_strategy" if training.eval_strategy == "epoch" else "eval_steps"

@@ -1,4 +1,6 @@
-"""Trains a model with an optimizer and data (`Trainer`): a whole run, step by step, or one micro-batch at a time.
+"""Trains a model with an optimizer and data (`Trainer`).
+
+It trains a full run in one call, step by step, or one micro-batch at a time.
 
 Tests: tests/trainer/test_trainer.py, tests/trainer/test_cost_of_a_step.py
 """
@@ -341,7 +343,10 @@ class Trainer:
 
     @property
     def done(self) -> bool:
-        """Return whether the run has come to its end: its last step, an early stop, or a request to stop."""
+        """Return whether the run has come to its end.
+
+        The end is its last step, an early stop, or a request to stop.
+        """
         return self.state.done
 
     @property
@@ -496,7 +501,7 @@ class Trainer:
         self._current.after_update(record)
 
     def _begin_training_steps(self, batch: Any) -> None:
-        """Do what comes before the first step of a loop of `training_step`: resume, and open the run."""
+        """Resume and open the run, before the first step of a loop of `training_step`."""
         self.state.adopt_batch_size([batch])
         self._begin([batch], no_effect.TRAINING_STEP)
         total = self.config.training.max_steps
@@ -653,7 +658,9 @@ class Trainer:
 
     @called_by_all_ranks
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the model's parameters and persistent buffers, whole, on the CPU, for its plain `load_state_dict`.
+        """Return the model's parameters and persistent buffers, gathered on the CPU.
+
+        The plain model's `load_state_dict` takes them.
 
         All of them are on rank 0; other ranks get none, since they would fill the host's memory.
         They are the weights that `evaluate` sees: the average's of a
@@ -687,7 +694,10 @@ class Trainer:
 
     @called_by_all_ranks
     def resume(self, how: str) -> checkpoint.CheckpointPath | None:
-        """Resume from the run directory's newest complete checkpoint (`auto`), nowhere (`never`) or a path; return it.
+        """Resume from the run directory's newest complete checkpoint, a path, or nowhere.
+
+        `how` is `auto` (the newest complete checkpoint), `never` (nowhere) or a path. Returns the
+        checkpoint, or None.
 
         Without this call a run resumes by `checkpoint.resume` at its first step.
         """

@@ -1,4 +1,6 @@
-"""Runs the steps of a training in every way to train: records them, saves them, goes back after bad numbers.
+"""Runs the steps of a training in every way to train.
+
+It records them, saves them, and goes back after bad numbers.
 
 `Trainer.train` and `Trainer.steps` are loops over `TrainingRun.steps`; `Trainer.training_step`
 hands over each update.
@@ -33,7 +35,10 @@ _log = logging.getLogger("lockstep")
 
 @dataclass
 class TakenStep:
-    """A step that was taken and recorded, and that is saved, if it is due, when the next one is asked for."""
+    """A step that was taken and recorded.
+
+    It is saved, if it is due, when the next one is asked for.
+    """
 
     record: StepRecord | None  # None: its data were skipped
     is_last: bool  # of the run, as far as it is known
@@ -191,7 +196,10 @@ class TrainingRun:
         self._end.record()
 
     def say(self, *lines: str) -> None:
-        """Print lines, on rank 0; also where nothing records the steps, and the console has none of them."""
+        """Print lines, on rank 0.
+
+        It also prints where nothing records the steps, and the console has none of them.
+        """
         if self.is_recorded:
             self.monitor.say(*lines)
         elif self._run.is_main_process:
@@ -289,13 +297,16 @@ class TrainingRun:
             self._report(run.step.anomaly, source)
 
     def report_and_finish(self, error: BadNumbersError) -> None:
-        """Record the bad numbers that end a loop of `training_step`, and wait for a running save."""
+        """Record the bad numbers that end a loop of `training_step`, and await a running save."""
         self._end.fail()
         self._report(error.anomaly, None)
         self.checkpointer.finish_alone()
 
     def _report(self, anomaly: Anomaly, source: StepSource | None) -> None:
-        """Report an anomaly and its samples: dataset indices by micro-batch, if the data have any."""
+        """Report an anomaly and its samples.
+
+        They are dataset indices by micro-batch, if the data have any.
+        """
         window = _window_of(anomaly, source)
         self.monitor.event(
             "bad_numbers",
@@ -315,7 +326,10 @@ class TrainingRun:
 
 
 def without_targets(anomaly: Anomaly, source: StepSource | None) -> str:
-    """Return a sentence on a step without a valid target that names its samples, if the data number them."""
+    """Return a sentence on a step without a valid target.
+
+    It names the samples of the step, if the data number them.
+    """
     window = _window_of(anomaly, source)
     samples = [str(index) for batch in window.micro_batches for index in batch] if window else []
     which = f", which are number {listed(samples, 16)} of the data" if samples else ""

@@ -1,4 +1,6 @@
-"""Trains with a loss over all samples of a step together, such as CLIP's or SimCLR's (`WholeBatch`).
+"""Trains with a loss over all samples of a step together (`WholeBatch`).
+
+The losses of CLIP and SimCLR are examples.
 
 A sample's loss depends on all others of the global batch. So a step runs its micro-batches twice:
 forward passes without a graph give rank 0 all outputs, for the loss and its gradient with respect
@@ -29,7 +31,9 @@ _FAILED = "the loss over the whole batch could not be computed"
 
 @dataclass(frozen=True)
 class WholeBatch:
-    """Declares that a loss is over all samples of a step together: `Trainer(model, optimizer, WholeBatch(clip_loss))`.
+    """Declares that a loss is over all samples of a step together.
+
+    It is used as in `Trainer(model, optimizer, WholeBatch(clip_loss))`.
 
     An evaluation computes it over each of its own micro-batches (`training.eval_batch_size`).
 
@@ -95,7 +99,7 @@ class WholeBatchSteps:
         self._train_loss(of_loss, factor * samples, accumulator.micro_batches_per_step)
 
         def surrogate(outputs: Any, batch: Any) -> tuple[Tensor, int, int]:
-            """Return a number whose gradient is the loss's, and whose value is this micro-batch's share of it."""
+            """Return a number with the loss's gradient and this micro-batch's share of it."""
             micro_batch = micro_batch_of(batch, micro_batches)
             count = batch_length(batch)
             leaves = [leaf for leaf in tree_flatten(outputs)[0] if _is_float(leaf)]
@@ -117,10 +121,11 @@ class WholeBatchSteps:
     def _gradients(
         self, by_rank: list[tuple[dict[int, tuple[Any, Any]], list[int]]]
     ) -> list[tuple[float, int, dict[int, list[Tensor]], dict[str, Tensor]]]:
-        """Return loss, number of samples, gradients of its micro-batches' outputs, and the loss's own, for each rank.
+        """Return loss, number of samples, gradients of outputs and of the loss, for each rank.
 
-        The last are the gradients of the weights of the loss function, by name, and its buffers as
-        they are now.
+        The gradients of outputs are those of the rank's micro-batches.
+        Those of the loss are the gradients of the weights of the loss function, by name, and its
+        buffers as they are now.
 
         A rank brings outputs and targets by micro-batch, and the micro-batches that it runs: those
         that share layers run the same ones.
@@ -169,7 +174,7 @@ class WholeBatchSteps:
     def _train_loss(
         self, of_loss: dict[str, Tensor], factor: float, micro_batches_per_step: int
     ) -> None:
-        """Add gradients of the loss function's weights, times `factor`, and take over its buffers."""
+        """Add gradients of the loss function's weights, times `factor`, and copy its buffers."""
         weights = self._placed.loss
         if weights is None:
             return
@@ -196,7 +201,7 @@ def _leaf(value: Any, device: torch.device) -> Any:
 
 
 def _joined(column: Sequence[Any]) -> Any:
-    """Return the values of all micro-batches as one: rows side by side, and what is one number once."""
+    """Return the values of all micro-batches as one: tensors concatenated, others taken once."""
     if not all(isinstance(value, Tensor) for value in column):
         return column[0]
     with torch.enable_grad():
