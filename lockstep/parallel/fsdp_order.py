@@ -172,7 +172,7 @@ class UnitOrder(AroundMicroBatch):
         return _Inputs.NEED_NONE if floating else _Inputs.ARE_INTEGERS
 
     def _attached(self, tensors: Any, token: Tensor) -> Any:
-        """Return tensors of floating point, in any structure, as if the token had made them, too."""
+        """Return floating-point tensors, in any structure, as if the token had made them too."""
         apply: Any = _Attached.apply
         return tree_map_only(
             Tensor, lambda leaf: apply(leaf, token) if leaf.is_floating_point() else leaf, tensors
@@ -187,7 +187,10 @@ class UnitOrder(AroundMicroBatch):
         return torch.zeros(1, device=self._device, requires_grad=self._mode)
 
     def _finish(self, _model: nn.Module, _args: object, outputs: Any) -> Any:
-        """Join what is left of the pass, before FSDP2 ends the root's forward pass: its backward pass comes first."""
+        """Join the rest of the pass, before FSDP2 ends the root's forward pass.
+
+        The root's backward pass comes first.
+        """
         if not self._inside or running_node() is not None:
             return None
         self._arrive(self._end, _Inputs.NO_BACKWARD)
@@ -239,7 +242,7 @@ class UnitOrder(AroundMicroBatch):
             self._join(due, alone=order.count(due) == 1)
 
     def _is_news(self, place: int, inputs: _Inputs) -> bool:
-        """Return whether the other ranks must know of these inputs, since they reduce gradients at another time."""
+        """Return whether other ranks must learn that these inputs change when gradients reduce."""
         known = self._inputs[self._mode].get(place, inputs)
         guessed = self._mode and place in self._assumed
         if not self._joins:
@@ -247,7 +250,7 @@ class UnitOrder(AroundMicroBatch):
         return inputs < known or (guessed and inputs > known and inputs is not _Inputs.NEED_NONE)
 
     def _agree(self, place: int, inputs: _Inputs) -> None:
-        """Find out, unit by unit, where the ranks are; those that are further join the others' units."""
+        """Find out, unit by unit, where the ranks are; those ahead join the others' units."""
         kinds = len(_Inputs)
         while True:
             mine = [place * kinds + inputs, -place]
@@ -291,7 +294,11 @@ class UnitOrder(AroundMicroBatch):
             self._token = pass_through(unit, token.detach(), token)
 
     def _can_join(self, place: int, *, backward: bool) -> bool:
-        """Return whether zeros can stand for gradients, since torch 2.13, and messages come one unit after another."""
+        """Return whether a rank can join this unit's messages without calling it.
+
+        Zeros can stand for gradients since torch 2.13. Messages must come one unit after another,
+        which those of nested units do not.
+        """
         name, unit = self._units[place]
         return name not in self._nested and (
             not backward or hasattr(unit, "set_reduce_scatter_unused_params")
@@ -326,7 +333,10 @@ class UnitOrder(AroundMicroBatch):
         )
 
     def _learn(self, *, with_gradients: bool) -> None:
-        """Complete an order by the units that no rank has called yet: the data of a later pass may need them."""
+        """Complete an order by the units that no rank has called yet.
+
+        The data of a later pass may need them.
+        """
         self._learning[with_gradients] = False
         if with_gradients:
             self._merge_replicas()
@@ -351,7 +361,7 @@ class UnitOrder(AroundMicroBatch):
                 )
 
     def _merge_replicas(self) -> None:
-        """Let all ranks have one order: replicas that run other micro-batches have learned others."""
+        """Give all ranks one order: replicas with other micro-batches have learned others."""
         every: list[Any] = [None] * dist.get_world_size(self._everyone)
         mine = (self._orders[True], self._inputs[True], self._again.known)
         dist.all_gather_object(every, mine, group=self._everyone)

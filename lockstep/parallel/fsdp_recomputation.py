@@ -17,7 +17,9 @@ from lockstep.torch_compat.checkpoint_calls import inputs_need_gradients, open_c
 
 
 class GatheredAgain:
-    """The record of which units are gathered again: in this pass on this rank, and in any pass as all ranks know.
+    """The record of which units are gathered again.
+
+    It has those of this pass on this rank, and those of any pass, which all ranks know.
 
     Args:
         units: how many there are; a unit is known by its place among them.

@@ -47,7 +47,7 @@ def explain_mixing(
 
 
 def used_elsewhere() -> UsageError:
-    """Return the error for a parameter that is used outside of its module, where its name is not known."""
+    """Return the error for a parameter used outside of its module, where its name is unknown."""
     what = (
         "the forward pass uses a parameter outside of the module that it belongs to, where it is"
         " sharded"
@@ -128,7 +128,10 @@ def _candidates(facts: ModelFacts, config: FSDPConfig) -> list[tuple[str, nn.Mod
 
 
 def _picking(policy: Any, name: str) -> Callable[[nn.Module], object]:
-    """Return `module -> is it a unit` of such a function, one of torch's policies, or what returns either."""
+    """Return a wrap policy as a function: module → whether it is a unit.
+
+    `policy` is such a function, one of torch's policies, or a function that returns one of these.
+    """
     if not callable(policy):
         fix = (
             "name a function of a module that says whether it is a unit, or one that returns a"
@@ -192,7 +195,10 @@ class UnitUsage(AroundMicroBatch):
         self._forward = True
 
     def after(self, run: MicroBatchPass) -> None:
-        """Compare, after the last micro-batch, what ranks used: parameters that no rank used have no gradient."""
+        """Compare, after the last micro-batch, which parameters the ranks used.
+
+        Parameters that no rank used have no gradient.
+        """
         self._forward = False
         self._calls.clear()
         if run.last:
@@ -218,7 +224,7 @@ class UnitUsage(AroundMicroBatch):
         self._forward = False
 
     def _watching(self, unit_name: str, unit: nn.Module) -> Any:
-        """Return a hook that registers, once, on each whole parameter of the unit a hook that notes its gradient."""
+        """Return a hook that once puts a hook on each gathered parameter to note its gradient."""
         seen = False
         own = {id(parameter) for parameter in own_parameters(unit)}
         mine = [
@@ -292,7 +298,7 @@ def implements_forward(module: nn.Module) -> bool:
 
 
 def callable_units(modules: Any) -> Sequence[tuple[str, nn.Module]]:
-    """Return (name, module) of those that can be called and have parameters; in place of a container, its members."""
+    """Return (name, module) of callable modules with parameters; a container gives its members."""
     found: list[tuple[str, nn.Module]] = []
     for name, module in modules:
         if not any(True for _ in module.parameters()):

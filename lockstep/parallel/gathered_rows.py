@@ -1,13 +1,15 @@
-"""What `distributed.buffers: gather` makes of queues, memory banks and counts: a step's rows, in the order of samples.
+"""Gathers a step's rows of queues, memory banks and counts (`distributed.buffers: gather`).
+
+Rows come in the order of the samples.
 
 Each micro-batch starts from the buffers that the step began with. What it wrote is found by
 comparison with them:
 
-    a queue    in a module with a pointer, a buffer of one whole number: the slots from where the pointer was to where
-               the forward pass left it. All micro-batches' slots are laid one after the other,
-               round the end, and the pointer stands behind the last one
-    a bank     in a module without a pointer: the elements that differ, each at its own position. Two micro-batches
-               can't write the same element: which one came last would be lost
+    a queue    in a module with a pointer, a buffer of one whole number: the slots from where the
+               pointer was to where the forward pass left it. All micro-batches' slots are laid one
+               after the other, round the end, and the pointer stands behind the last one
+    a bank     in a module without a pointer: the elements that differ, each at its own position.
+               Two micro-batches can't write the same element: which one came last would be lost
     a count    a whole number that is no queue's pointer: the sum of what micro-batches add to it
 
 Tests: tests/parallel/test_buffers.py, tests/parallel/test_combined_buffers.py
@@ -175,7 +177,7 @@ class GatheredRows:
         self._written.clear()
 
     def finish(self, micro_batches: int, first: Mapping[str, Tensor]) -> None:
-        """Write to the buffers that the step began with what all of its micro-batches have written."""
+        """Write all micro-batches' results to the buffers that the step began with."""
         counted = self._counted(micro_batches)
         numbers = {
             number.name: counted[:, column].tolist() for column, number in enumerate(self._numbers)
@@ -295,7 +297,9 @@ class GatheredRows:
 
 
 def slots_written(before: Tensor, after: Tensor, start: int, end: int) -> dict[int, Tensor]:
-    """Return dim → the slots [slots, …] along it from `start` to `end`, round the end, where nothing else differs.
+    """Return dim → the slots [slots, …] along it from `start` to `end`, round the end.
+
+    Dims are left out where anything outside of these slots differs.
 
     A pointer that is where it was has passed no slot if nothing differs, and else all of them.
     """

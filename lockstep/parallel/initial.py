@@ -31,7 +31,10 @@ def on_meta(model: nn.Module) -> bool:
 
 
 def canonical_names(model: nn.Module) -> tuple[dict[int, str], dict[str, list[str]]]:
-    """Return id of a parameter → canonical name (the first that the model lists), and canonical name → aliases."""
+    """Return id of a parameter → canonical name, and canonical name → aliases.
+
+    The canonical name is the first that the model lists.
+    """
     names: dict[int, str] = {}
     aliases: dict[str, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -55,7 +58,10 @@ def to_empty(model: nn.Module, device: torch.device) -> None:
 
 
 class FirstValues:
-    """The source of first values of parameters and buffers, by name, of a model on meta, which is copied."""
+    """The source of first values, by name, of parameters and buffers of a model on meta.
+
+    It copies the model.
+    """
 
     def __init__(self, model: nn.Module, seed: int) -> None:
         self._model = copy.deepcopy(model)
@@ -120,7 +126,10 @@ class FirstValues:
 
 
 class _SkipMeta(TorchFunctionMode):
-    """A mode that skips writes to tensors on meta: torch would take 2 ms for each, for each parameter that is made."""
+    """A mode that skips writes to tensors on meta.
+
+    torch would take 2 ms for each write, for each parameter that is made.
+    """
 
     def __torch_function__(
         self,
@@ -158,7 +167,10 @@ def materialise(model: nn.Module, first: FirstValues) -> None:
 
 
 def _require_equal_strides(tensors: Sequence[Tensor]) -> None:
-    """Refuse a model that ranks hold in different memory formats: messages take memory as it lies."""
+    """Refuse a model that ranks hold in different memory formats.
+
+    Messages take memory as it lies.
+    """
     strides = zlib.crc32(str([tensor.stride() for tensor in tensors]).encode())
     ends = torch.tensor([strides, -strides], device=tensors[0].device if tensors else None)
     dist.all_reduce(ends, op=dist.ReduceOp.MAX)

@@ -1,4 +1,4 @@
-"""Numbers that a forward pass leaves among the attributes of modules, and whether the next one goes on from them.
+"""Numbers that a forward pass leaves in modules' attributes, and whether the next one uses them.
 
 A running scale kept as a float is state: the next pass reads it before it writes it. A loss that is
 kept for others to look at is none: it is written alone. Nothing but reading tells the two apart, so
@@ -37,7 +37,7 @@ class KeptNumber:
 
 
 def kept_numbers(root: nn.Module) -> dict[str, KeptNumber]:
-    """Return name → number, of those among the attributes of its modules and in containers there."""
+    """Return name → number, for numbers in attributes of modules and in containers there."""
     found = {}
     for path, module in root.named_modules():
         for attribute, value in list(vars(module).items()):
@@ -62,7 +62,10 @@ def _inside(
 
 
 def members(name: str, value: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (full name, member, its key) of a container, or of an object that is no module and can't be called."""
+    """Yield (full name, member, its key) of a container or a plain object.
+
+    A plain object is not a module and can't be called.
+    """
     if isinstance(value, dict):
         yield from ((f"{name}[{key!r}]", inner, key) for key, inner in list(value.items()))
     elif isinstance(value, list | tuple) or type(value).__name__ == "deque":
@@ -135,7 +138,7 @@ class RecordedReads:
 
 
 def _recording_class(cls: Any, names: dict[Any, str], read: set[str]) -> type:
-    """Return a class whose objects record the attributes in `names` that are read before they are written."""
+    """Return a class whose objects record which of `names` are read before they are written."""
     left = dict(names)
 
     def getattribute(self: Any, name: str) -> Any:
@@ -156,7 +159,10 @@ def _recording_class(cls: Any, names: dict[Any, str], read: set[str]) -> type:
 
 
 class _Recording:
-    """What dicts and lists record: members that are read, one by one or all, before they are written."""
+    """The record of members of dicts and lists that are read before they are written.
+
+    Members are read one by one, or all at once.
+    """
 
     names: dict[Any, str]
     read: set[str]

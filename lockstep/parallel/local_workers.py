@@ -1,4 +1,4 @@
-"""The workers of `diloco` on one rank: models that train by themselves, and the outer step in which they exchange.
+"""The workers of `diloco` on one rank: models that train alone, and exchange in the outer step.
 
 The mean over workers of what they changed, θ − θ_w, is an outer gradient; a step of SGD along it,
 with momentum (Nesterov's or plain), moves the common parameters θ, and every worker continues from
@@ -74,7 +74,7 @@ def _blocks(values: Tensor) -> Tensor:
 
 
 class QuantizedAllReduce:
-    """The all-reduce with few bits by which the ranks of a group exchange what their workers changed.
+    """The all-reduce with few bits, by which a group's ranks exchange their workers' changes.
 
     An all-to-all brings a rank its workers' shares of every worker's tensor; it adds them in the
     order of the workers; an all-gather brings the shares of the mean together. Numbers are rounded
@@ -90,7 +90,9 @@ class QuantizedAllReduce:
         self._rank, self._ranks = (0, 1) if group is None else (group.rank(), group.size())
 
     def mean(self, rows: Tensor, kind: str | None = None) -> tuple[Tensor, Tensor]:
-        """Return the mean over all workers' rows, fp32 [this rank's workers, numbers], and this rank's rounding errors.
+        """Return the mean over all workers' rows, and this rank's rounding errors.
+
+        `rows` are this rank's, fp32 [workers, numbers].
 
         The mean, fp32 [numbers], is the same on all ranks. The errors, [workers, numbers], are of
         each row, and of the mean in the worker's own share: added to the next rows, they correct
@@ -133,7 +135,10 @@ _ALIGNED = 64  # elements: kernels are faster on aligned parameters
 
 
 class FlatParameters:
-    """The trainable parameters, of one type, in one tensor with a view for each: an exchange is a few operations."""
+    """The trainable parameters, of one type, in one tensor with a view for each.
+
+    So an exchange is a few operations.
+    """
 
     def __init__(self, parameters: dict[str, nn.Parameter]) -> None:
         first, size = next(iter(parameters.values())), 0
@@ -185,7 +190,10 @@ def require_one_type(parameters: dict[str, nn.Parameter]) -> None:
 
 
 class WorkersLossAccumulator(LossAccumulator):
-    """Accumulates under local updates, where each of `workers` adds its gradient's norm after its backward pass."""
+    """Accumulates losses under local updates, and a gradient norm for each of `workers`.
+
+    A worker adds its norm after its backward pass.
+    """
 
     def __init__(
         self, micro_batches_per_step: int, device: torch.device, *, shared: bool, workers: int
@@ -214,7 +222,7 @@ class WorkersLossAccumulator(LossAccumulator):
 
 
 class OuterStep:
-    """The rule and the state of the exchange, after which all workers go on from `common` and `buffers`."""
+    """The rule and state of the exchange, after which workers go on from `common` and `buffers`."""
 
     def __init__(
         self,
@@ -444,7 +452,7 @@ class LocalWorkers:
         }
 
     def state(self) -> dict[str, Tensor]:
-        """Return what a checkpoint keeps beside the common model: momentum, and each worker as it stands."""
+        """Return what a checkpoint keeps beside the common model: momentum and each worker."""
         kept = self._momentum.named("momentum") | self.buffers
         for worker in self._workers:
             kept |= worker.values.named(f"{worker.prefix}/values")

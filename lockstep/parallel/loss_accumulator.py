@@ -37,7 +37,7 @@ def at_most(value: Number, bound: float) -> Number:
 
 
 def mean_of(total: Number, count: Number) -> Number:
-    """Return total / count; nan for 0/0, as torch's loss functions return it where every target is ignored."""
+    """Return total / count; nan for 0/0, as torch's losses do where every target is ignored."""
     return total / count if isinstance(count, Tensor) or count else math.nan
 
 

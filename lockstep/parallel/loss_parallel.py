@@ -21,7 +21,7 @@ from lockstep.parallel.tensor_blocks import Cut, in_blocks
 
 
 def cut_token_losses(logits: Tensor, targets: Tensor, cut: Cut) -> Tensor:
-    """Return the cross entropy of each target, in nats: float32 [B·T], 0 where the target does not count.
+    """Return the cross entropy of each target in nats, float32 [B·T]; 0 if it does not count.
 
     `logits` are this rank's part of the vocabulary, [B, T, V / ranks]; a target outside of the
     vocabulary gives nan.

@@ -1,4 +1,6 @@
-"""The weights of a loss function, which every rank holds whole: the loss is computed after the model's forward pass.
+"""Trains the weights of a loss function, which every rank holds in full.
+
+The loss is computed after the model's forward pass.
 
 The gradients of a micro-batch are taken after its backward pass. Once a step they are summed over
 the ranks that share out its micro-batches; under a pipeline all ranks take part, and those that
@@ -213,7 +215,10 @@ class LossWeights(AroundMicroBatch):
 
 
 def refuse_hidden(placed: ParallelModel, hidden: Sequence[nn.Parameter]) -> None:
-    """Refuse, after the first backward pass, parameters outside of model and optimizer that the loss depends on."""
+    """Refuse parameters outside of model and optimizer that the loss depends on.
+
+    The check comes after the first backward pass.
+    """
     watched = [parameter for parameter in hidden if parameter.grad is None]
 
     def refuse_used() -> None:

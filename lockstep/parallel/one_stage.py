@@ -1,4 +1,4 @@
-"""A model that a rank runs from the batch to the loss: the one stage that it is in training, and its forward passes.
+"""A model that a rank runs from batch to loss: its one stage in training, and its forward passes.
 
 Tests: tests/parallel/test_executor.py, tests/parity/test_data_parallel.py
 """

@@ -1,4 +1,4 @@
-"""`ParallelModel`: a model as a strategy has placed it on this rank, with all that a step needs of it.
+"""`ParallelModel`: a model as a strategy has placed it on this rank, with all that a step needs.
 
 A strategy decides where a micro-batch runs and where a parameter lies. It never decides what a step
 is: the samples, the random numbers, the loss and its normalisation are the same for all of them.
@@ -52,7 +52,9 @@ GradientHooks = dict[str, list[Callable[[Tensor], Any]]]
 def take_hooks(
     model: nn.Module, further: Mapping[str, nn.Parameter] | None = None, *, workers: bool = False
 ) -> GradientHooks:
-    """Remove and return the gradient hooks of a model that is about to be placed: `parameter.register_hook(function)`.
+    """Remove and return the gradient hooks of a model that is about to be placed.
+
+    Hooks are registered by `parameter.register_hook(function)`.
 
     A hook expects the whole gradient of the loss, and in a distributed backward pass would see one
     micro-batch's, or none. So `run_hooks` calls them once a step, on the gradient of the step's
@@ -118,7 +120,7 @@ _NOTHING = nullcontext()  # one for all uses: making it is a call
 
 @dataclass(frozen=True)
 class ModelUpdate:
-    """One update of the optimizer: of the only model, or of each model that trains by itself on this rank."""
+    """One update of the optimizer: for the only model, or for one that trains by itself here."""
 
     to_mean: Number  # what its gradients are multiplied by to be those of its mean loss
     norm: Number  # of that gradient, before clipping
@@ -205,7 +207,7 @@ class ParallelModel:
 
     @property
     def modules(self) -> list[nn.Module]:
-        """The modules of this rank: its parts of the model, and the loss function, if that is one."""
+        """This rank's modules: its parts of the model, and the loss function if it is a module."""
         return self.parts if self.loss is None else [*self.parts, self.loss.module]
 
     @property
@@ -257,7 +259,10 @@ class ParallelModel:
             self.local_training.synchronize(step, last=last)
 
     def kept(self) -> dict[str, Tensor]:
-        """Return the model as it is evaluated, saved and compared over replicas: name → parameter or buffer."""
+        """Return name → parameter or buffer of the model that is evaluated and saved.
+
+        Replicas are compared by these tensors, too.
+        """
         if self.local_training is not None:
             return self.local_training.common
         return {name: p.detach() for name, p in self.parameters.items()} | self.buffers
@@ -278,7 +283,10 @@ class ParallelModel:
         return [local(grad) if isinstance(grad, DTensor) else grad for grad in found]
 
     def counted_gradients(self) -> list[Tensor]:
-        """Return the gradients whose squares add up, over the norm groups, to the square of the whole gradient."""
+        """Return the gradients that this rank counts for the norm.
+
+        Over the norm groups, their squares add up to the square of the full gradient.
+        """
         if self.counted is None:
             return self.gradients()
         return [
@@ -292,7 +300,10 @@ class ParallelModel:
         return changes_of(self.modules)
 
     def warnings(self) -> list[str]:
-        """Return those of the lines logged at start that warn: they are said in every way to train."""
+        """Return the warnings among the lines logged at start.
+
+        They are reported in every way to train.
+        """
         return [line for line in self.log_lines if line.startswith("warning: ")]
 
     def take_log_lines(self) -> list[str]:
@@ -302,7 +313,10 @@ class ParallelModel:
         return lines
 
     def clear_gradients(self) -> None:
-        """Do what `Optimizer.zero_grad` does, for all parameters, without a record for torch's profiler."""
+        """Clear all parameters' gradients as `Optimizer.zero_grad` does.
+
+        Unlike it, this leaves no record for torch's profiler.
+        """
         for parameter in self.parameters.values():
             parameter.grad = None
 
@@ -319,7 +333,10 @@ def assign_contiguous(micro_batches: int, rank: int, ranks: int) -> list[tuple[i
 
 
 def assign_strided(micro_batches: int, rank: int, ranks: int) -> list[tuple[int, bool]]:
-    """Assign every `ranks`-th one, the same number on each rank: ranks with fewer run a dummy at the end."""
+    """Assign every `ranks`-th micro-batch to a rank.
+
+    All ranks get the same number: those with fewer run a dummy at the end.
+    """
     rounds = -(-micro_batches // ranks)
     indices = [rank + k * ranks for k in range(rounds)]
     return [(i, True) if i < micro_batches else (i % micro_batches, False) for i in indices]

@@ -50,7 +50,7 @@ Explain = Callable[[BaseException], Exception | None]
 
 @dataclass
 class MicroBatchPass:
-    """A micro-batch on its way through a stage: one object for its forward and its backward pass."""
+    """A micro-batch's way through a stage: one object for its forward and its backward pass."""
 
     micro_batch: MicroBatch  # what runs
     micro_batches_per_step: int  # their number over all ranks
@@ -92,7 +92,10 @@ class AroundMicroBatch:
         """Act on the gradients of weights, once they are there."""
 
     def after_step(self, micro_batches_per_step: int) -> None:
-        """Act once a step, after this rank's last pass: all ranks come here, so collectives have their place here."""
+        """Act once a step, after this rank's last pass.
+
+        All ranks call this, so collectives have their place here.
+        """
 
     def failed(self, error: BaseException) -> Exception | None:
         """Clean up after a pass that raised.

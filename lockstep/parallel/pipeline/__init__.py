@@ -1,4 +1,4 @@
-"""Pipeline parallelism: the model's segments are cut into stages, and micro-batches run through them.
+"""Pipeline parallelism: segments of the model form stages, and micro-batches run through them.
 
 Nothing is imported here: torch's pipelining loads its compiler, which takes seconds.
 """

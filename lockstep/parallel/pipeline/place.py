@@ -1,4 +1,6 @@
-"""Places a model under a pipeline: each rank keeps its stages, shards or replicates them, and builds its runner.
+"""Places a model under a pipeline: each rank keeps its stages and builds its runner.
+
+A rank shards or replicates its stages.
 
 Under replicas or shards each stage is FSDP2's: on a mesh of (replicas, 1) it replicates, and all
 schedules give correct gradients with it, which does not hold for DDP. FSDP2 holds the full
@@ -172,7 +174,7 @@ def around_stage(
 
 
 def _hold_to_one_order(part: StageModule, shards: dist.ProcessGroup, device: torch.device) -> None:
-    """Raise an error where the data of some ranks leave out a unit of a stage that others gather."""
+    """Make it an error if some ranks' data leave out a unit of a stage that others gather."""
     named = [(part.name_in_model(name), unit) for name, unit in sharded_units(part)]
     UnitOrder(named, device, {True: shards, False: shards}, shards, joins=False)
 

@@ -1,4 +1,4 @@
-"""Plans a pipeline before anything is built: cuts of the chain of segments, stages of each rank, time of a step.
+"""Plans a pipeline before it is built: cuts of the chain, each rank's stages, time of a step.
 
 Tests: tests/parallel/test_pipeline_plan.py, tests/plan/test_segments.py
 """
@@ -43,7 +43,10 @@ def partition(
     split_spec: Mapping[str, str],
     v_shaped: bool,
 ) -> Partition:
-    """Cut a chain of named segments into `ranks` × `stages_per_rank` stages: by `split_spec`, else by their costs."""
+    """Cut a chain of named segments into `ranks` × `stages_per_rank` stages.
+
+    `split_spec` says where, or else the costs of the segments.
+    """
     wanted = ranks * stages_per_rank
     if len(names) < wanted:
         what = f"{ranks} pipeline ranks × {stages_per_rank} stages_per_rank = {wanted} stages, "
@@ -99,7 +102,9 @@ def cuts_of(split_spec: Mapping[str, str], names: Sequence[str]) -> list[int]:
 
 
 def balanced_cuts(costs: Sequence[float], stages: int) -> list[int]:
-    """Return cuts that make the most expensive of `stages` contiguous pieces as cheap as possible, and the others even.
+    """Return cuts that make the most expensive of `stages` pieces as cheap as possible.
+
+    Pieces are contiguous, and the others as even as possible.
 
     By dynamic programming over (segments, stages), on the pair (largest cost, sum of squares).
     """
@@ -226,7 +231,7 @@ def plan_of(facts: ModelFacts, ranks: int, config: StepConfig) -> PipelinePlan:
 
 
 def splits_backward(plan: PipelinePlan, uses: Uses, config: StepConfig) -> tuple[bool, list[str]]:
-    """Return whether gradients of weights are computed apart from those of inputs, and lines to log.
+    """Return whether gradients of weights are computed apart from those of inputs, and log lines.
 
     Where they can't be, both are computed at once; the schedule is still correct, and waits more.
     """
@@ -248,7 +253,7 @@ def splits_backward(plan: PipelinePlan, uses: Uses, config: StepConfig) -> tuple
 
 @dataclass(frozen=True)
 class StageTime:
-    """Seconds of one micro-batch on one stage, bytes that it sends on, and fp32 bytes of its parameters."""
+    """The cost of a stage: seconds of one micro-batch, bytes sent on, fp32 bytes of parameters."""
 
     forward: float
     backward: float
@@ -266,7 +271,10 @@ def pipeline_step(
     micro_batches: int,
     update: float = 0.0,
 ) -> StepTime:
-    """Return the time of a pipeline's step, with stages replicated or sharded over the data-parallel ranks."""
+    """Return the time of a pipeline's step.
+
+    Stages are replicated or sharded over the data-parallel ranks.
+    """
     options = config.distributed.pipeline
     facts = SCHEDULES[options.schedule]
     count = facts.padded(micro_batches, layout.pipeline, len(stages))

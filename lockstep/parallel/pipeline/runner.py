@@ -1,4 +1,4 @@
-"""Runs a rank's stages: a step's micro-batches by the schedule, evaluation and samples by forward passes alone.
+"""Runs a rank's stages: steps by the schedule, evaluation and samples by forward passes alone.
 
 All of it is programs for an executor (`lockstep.parallel.executor`), which differ in what a stage
 does with its activations, and in what carries them: micro-batches whose shapes the ranks have seen
@@ -135,7 +135,7 @@ class Runner:
     # ---- shapes ----
 
     def _learn_shapes(self, micro_batches: Sequence[MicroBatch]) -> Agreement:
-        """Send each new shape of batch through the stages once, up to the last one, which sends nothing."""
+        """Send each new shape of batch through the stages once; the last stage sends nothing."""
         agreement = self.shapes.agree(
             [self._inputs_of(micro_batch) for micro_batch in micro_batches], training=True
         )
@@ -162,7 +162,7 @@ class Runner:
         *,
         to_last: bool,
     ) -> None:
-        """Send a micro-batch of a new shape through the stages, and note what each receives and sends."""
+        """Send a micro-batch of a new shape through the stages; note what each takes and sends."""
 
         def learn(part: StageModule, micro_batch: MicroBatch, received: Tensors) -> Any:
             metas = tuple(map(Meta.of, received))
@@ -253,7 +253,9 @@ class Runner:
 
     @contextmanager
     def _gathered(self, *, keep: bool) -> Iterator[None]:
-        """Gather parameters, so that forward passes inside need no collectives: parallel pipelines may differ.
+        """Gather parameters, so that forward passes in the block need no collectives.
+
+        Then parallel pipelines may differ.
 
         `keep` leaves the parameters gathered: a run of the schedule follows.
         """
@@ -284,7 +286,10 @@ def _unshard(root: nn.Module) -> None:
 def cut_into_runs(
     micro_batches: Sequence[MicroBatch], per_run: int | None, padded: Callable[[int], int]
 ) -> list[list[MicroBatch]]:
-    """Return the runs of a schedule, padded with dummies, copies of the last micro-batch, to lengths that it takes."""
+    """Return the runs of a schedule, padded with dummies to lengths that it takes.
+
+    A dummy is a copy of the run's last micro-batch.
+    """
     size = per_run or len(micro_batches)
     runs = [
         list(micro_batches[begin : begin + size]) for begin in range(0, len(micro_batches), size)

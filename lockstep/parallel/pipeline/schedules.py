@@ -1,4 +1,6 @@
-"""Describes each schedule (stages per rank, their placement, numbers of micro-batches), lists its passes, and draws it.
+"""Describes each schedule, lists its passes, and draws it.
+
+A description has the stages per rank, their placement, and the numbers of micro-batches.
 
 A stage that is placed `loop` goes to rank (stage mod ranks); placed `v`, the ranks are walked back
 and forth. In a picture sending takes no time. Theory: with p ranks, m micro-batches and V stages a
@@ -41,7 +43,7 @@ class ScheduleFacts:
     splits_backward: bool = False
 
     def padded(self, count: int, ranks: int, stages: int) -> int:
-        """Return the smallest number of micro-batches, at least `count`, that the schedule takes."""
+        """Return the smallest number of micro-batches from `count` up that the schedule takes."""
         if self.name in ("1F1B", "DualPipeV"):
             return max(count, stages)
         if self.name in ("Interleaved1F1B", "InterleavedZeroBubble"):
@@ -75,7 +77,7 @@ logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRI
 
 
 def build(name: str, stages: Sequence[Any], count: int) -> Any:
-    """Return torch's schedule object, of stand-ins for stages: it lists passes, and does not run."""
+    """Return torch's schedule of stand-ins for stages, which lists passes and does not run."""
     kind: Any = get_schedule_class(name)
     kind = UnpairedDualPipeV if kind is ScheduleDualPipeV else kind
     several = issubclass(kind, PipelineScheduleMulti)
@@ -124,7 +126,10 @@ def actions(name: str, ranks: int, stages_per_rank: int, count: int) -> list[lis
 
 @cache
 def program_of(name: str, ranks: int, stages_per_rank: int, count: int, rank: int) -> Program:
-    """Return a rank's program of a run of `count` micro-batches, a number that the schedule takes."""
+    """Return a rank's program for a run of `count` micro-batches.
+
+    `count` must be a number that the schedule takes.
+    """
     return programs(
         actions(name, ranks, stages_per_rank, count), holders(name, ranks, stages_per_rank)
     )[rank]
@@ -134,7 +139,9 @@ def program_of(name: str, ranks: int, stages_per_rank: int, count: int, rank: in
 def forward_program_of(
     name: str, ranks: int, stages_per_rank: int, count: int, rank: int
 ) -> Program:
-    """Return a rank's program of the forward passes of `count` micro-batches, with stages placed by a schedule.
+    """Return a rank's program for the forward passes of `count` micro-batches.
+
+    The schedule `name` places the stages.
 
     As many micro-batches as there are ranks go through all stages of a rank before the next ones:
     that fills the pipeline, and bounds what waits to be sent.
@@ -188,7 +195,10 @@ class ScheduleTimeline:
         return 1.0 - busy / (self.end * len(self.ranks))
 
     def kept(self) -> list[int]:
-        """Return the largest number of activations (of one micro-batch on one stage) that each rank keeps at a time."""
+        """Return the largest number of activations that each rank keeps at a time.
+
+        An activation is of one micro-batch on one stage.
+        """
         change = {"F": 1, "B": -1, "I": 0, "W": -1}
         return [max(accumulate(change[timed.work.kind] for timed in rank)) for rank in self.ranks]
 
@@ -204,7 +214,10 @@ def timeline(name: str, ranks: int, stages_per_rank: int, micro_batches: int) ->
 def simulate(
     orders: Sequence[Sequence[ScheduledPass]], seconds: dict[tuple[str, int], float]
 ) -> ScheduleTimeline:
-    """Simulate a run of each rank's passes in order, which take (kind, stage) → seconds, and sending no time."""
+    """Simulate a run of each rank's passes in order; sending takes no time.
+
+    `seconds`: (kind, stage) → seconds of a pass.
+    """
     rank_of_stage = dict(
         sorted((each.stage, rank) for rank, order in enumerate(orders) for each in order)
     )
@@ -222,7 +235,10 @@ def simulate(
 
 
 def picture_of(config: StepConfig, ranks: int | None = None) -> str:
-    """Return `picture` of one run of a config's schedule; on as many ranks as its sizes multiply to, or two."""
+    """Return `picture` of one run of a config's schedule.
+
+    It is drawn for as many ranks as the config's sizes multiply to, or two.
+    """
     distributed, training = config.distributed, config.training
     kind = distributed.pipeline
     if distributed.strategy == AUTO or not strategy_named(distributed.strategy).splits_model:
@@ -245,7 +261,10 @@ def picture_of(config: StepConfig, ranks: int | None = None) -> str:
 
 
 def picture(schedule: str, ranks: int, stages_per_rank: int, micro_batches: int) -> str:
-    """Return a schedule as text: a line per rank, time to the right, one column for each forward pass's time."""
+    """Return a schedule as text: a line per rank, and time to the right.
+
+    One column is the time of one forward pass.
+    """
     run = timeline(schedule, ranks, stages_per_rank, micro_batches)
     facts = SCHEDULES[schedule]
     count = facts.padded(micro_batches, ranks, ranks * stages_per_rank)

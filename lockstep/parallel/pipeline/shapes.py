@@ -135,7 +135,7 @@ def _leaf(leaf: Any) -> Any:
 
 
 def check_outputs(stage: int, outputs: Tensors, expected: Metas) -> None:
-    """Raise a RunError unless a stage's outputs are as those of an earlier batch of the same shapes."""
+    """Raise a RunError unless a stage's outputs match those of earlier inputs of these shapes."""
     found = tuple(map(Meta.of, outputs))
     if found != expected:
         what = (

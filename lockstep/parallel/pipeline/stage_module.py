@@ -81,7 +81,10 @@ class StageModule(nn.Module):
         return list(self._blocks)
 
     def name_in_model(self, name: str) -> str:
-        """Return the unsplit model's name of a module or parameter here, for those who watch the training."""
+        """Return the unsplit model's name of a module or parameter here.
+
+        Those who watch the training know it by that name.
+        """
         first, _, rest = name.partition(".")
         if first != "segments_here" or not rest:
             return name
@@ -99,7 +102,7 @@ class StageModule(nn.Module):
                 yield registration.tensor()
 
     def enter(self, random_state: RandomState, micro_batch: int) -> None:
-        """Begin a forward pass of this stage: random numbers continue where the earlier stages stopped."""
+        """Begin a forward pass of this stage: random numbers continue after earlier stages."""
         random_state.at(micro_batch)
         random_state.calls.update(self._earlier)
 
@@ -152,7 +155,7 @@ class _Copied(torch.autograd.Function):
 
 
 Shard = Callable[[nn.Module, Named, set[nn.Parameter], bool], list[str]]
-"""(root, its units, parameters that are another root's, free parameters after each forward pass) → lines to log."""
+"""(root, its units, other roots' parameters, free them after each forward pass) → lines to log."""
 
 
 def stage_module_of(
@@ -198,7 +201,10 @@ def stage_module_of(
 
 
 class SharedUnit(nn.Module):
-    """One unit of FSDP2 for all parameters that several stages use: its children own or register them."""
+    """One FSDP2 unit for all parameters that several stages use.
+
+    Its children own or register them.
+    """
 
     def forward(self) -> None:
         """Do nothing: the parameters are gathered and reduced by hand."""

@@ -1,4 +1,4 @@
-"""Parameters and buffers of a pipeline's stages: which ranks hold them, and sums of gradients that ranks share.
+"""Parameters and buffers of pipeline stages: which ranks hold them, and sums of shared gradients.
 
 Names and identities are read from the unsplit model, before anything is cut. A parameter that
 segments of several stages use (it is registered in several modules, or lent to several segments) is
@@ -196,7 +196,10 @@ def materialise(
     *,
     empty: bool = False,
 ) -> None:
-    """Bring what a rank holds to its device, `empty` or with values, from `first` if the model is on meta."""
+    """Bring what a rank holds to its device, `empty` or with values.
+
+    Values come from `first` if the model is on meta.
+    """
     for name, old in held.named_parameters().items():
         if empty:
             held.replace(
@@ -221,7 +224,7 @@ def materialise(
 def groups_that_share(
     ranks_of: Mapping[str, Sequence[int]], pipelines: Sequence[Sequence[int]]
 ) -> dict[str, dist.ProcessGroup]:
-    """Return parameter → the group of this pipeline's ranks that hold it, of those that this rank shares.
+    """Return parameter → the group of this pipeline's ranks that share it with this rank.
 
     `ranks_of`: of *all* parameters that cross ranks, the pipeline ranks: every rank makes every
     group. `pipelines`: the global ranks of each.
@@ -240,7 +243,7 @@ def groups_that_share(
 
 @torch.no_grad()
 def sum_shared(held: StageParameters, group_of: Mapping[str, dist.ProcessGroup]) -> None:
-    """Sum gradients of shared parameters over their ranks, once they are reduced over replicas and shards."""
+    """Sum shared parameters' gradients over their ranks, once replicas and shards are reduced."""
     parameters = held.named_parameters()
     works = []
     for name in sorted(group_of):

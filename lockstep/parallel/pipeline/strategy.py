@@ -57,8 +57,8 @@ class Pipeline(Strategy):
             fix = "write compile: false, or schedule: 1F1B"
             yield Contradiction(("training.compile", "distributed.pipeline.schedule"), what, fix)
         shards = (distributed.shard_size or 1) if layout is None else layout.shard
-        # FSDP2 frees the parameters of a unit after its forward pass, and hooks gather them again for
-        # a backward pass that is made at once. Where the schedule makes it in two halves, gradients
+        # FSDP2 frees the parameters of a unit after its forward pass, and hooks gather them again
+        # for a backward pass that is made at once. Where the schedule makes it in two halves, gradients
         # were None or 25 % off, without an error (torch 2.13).
         if facts.splits_backward and shards > 1 and sharding in ("full_shard", "hybrid_shard"):
             what = (
