@@ -1,7 +1,9 @@
-"""Judges with `lockstep verify SCRIPT.py` whether a training script takes on N ranks the steps that one process takes.
+"""Judges with `lockstep verify SCRIPT.py` whether N ranks take the steps of one process.
 
-the script on N ranks, observed                what they draw, read and start from, compared with each other
+the script on N ranks, observed                what they draw, read and start from, compared
 once more without random numbers               where a forward pass draws any
-the script as one process                      given the ranks' samples in one batch, their first values and settings
-where a gradient differs: one process a rank   given that rank's samples alone; the gradients show how they were added
+the script as one process                      given the ranks' samples in one batch, their first
+                                               values and settings
+where a gradient differs: one process a rank   given that rank's samples alone; the gradients show
+                                               how they were added
 """

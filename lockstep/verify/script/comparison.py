@@ -1,4 +1,6 @@
-"""Compares the gradients and updates of ranks with those of one process, and explains the first difference.
+"""Compares the gradients and updates of ranks with those of one process.
+
+It also explains the first difference.
 
 A cause is named by what undoes the difference, or makes it.
 
@@ -65,7 +67,7 @@ class ScriptComparison:
         return off, max(self.updates(number, world, reference))
 
     def gradients(self, number: int, world: World, *, clipped: bool = False) -> list[Values]:
-        """Return the gradients of a step as each rank sees them, before they are clipped or afterwards."""
+        """Return the gradients of a step as each rank sees them, before or after clipping."""
         steps = [record.steps[number] for record in world.records]
         pieces = [
             step.gradients if clipped or not step.unclipped else step.unclipped for step in steps
@@ -142,7 +144,10 @@ class ScriptComparison:
     def parts(
         self, step: int, at: tuple[int, range], given: Sequence[Sequence[Sequence[tuple[int, int]]]]
     ) -> list[tuple[Values, ScriptRecord]]:
-        """Return a step's gradient of one process for each of `given`: the samples of each of its batches."""
+        """Return a step's gradient on one process for each member of `given`.
+
+        A member lists the samples of each batch of the step.
+        """
         feeds = [
             {**self.feed, **{(at[0], i): list(s) for i, s in zip(at[1], one, strict=True)}}
             for one in given

@@ -1,4 +1,6 @@
-"""Says what to write instead of what is wrong in a script, in the words of the framework whose loop it runs.
+"""Says what to write instead of what is wrong in a script.
+
+It uses the words of the framework whose loop the script runs.
 
 Tests: tests/verify/test_script.py
 """
@@ -144,6 +146,9 @@ def fix_for(kind: str, framework: str) -> str:
 def script_cause(
     kind: str, text: str, found_by: str, framework: str, *, is_error: bool = True
 ) -> Cause:
-    """Return a cause with the fix for a framework, in the column of the table that its kind names."""
+    """Return a cause with the fix for a framework.
+
+    The kind of the cause decides its column in the table.
+    """
     column = kind if kind in ("samples", "random numbers", "first values") else "gradients"
     return Cause(kind, text, [found_by], is_error, fix=fix_for(kind, framework), column=column)

@@ -1,4 +1,6 @@
-"""Names why ranks of a script have another gradient than one process, from how gradients of parts add up.
+"""Names why ranks of a script have another gradient than one process.
+
+The reason follows from how gradients of parts add up.
 
 Each rank's own gradient, of its samples alone, is seen before ranks are reduced, or taken by one
 process. The gradient with which ranks step is compared with sums of these
@@ -212,7 +214,10 @@ def _mistake_of_all(final: Values, own: Sequence[Values], mean: Values) -> _Mist
 
 
 def weighing_cause(evidence: GradientEvidence) -> Cause | None:
-    """Return the cause if one process weighs the ranks' own gradients otherwise than by their mean."""
+    """Return the cause if one process does not take the mean of the ranks' own gradients.
+
+    It weighs them otherwise.
+    """
     weights = explaining_weights(evidence.own, evidence.reference)
     if weights is None:
         return None
@@ -314,7 +319,10 @@ def _first_module(
 
 
 def coupling_cause(evidence: GradientEvidence, alone: Sequence[Values]) -> Cause | None:
-    """Return the cause if one process that is given its batch in the ranks' parts averages to the ranks' gradient."""
+    """Return the cause if the loss of the whole batch is not the mean of its parts' losses.
+
+    On one process, the mean of the gradients of the ranks' parts is then the ranks' gradient.
+    """
     if not all(is_same(gradient, mean_of(alone)) for gradient in evidence.ranks):
         return None
     text = (
@@ -333,7 +341,10 @@ def coupling_cause(evidence: GradientEvidence, alone: Sequence[Values]) -> Cause
 def accumulation_cause(
     step: Values, whole: Values, micro_batches: Sequence[Values], framework: str
 ) -> Cause | None:
-    """Return the cause if a step is its micro-batches' mean gradient, and the whole batch weighs them otherwise."""
+    """Return the cause if a step weighs its micro-batches otherwise than the whole batch does.
+
+    The step's gradient is then the mean of its micro-batches' gradients.
+    """
     weights = explaining_weights(micro_batches, whole)
     # Else they are sums, divided by a number that does not depend on the micro-batch.
     if (
@@ -360,7 +371,10 @@ def accumulation_cause(
 
 
 def shared_cause(evidence: GradientEvidence) -> Cause | None:
-    """Return how the gradients of ranks that share a model come from those of one process, parameter by parameter."""
+    """Return how gradients of ranks that share a model come from those of one process.
+
+    They are compared parameter by parameter.
+    """
     floor = _floor(evidence.reference)
     partial: list[str] = []  # names of parameters whose gradients add up to that of one process
     scaled: dict[str, list[str]] = {}  # what they are → names of parameters

@@ -1,4 +1,4 @@
-"""Compares a script's steps on several ranks with those of one process that is given the same samples.
+"""Compares a script's steps on several ranks with those of one process on equal samples.
 
 Tests: tests/verify/test_script.py
 """
@@ -54,7 +54,11 @@ def judge_script(runs: Runs, ranks: int) -> Outcome:
 
 
 def _drawn(outcome: Outcome, sizes: dict[str, float]) -> list[PartDifference]:
-    """Return the modules in which a difference begins, then the parameters whose gradients differ, the first first."""
+    """Return the parts to draw: the modules and parameters that differ.
+
+    First come the modules in which a difference begins, then the parameters whose gradients differ,
+    beginning with that of the first difference.
+    """
     modules = dict.fromkeys(cause.module for cause in outcome.causes if cause.module)
     text = "its output differs, and that of modules before it does not"
     found = [PartDifference("" if name == "the model" else name, text, 1.0) for name in modules]
@@ -268,7 +272,10 @@ class _Judgement(ScriptComparison):
         self.outcome.notices.append(said)
 
     def _begins_alike(self, reference: ScriptRecord) -> bool:
-        """Return whether the first forward pass has the samples of all ranks in one process, too."""
+        """Return whether one process begins with the samples of all ranks.
+
+        Its first forward pass is compared with those of the ranks.
+        """
         ranks = [
             row
             for record in self.world.leaders
@@ -280,7 +287,7 @@ class _Judgement(ScriptComparison):
         )
 
     def _check_inputs(self, reference: ScriptRecord) -> None:
-        """Judge a script that reads its samples without a loader only where one process reads the same."""
+        """Leave a script without a loader unjudged if one process reads other samples."""
         for number in range(self.outcome.steps):
             units = [record.steps[number] for record in self.world.leaders]
             right = reference.steps[number]

@@ -186,7 +186,10 @@ class _ScriptObserver:
         path.with_suffix(".part").rename(path)
 
     def finish(self) -> None:
-        """Write the record, wait for the other ranks, and end this process: what else the script does is not run."""
+        """Write the record, wait for the other ranks, and end this process.
+
+        The rest of the script does not run.
+        """
         sys.stdout.flush()
         self._write()
         task = self.task

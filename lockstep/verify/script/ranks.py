@@ -1,4 +1,6 @@
-"""Finds what ranks of a script show by themselves: samples, random numbers, first values, settings, replicas, hangs.
+"""Finds what the ranks of a script show by themselves.
+
+These are their samples, random numbers, first values, settings, replicas and hangs.
 
 Tests: tests/verify/test_script.py
 """
@@ -59,7 +61,7 @@ def _batches_read(record: ScriptRecord, loader: int | None) -> list[list[str]]:
 
 
 def is_cut_by_script(world: World) -> bool:
-    """Return whether all units read the same batches, and give the model different parts of them."""
+    """Return whether all units read the same batches but give the model other parts of them."""
     leaders = world.leaders
     loader = leaders[0].training_loader
     if loader is None or len(leaders) == 1:
@@ -198,7 +200,10 @@ def _other_precision(world: World) -> Cause | None:
 
 
 def replicas_cause(world: World, number: int) -> Cause | None:
-    """Return the cause if replicas were equal after a step and differ before the next, or an equal step parts them."""
+    """Return the cause if replicas that were equal differ.
+
+    They differ between one step and the next, or after an update with equal gradients.
+    """
     for at in range(number + 1):
         steps = [record.steps[at] for record in world.records]
         cut = {
@@ -252,7 +257,10 @@ def replicas_cause(world: World, number: int) -> Cause | None:
 def hang_cause(
     records: Sequence[ScriptRecord | None], locations: dict[int, str], framework: str
 ) -> Cause:
-    """Return why ranks wait for each other: what each calls, and the first collective in which they differ."""
+    """Return why ranks wait for each other.
+
+    The cause names what each rank calls, and the first collective in which they differ.
+    """
     at = "; ".join(
         f"rank {rank} {f'waits at {location}' if location else 'has ended'}"
         for rank, location in locations.items()
@@ -287,7 +295,10 @@ def hang_cause(
 
 
 def settings_cause(records: Sequence[ScriptRecord], reference: ScriptRecord) -> Cause | None:
-    """Return the cause if a learning rate, or another setting, is another than one process's in some step."""
+    """Return the cause if a setting, such as the learning rate, is not that of one process.
+
+    Each step is compared.
+    """
     framework = records[0].framework
     ranks = len(records)
     for number, right in enumerate(reference.steps[: min(len(record.steps) for record in records)]):

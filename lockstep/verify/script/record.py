@@ -1,4 +1,6 @@
-"""One run of a script: its task, what a process writes down of its steps, how pieces of ranks become whole tensors.
+"""Describes one run of a script: its task, and what each process writes down of its steps.
+
+It also puts pieces of ranks together to complete tensors.
 
 Tests: tests/verify/test_script.py
 """
@@ -99,7 +101,10 @@ Pieces = dict[str, TensorPiece]
 
 @dataclass(frozen=True)
 class RandomDraw:
-    """State of the generators before a forward pass and at its backward pass, as fingerprints by generator."""
+    """The states of the random generators around a forward pass.
+
+    They are fingerprints by generator, before the forward pass and at its backward pass.
+    """
 
     before: dict[str, str]
     after: dict[str, str]
@@ -199,7 +204,10 @@ def batch_file(folder: Path, rank: int, loader: int, index: int) -> Path:
 
 
 def _whole(pieces: Sequence[TensorPiece], dim: int | None) -> Tensor:
-    """Return the whole tensor, which a script may have cut along `dim` over the ranks; of equal copies, the last."""
+    """Return the complete tensor from the pieces that ranks hold.
+
+    A script may have cut it along `dim` over the ranks. Of equal copies, the last is taken.
+    """
     if dim is not None:
         return torch.cat([piece.local for piece in pieces], dim)
     if pieces[0].flat:
@@ -244,7 +252,10 @@ class World:
         self.leaders = [records[unit[0]] for unit in self.units]
 
     def tensors(self, ranks: Sequence[Pieces]) -> list[Tensors]:
-        """Return the whole tensors as each rank sees them: its own copies and those of its unit, else another's."""
+        """Return the complete tensors as each rank sees them.
+
+        A rank sees its own copies, then those of its unit, then those of other units.
+        """
         found: list[Tensors] = [{} for _ in ranks]
         for name in dict.fromkeys(name for rank in ranks for name in rank):
             held = [rank for rank, pieces in enumerate(ranks) if name in pieces]

@@ -200,7 +200,10 @@ def step_batches(record: ScriptRecord, step: int) -> tuple[int, range] | None:
 
 
 def one_after_another(world: World) -> Feed:
-    """Return the feed for a script that takes as many more batches a step on one process as it has fewer ranks."""
+    """Return the feed that gives one process the batches of the ranks one after another.
+
+    It is for a script that takes, on fewer ranks, proportionally more batches a step.
+    """
     feed: Feed = {}
     number = 0
     for step in range(len(world.records[0].steps)):

@@ -1,4 +1,6 @@
-"""Values and samples of an observed script: pieces of tensors, settings, fingerprints, and what its loaders read.
+"""Values and samples of an observed script.
+
+These are pieces of tensors, settings, fingerprints, and what its loaders read.
 
 Tests: tests/verify/test_script.py
 """
@@ -104,7 +106,10 @@ def fingerprint(tree: Any) -> str:
 
 
 def rows(tree: Any) -> list[str]:
-    """Return the fingerprints of the rows of a model's inputs: of all tensors with as many rows as the first."""
+    """Return the fingerprints of the rows of a model's inputs.
+
+    A row is taken from all tensors with as many rows as the first.
+    """
     tensors = [
         leaf
         for leaf in tree_leaves(tree)
@@ -120,7 +125,7 @@ def rows(tree: Any) -> list[str]:
 
 
 def elements(tree: Any) -> int:
-    """Return a sum over the elements of a tree's tensors that tells them from others, in whatever order."""
+    """Return a sum that identifies the elements of a tree's tensors, in whatever order."""
     total = 0
     for leaf in tree_leaves(tree):
         if isinstance(leaf, Tensor) and leaf.numel() and not leaf.is_complex():
@@ -132,7 +137,10 @@ def elements(tree: Any) -> int:
 
 @torch.no_grad()
 def two_numbers(output: Any) -> tuple[float, float]:
-    """Return the norm of a module's output, and a sum in which each element has a weight of its own."""
+    """Return the norm of a module's output, and a weighted sum of its elements.
+
+    In the sum, each element has a weight of its own.
+    """
     norm = weighed = 0.0
     for leaf in tree_leaves(output):
         if isinstance(leaf, Tensor) and leaf.is_floating_point():
@@ -186,7 +194,10 @@ class ObservedLoaders:
         self._made += 1
 
     def samples_of(self, loader: int, index: int, own: Any) -> Any:
-        """Return the samples of a batch: the script's own, which are stored, or those that are fed."""
+        """Return the samples of a batch: the script's own, or those that are fed.
+
+        Where a run is fed nothing, the script's own are stored.
+        """
         self._read()
         samples = own
         task = self._task
@@ -213,7 +224,10 @@ class ObservedLoaders:
 
 
 class _Collate:
-    """Puts samples together as the script's own function does, after it has recorded or exchanged them."""
+    """Collates samples as the script's own function does.
+
+    The samples are recorded or exchanged before that.
+    """
 
     def __init__(self, function: Any, loaders: ObservedLoaders, loader: int) -> None:
         self.function = function
