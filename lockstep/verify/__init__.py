@@ -1,10 +1,14 @@
-"""Prove with `lockstep verify` that every topology takes the same step, on the user's own model and data.
+"""Prove with `lockstep verify` that every topology takes the same step.
 
-    one process takes N steps and writes them to disk                    (the reference)
-    each topology takes them in a launch of its own, and compares        samples, loss, norm, gradients, values, buffers
-    where it differs: the step part by part                              the first module, gradient or sum that differs
-    experiments that undo one thing each                                 the cause
-    the reference's samples cut otherwise, and a plain pass              the reference is right itself
+It is proved on the user's own model and data.
+
+    one process takes N steps and writes them to disk           (the reference)
+    each topology takes them in its own launch, and compares    samples, loss, norm, gradients,
+                                                                values, buffers
+    where it differs: the step part by part                     the first module, gradient or sum
+                                                                that differs
+    experiments that undo one thing each                        the cause
+    the reference's samples cut otherwise, and a plain pass     the reference is right itself
 
 In plain mode each step starts from the reference's state, and gradients may differ by the rounding
 of another summation order. With `distributed.reproducible` a topology continues from its own state,
@@ -50,7 +54,10 @@ class Verdict:
 
     @property
     def passed(self) -> bool:
-        """Return whether all topologies took the same steps, and the reference's checks found no fault."""
+        """Return whether all topologies took the same steps and the reference has no fault.
+
+        The reference's checks look for its faults.
+        """
         return all(outcome.passed for outcome in self.outcomes) and all(
             check.passed for check in self.checks
         )

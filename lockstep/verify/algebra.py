@@ -1,4 +1,6 @@
-"""Explains a wrong value: how it comes from the right one, or from the parts of which the right one is the sum.
+"""Explains how a wrong value comes from the right one, or from its parts.
+
+The right value is the sum of the parts.
 
 Whatever is verified, a gradient is a sum over parts: for a config over micro-batches, for a script
 over the ranks' own samples. A reduction that goes wrong leaves another weighted sum of the same
@@ -9,7 +11,7 @@ their mean is right: (1, 3, 4). It is the sum of the parts (1, 0, 2) and (0, 3, 
 gradient is 2 × its part (the `unit`).
 
     wrong value on rank 0    weights of the parts    explanation
-    (2, 6, 8)                2, 2                    2 × the right one: summed over ranks, and not averaged
+    (2, 6, 8)                2, 2                    2 × the right one: summed, and not averaged
     (2, 0, 4)                2, 0                    this rank's own sum, not reduced
     (1, 0, 2)                1, 0                    1/2 of this rank's own sum
     (2, 3, 6)                2, 1                    the right one plus this rank's part once more
@@ -85,7 +87,10 @@ def _norm(values: Values) -> float:
 
 
 def distance(mine: Tensor | Values, right: Tensor | Values) -> float:
-    """Return the norm of the difference over the norm of `right`; infinity for other shapes or numbers not finite."""
+    """Return the norm of the difference over the norm of `right`.
+
+    It is infinity where the shapes differ, or a number is not finite.
+    """
     if mine.shape != right.shape:
         return math.inf
     a = _values(mine)
@@ -189,7 +194,7 @@ def _reordered(a: Values, b: Values) -> str:
 
 
 def _rounded(a: Values, b: Values) -> str:
-    """Return a clause if the elements have no more bits than a number of 16 bits, and are near to the reference."""
+    """Return a clause if the elements fit into 16 bits, and are near to the reference."""
     for dtype in (torch.bfloat16, torch.float16):
         if np.array_equal(_round_to(dtype, a), a) and distance(a, b) < 0.05:
             return f"is rounded to {str(dtype).removeprefix('torch.')}"

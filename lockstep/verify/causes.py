@@ -1,4 +1,6 @@
-"""Names the cause of a difference, from what flowed through the step and from experiments that undo one thing each.
+"""Names the cause of a difference.
+
+It is found from what flowed through the step, and from experiments that undo one thing each.
 
 A cause is named if its undoing makes the difference vanish, else the text says what is known.
 
@@ -88,7 +90,10 @@ Rule = Callable[[Evidence], Cause | None]
 
 
 def cause_of(evidence: Evidence) -> Cause:
-    """Return the cause by the first rule that applies: direct evidence before experiments, narrow before wide ones."""
+    """Return the cause by the first rule that applies.
+
+    Direct evidence comes before experiments, narrow rules before wide ones.
+    """
     for rule in (*DIRECT, *RULES):
         cause = rule(evidence)
         if cause is not None:
@@ -113,7 +118,10 @@ def _record_only(e: Evidence) -> Cause | None:
 
 
 def _rounds(e: Evidence) -> Cause | None:
-    """Return rounding if parts agree and the reference rounds as much, against float64 or by changed last bits."""
+    """Return rounding as the cause if all parts agree and the reference rounds as much.
+
+    Its rounding is measured against float64, or by changing the last bits of parameters.
+    """
     if e.all_deviations or (
         e.found.has("samples", "start", "loss") and not e.found.has("gradient")
     ):
@@ -135,7 +143,7 @@ def _rounds(e: Evidence) -> Cause | None:
 
 
 def _chaos(e: Evidence) -> Cause | None:
-    """Judge part by part a network in which last bits move the gradient by more than a bound can be."""
+    """Judge a network part by part if last bits move its gradient farther than a bound can be."""
     why = e.left_out.get(experiments.PERTURB, "")
     if not why.startswith(TOO_FAR) or e.all_deviations:
         return None
@@ -326,7 +334,10 @@ def _low_precision(e: Evidence) -> Cause | None:
 
 
 def _normalisation(e: Evidence) -> Cause | None:
-    """Return a cause if losses differ by their weight alone: the number of targets that a micro-batch counts."""
+    """Return a cause if losses differ by their weight alone.
+
+    The weight is the number of targets that a micro-batch counts.
+    """
     # gradients of another weight follow from it
     losses = [d for d in e.deviations if d.stage == LOSS]
     earlier = any(d.stage == FORWARD for d in e.deviations)
@@ -343,7 +354,10 @@ def _normalisation(e: Evidence) -> Cause | None:
 
 
 def _place(e: Evidence) -> Cause | None:
-    """Return where the step differs, part by part: with the reference's value there, everything else agrees."""
+    """Return the first part in which the step differs as the cause.
+
+    With the reference's value there, everything else agrees.
+    """
     found = e.deviations
     if not found:
         return None
@@ -358,7 +372,10 @@ def _place(e: Evidence) -> Cause | None:
 
 
 def _by_themselves(e: Evidence) -> Cause | None:
-    """Name gradients that differ, if they are few: then neither the loss nor what flows back through layers does."""
+    """Name the gradients that differ if they are few.
+
+    Then neither the loss nor what flows back through layers differs.
+    """
     seen = e.tried.get(experiments.CLIP, e.found)
     wrong = [d for d in seen.differences if d.aspect == "gradient"]
     few = 0 < 2 * len(wrong) <= len(seen.fingerprints)

@@ -117,7 +117,10 @@ def run_script(
 def verify_script(
     script: str, arguments: Sequence[str], ranks: Sequence[int], *, steps: int
 ) -> list[Outcome]:
-    """Compare a script, or a command in which `{n}` stands for the number of ranks, with one process."""
+    """Compare a script, or a command, on several ranks with one process.
+
+    In a command, `{n}` stands for the number of ranks.
+    """
     is_command = len(script.split()) > 1
     if is_command and not re.search(r"\{(\d+/)?n\}", script):
         raise UsageError(

@@ -85,7 +85,10 @@ def shard_like(whole: Tensor, mine: Tensor) -> Tensor:
 
 
 def message_rounding(trainer: Trainer) -> tuple[float, float]:
-    """Return the effect of the type in which gradients are sent: (factor, floor per unit of a step's scale)."""
+    """Return how the type in which gradients are sent widens their bounds.
+
+    The result is (factor, floor per unit of a step's scale).
+    """
     kinds = {"fp16": torch.float16, "bf16": torch.bfloat16}
     name = strategy_named(trainer.layout.strategy).message_type(trainer.config.step)
     if name not in kinds:
@@ -97,7 +100,10 @@ def message_rounding(trainer: Trainer) -> tuple[float, float]:
 
 
 def limit_of_norm(reference: StepFacts, factor: float, floor: float) -> float:
-    """Return the relative bound of the norm: it changes by at most the norm of the change of its vector."""
+    """Return the relative bound of the norm.
+
+    A norm changes by at most the norm of the change of its vector.
+    """
     size = math.sqrt(sum(norm * norm for norm in reference.norms.values()))
     moved = factor * reference.bound + floor * reference.scale * math.sqrt(reference.elements)
     return max(SCALAR_TOLERANCE, moved / max(size, 1e-300))
@@ -158,7 +164,9 @@ def compare_with_reference(
 def compare_with_float64(
     names: Iterable[str], gradients: dict[str, Tensor], stored: Stored, in_float32: Stored
 ) -> tuple[dict[str, TensorDifference], str]:
-    """Compare gradients with the float64 reference: up to four times as far from it as one process is.
+    """Compare gradients with the float64 reference.
+
+    They may be up to four times as far from it as one process is.
 
     Return the differences; and if one process in float32 is far from the reference too, the reason,
     else "".
@@ -179,7 +187,9 @@ def compare_with_float64(
 def compare_with_perturbed(
     names: Iterable[str], gradients: dict[str, Tensor], perturbed: Stored, reference: Stored
 ) -> tuple[dict[str, TensorDifference], str]:
-    """Compare gradients with the reference: up to four times the effect of changed last bits of parameters.
+    """Compare gradients with the reference within the effect of changed last bits.
+
+    They may differ by up to four times the effect of changing the last bits of parameters.
 
     Return as `compare_with_float64`; the reason if last bits move the reference so far that they
     would excuse anything.

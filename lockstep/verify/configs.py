@@ -68,7 +68,10 @@ def record(
 def compare(
     jobs: Sequence[VerifyJob], start: Start, report: Callable[[str], None]
 ) -> list[Outcome]:
-    """Run topologies with the same number of ranks in one launch, and compare them with references on disk."""
+    """Run topologies with the same number of ranks in one launch, and compare them.
+
+    They are compared with references on disk.
+    """
     start(_compare, (jobs,), jobs[0].ranks)
     compared = [_Topology(job, _results(job, MAIN)) for job in jobs]
     pending = [topology for topology in compared if topology.next_difference() is not None]
@@ -203,7 +206,10 @@ def _is_later_and_larger(result: StepResult, judged: StepResult) -> bool:
 
 
 def _find_causes(different: Sequence[_Topology], start: Start) -> None:
-    """Make the experiments that tell why topologies differ in the steps that are examined, and name the causes."""
+    """Make the experiments that tell why topologies differ, and name the causes.
+
+    They are made in the steps that are examined.
+    """
     evidence = []
     for topology in different:
         job = topology.job

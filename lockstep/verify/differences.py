@@ -1,4 +1,6 @@
-"""Says how a topology's step differs from the reference's: each rank reports, and rank 0 combines what they found.
+"""Says how a topology's step differs from the reference's.
+
+Each rank reports, and rank 0 combines what they found.
 
 The evidence of a difference also holds what experiments showed; in words, where the step deviates
 first.
@@ -107,7 +109,10 @@ def combine_reports(
     *,
     exact: bool,
 ) -> StepResult:
-    """Combine all ranks' reports of one step, whose norm may differ by `norm_limit`, relatively, unless `exact`."""
+    """Combine all ranks' reports of one step.
+
+    The norm may differ by `norm_limit`, relatively, unless `exact`.
+    """
     result = StepResult(step, seeds={report.rank: report.seed for report in reports})
     result.flows = [report.flow for report in reports if report.flow is not None]
     result.outputs = [report.facts.outputs for report in reports]
@@ -226,7 +231,7 @@ def _scalar(
 def differing_options(
     updates: Sequence[UpdateFacts], right: UpdateFacts
 ) -> list[tuple[str, list[int]]]:
-    """Return (text, ranks) of each option of the optimizer that is another one than the reference's."""
+    """Return (text, ranks) for each option of the optimizer that is not the reference's."""
     found: dict[tuple[str, str, str], tuple[dict[str, None], list[int]]] = {}
     for rank, update in enumerate(updates):
         for name, mine in update.options.items() if update.called and right.called else ():
@@ -261,7 +266,9 @@ class Evidence:
     config: Config  # of the run
 
     def agrees(self, name: str, left_out: Collection[str] = ()) -> bool:
-        """Return whether the experiment was made, and of all that differs, but for buffers `left_out`, nothing is left.
+        """Return whether the experiment was made, and the difference disappears in it.
+
+        Buffers in `left_out` may still differ.
 
         Rounding counts: a difference that is not larger than the experiment's rounding is not
         explained by it. The norm does if it differs alone: else it follows from the gradients, and
@@ -309,14 +316,18 @@ class Evidence:
 
     @property
     def deviations(self) -> list[Deviation]:
-        """Those that can be the cause: what deviates in a forward pass, or in a loss, makes another loss."""
+        """The deviations that can be the cause.
+
+        One in a forward pass or in a loss makes another loss: it is not the cause where losses
+        agree.
+        """
         if self.found.has("loss"):
             return self.all_deviations
         return [d for d in self.all_deviations if d.stage not in (FORWARD, LOSS)]
 
     @property
     def not_reduced(self) -> set[str]:
-        """The parameters for which a rank's own sum is seen to stand where the reduced gradient should."""
+        """The parameters that have a rank's own sum in place of the reduced gradient."""
         return {
             d.module
             for d in self.deviations

@@ -121,7 +121,10 @@ def update_experiments(e: Evidence) -> list[str]:
 
 
 def _differ(e: Evidence, what: Callable[[UpdateFacts], list[str]]) -> list[str]:
-    """Return the names that are in a list of a rank, which holds them, or of the reference, and not in the other."""
+    """Return the names that are in the list of a rank or of the reference, but not in both.
+
+    Names that a rank does not hold are left out.
+    """
     right = e.found.right_update
     names: dict[str, None] = {}
     for update in e.found.updates:
@@ -177,7 +180,7 @@ def tied(e: Evidence) -> Cause | None:
 
 
 def frozen(e: Evidence) -> Cause | None:
-    """Return a cause if the gradients that are missing are those of parameters that want none on one side."""
+    """Return a cause if all missing gradients are of parameters that one side has frozen."""
     names = _differ(e, lambda update: update.frozen)
     missing = {d.name for d in e.found.differences if d.aspect == "gradient" and d.missing}
     # where a gradient is missing, another norm clips the others
@@ -272,7 +275,10 @@ def options(e: Evidence) -> Cause | None:
 
 
 def state(e: Evidence) -> Cause | None:
-    """Return a cause if the optimizer's state is changed before the update; with that of the start, values agree."""
+    """Return a cause if the optimizer's state is changed before the update.
+
+    With the state of the step's start, values agree.
+    """
     names = _differ(e, lambda update: update.state_changed)
     if not names or not e.agrees(experiments.STATE):
         return None
@@ -297,7 +303,10 @@ def optimizer_hook(e: Evidence) -> Cause | None:
 
 
 def before(e: Evidence) -> Cause | None:
-    """Return a cause if something changes values before the optimizer does; with those of the start, all agrees."""
+    """Return a cause if something changes values before the optimizer does.
+
+    With the values of the step's start, everything agrees.
+    """
     return _beside(e, experiments.BEFORE, "before", lambda update: update.before)
 
 

@@ -1,4 +1,6 @@
-"""Changes one thing in a step, on both sides: if the difference disappears, that thing was its cause.
+"""Changes one thing in a step, on both sides, to find the cause of a difference.
+
+If the difference disappears, that thing was its cause.
 
 An experiment is a `Case` (see `lockstep.verify.subject`) that changes settings, or switches of the
 running trainer.
@@ -206,7 +208,10 @@ def use_settings(
 
 
 def settings_of_module(module: torch.nn.Module) -> dict[str, Any]:
-    """Return the attributes of a module that are numbers, texts, switches, None, or tuples of them."""
+    """Return the attributes of a module that are plain values.
+
+    These are numbers, texts, switches, None, and tuples of them.
+    """
     own = {
         key: value
         for key, value in vars(module).items()
@@ -283,7 +288,10 @@ def with_other_last_bits(tensor: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def is_indexed(data: Any) -> bool:
-    """Return whether samples can be converted: an indexed data set, not a loader and not a list of batches."""
+    """Return whether samples can be converted.
+
+    They can in an indexed data set, and not in a loader or a list of batches.
+    """
     indexed = hasattr(data, "__getitem__") and hasattr(data, "__len__")
     return indexed and not isinstance(data, list | tuple | IterableDataset)
 

@@ -310,7 +310,10 @@ class FlowRecorder:
             loss.value.register_hook(began)  # type: ignore[no-untyped-call]
 
     def _unit(self, micro_batch: int) -> float:
-        """Return the factor between this rank's gradients and the reference's: DDP takes a mean, which undoes it."""
+        """Return the factor between this rank's gradients and the reference's.
+
+        DDP takes a mean over the ranks, which undoes the factor.
+        """
         assert self._reference is not None
         mine = self.stored.units.get(micro_batch)
         right = self._reference.units.get(micro_batch)
@@ -325,7 +328,9 @@ class FlowRecorder:
     # ---- the reduction ----
 
     def see_reduced(self, gradients: dict[str, Tensor], stored: Stored, scale: float) -> None:
-        """Compare the gradients before the update with the reference's, which were made of the same terms.
+        """Compare the gradients before the update with the reference's.
+
+        The reference's were made of the same terms.
 
         `scale` is the factor by which the sum over the micro-batches was multiplied after its
         reduction.

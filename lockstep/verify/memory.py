@@ -108,7 +108,10 @@ def _slots(part: nn.Module) -> Iterator[_Slot]:
 
 
 def _functions_of(module: nn.Module) -> Iterator[FunctionType]:
-    """Yield the user's functions that run with a module: methods, hooks, functions that were put in their place."""
+    """Yield the user's functions that run with a module.
+
+    These are methods, hooks, functions that were put in their place, and functions that they call.
+    """
     found: list[Any] = [*forward_pre_hooks(module), *forward_hooks(module), *vars(module).values()]
     for cls in type(module).__mro__:
         if _is_user_code(cls.__module__):

@@ -1,4 +1,6 @@
-"""Takes a step without one thing: other ranks, its own random numbers, 16 bits, or the cut of sequences.
+"""Takes a step without one of its properties.
+
+The property is the other ranks, its own random numbers, 16 bits, or the cut of sequences.
 
 Tests: tests/verify/test_experiments.py, tests/verify/test_experiments_leave_no_trace.py,
 tests/verify/test_updates.py
@@ -56,7 +58,10 @@ def alone() -> Iterator[None]:
 
 
 class SameDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Draws all random numbers from one seed: each depends on its operation and that operation's arguments alone."""
+    """Draws all random numbers from one seed.
+
+    Each draw depends on its operation and that operation's arguments alone.
+    """
 
     def __init__(self, generator: torch.Generator) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -132,7 +137,10 @@ _MEANS: dict[str, Callable[[Any, Any], Any]] = {
 
 
 class FullPrecision(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Leaves values in float32 where they would be converted to 16 bits: under autocast, and by `.half()`."""
+    """Leaves values in float32 where they would be converted to 16 bits.
+
+    Autocast and `.half()` convert them.
+    """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})

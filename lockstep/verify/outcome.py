@@ -1,4 +1,6 @@
-"""Describes what `lockstep verify` has found: for each topology of a config, or number of ranks of a script.
+"""Describes what `lockstep verify` has found.
+
+There is an outcome for each topology of a config, or for each number of ranks of a script.
 
 Tests: tests/verify/test_command.py, tests/verify/test_script.py
 """
@@ -61,7 +63,7 @@ class PartDifference:
 
 @dataclass
 class Outcome:
-    """Steps of a topology, or of a script on a number of ranks, compared with those of one process."""
+    """The steps of a topology, or of a script on some ranks, compared with one process."""
 
     # `ddp:2`, as it was written; `single`, the reference taken once more; `2 ranks` of a script
     name: str
@@ -85,7 +87,10 @@ class Outcome:
 
     @property
     def passed(self) -> bool:
-        """Whether the ranks train what one process trains, up to rounding and what is other by nature."""
+        """Whether the ranks train what one process trains.
+
+        Rounding is allowed, and so are causes that are not errors.
+        """
         wrong = any(cause.is_error or not cause.is_judged for cause in self.causes)
         return not self.failed and not self.not_judged and not wrong
 

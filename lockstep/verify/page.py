@@ -1,4 +1,6 @@
-"""Writes a verdict as one HTML page: the table, the causes, and the first difference drawn through the model's modules.
+"""Writes a verdict as one HTML page.
+
+It shows the table, the causes, and the first difference, drawn through the model's modules.
 
 The page holds its style, has no scripts and asks for nothing; names are shown as text, never as
 markup.
@@ -24,7 +26,8 @@ _SMALLEST = -8.0  # the power of ten at which a bar has no length
 _STYLE = """
 pre { white-space: pre-wrap; overflow-wrap: anywhere; }
 .parts { margin-top: 14px; font-size: 13.5px; }
-.part { border: 1px solid var(--line); border-radius: 8px; padding: 5px 10px; margin: 5px 0; overflow-wrap: anywhere; }
+.part { border: 1px solid var(--line); border-radius: 8px; padding: 5px 10px; margin: 5px 0; \
+overflow-wrap: anywhere; }
 .part.wrong { border-color: var(--bad); }
 .part.equal { color: var(--soft); border-style: dashed; }
 .part .differs { color: var(--bad); }
@@ -106,7 +109,10 @@ def _section(drawn: DrawnOutcome) -> str:
 
 
 def _box(name: str, module: _Module) -> str:
-    """Return the box of a module that differs; those within it in which nothing does share one line."""
+    """Return the box of a module that differs.
+
+    Modules within it that do not differ share one line.
+    """
     inside: list[str] = []
     for differs, parts in groupby(module.inside.items(), key=lambda part: part[1].differs):
         alike = list(parts)
@@ -116,7 +122,8 @@ def _box(name: str, module: _Module) -> str:
     found = "".join(map(_difference, *zip(*module.found, strict=True))) if module.found else ""
     return (
         "<div"
-        f' class="part{" wrong" * bool(module.found)}"><b>{escape(name)}</b>{found}{"".join(inside)}</div>'
+        f' class="part{" wrong" * bool(module.found)}"><b>{escape(name)}</b>'
+        f"{found}{''.join(inside)}</div>"
     )
 
 

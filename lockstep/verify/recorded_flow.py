@@ -84,7 +84,10 @@ class RecordedFlow:
     bounds: dict[Key, float] = field(default_factory=dict)  # how far each part may deviate
 
     def terms(self, name: str, micro_batches: Sequence[int], whole: Tensor) -> dict[int, Tensor]:
-        """Return what each micro-batch adds to a gradient; empty if that is not known, as of a shard."""
+        """Return what each micro-batch adds to a gradient.
+
+        The result is empty if that is not known, as for a shard.
+        """
         terms = {m: self.tensors.get((m, name, 0, "gradient")) for m in micro_batches}
         known = {m: term.double() for m, term in terms.items() if term is not None}
         fits = all(term.shape == whole.shape for term in known.values())
@@ -155,7 +158,10 @@ def _line() -> str:
 
 
 def first_line(mine: Operations, right: Operations, first: Deviation) -> str:
-    """Return the first operation that differs in the code where a forward pass or a loss deviates."""
+    """Return the first operation that differs where a forward pass or a loss deviates.
+
+    The text also names its line of code.
+    """
     own = first.what.startswith("output") or first.stage == LOSS
     names = [first.module] if own else []
     parts = first.module.split(".")

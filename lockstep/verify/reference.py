@@ -187,7 +187,10 @@ class _Parts:
             before = total
 
     def _plain_gradient(self, batches: list[Any]) -> Tensor:
-        """Return the gradient of the loss as its author wrote it, in a plain pass over a whole step."""
+        """Return the gradient of the loss as its author wrote it.
+
+        It is computed in a plain pass over a whole step.
+        """
         objective = self._trainer.placed.objective
         model = self._trainer.placed.parts[0]
         batch = batches[0]
@@ -275,7 +278,10 @@ def _fix(wholes: _CutStep, weights: Sequence[float], per: int) -> str:
 
 
 def _fits(wholes: _CutStep, parts: _CutStep) -> list[tuple[int, list[float], float]]:
-    """Return (number, weights, residual): each whole's gradient as a weighted sum of those of its parts."""
+    """Return (number, weights, residual) for each micro-batch of `wholes`.
+
+    They describe its gradient as a weighted sum of the gradients of its parts.
+    """
     per = len(parts.means) // len(wholes.means)
     found = []
     for number, whole in enumerate(wholes.means):
@@ -297,7 +303,7 @@ def _unlike(fit: tuple[int, list[float], float], parts: _CutStep, per: int) -> f
 
 
 def _second_step(spec: Spec, folder: Path, what: str) -> tuple[float, str]:
-    """Return how far the gradients of step 2 are from the reference's, and the parameter that is farthest."""
+    """Return how far step 2's gradients are from the reference's, and the farthest parameter."""
     trace = Trace(folder / MAIN)
     case = Case(MAIN, {"training.eval_batches": 1}, start=1 if what == LOADED else 0)
     with worker.trainer_of(spec, SINGLE, case, folder) as (trainer, data, _):

@@ -66,7 +66,10 @@ class Subject:
 
 
 Make = Callable[[], "Subject | tuple[nn.Module, Any]"]
-"""Builds what is verified; a function at the top of a module, because other processes import it by name."""
+"""Builds what is verified.
+
+It is a function at the top of a module, because other processes import it by name.
+"""
 
 
 @dataclass(frozen=True)
@@ -130,7 +133,10 @@ class VerifyJob:
         return self.folder / "ends" / f"{topology}-{case.name}"
 
     def results_of(self, case: Case) -> Path:
-        """Return the file to which rank 0 pickles a case's results, step by step, or why there are none."""
+        """Return the file to which rank 0 pickles a case's results.
+
+        It has the results step by step, or why there are none.
+        """
         return self.end_of(case) / "results.pickle"
 
 

@@ -1,4 +1,6 @@
-"""Formats what `lockstep verify` has found of configs and of scripts: tables, lines that explain, and JSON.
+"""Formats what `lockstep verify` has found of configs and of scripts.
+
+The formats are tables, lines that explain, and JSON.
 
 Tests: tests/verify/test_command.py, tests/verify/test_script.py
 """
@@ -54,7 +56,10 @@ def _failure(outcome: Outcome) -> list[str]:
 
 
 def config_text(verdict: Verdict) -> str:
-    """Format a verdict as a table, followed by each difference with its cause, and the reference's checks."""
+    """Format a verdict as a table.
+
+    Each difference follows with its cause, and then the reference's checks.
+    """
     how = "every bit" if verdict.exact else "up to the order of summation"
     lines = [
         f"{verdict.steps} steps of {verdict.micro_batches} micro-batches, compared with one"

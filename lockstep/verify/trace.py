@@ -1,9 +1,11 @@
-"""Records what a trainer's steps compute, their updates included, and stores the reference's steps on disk.
+"""Records what a trainer's steps compute, and stores the reference's steps on disk.
+
+The updates are recorded, too.
 
     FOLDER/CASE/start.safetensors              first values of parameters and buffers
     FOLDER/CASE/step-00000003.pickle           samples, loss, norm of its fourth step
     FOLDER/CASE/step-00000003.safetensors      gradients before the update, values after it, buffers
-    FOLDER/CASE/states/step-00000004/          a checkpoint from which every topology takes its next step
+    FOLDER/CASE/states/step-00000004/          a checkpoint: the start of each topology's next step
 
 In plain mode, gradients have bounds: by how much a sum of the same micro-batches in another order
 may differ. Two sums of M terms differ by at most 2·(M−1)·u·Σ|term|, element by element, with u the
@@ -146,7 +148,9 @@ def unit_roundoff(dtype: torch.dtype) -> float:
 
 
 class StepObserver:
-    """Records each step of a trainer, its update, and with `outputs` the output of each module, without changing it.
+    """Records each step of a trainer and its update, without changing them.
+
+    With `outputs` it also records the output of each module.
 
     With `bounds` it adds up the absolute values of micro-batches' gradients, in a process that
     holds all parameters.
@@ -221,7 +225,10 @@ class StepObserver:
         )
 
     def bounds(self, done: StepRecord) -> dict[str, Tensor]:
-        """Return how far a gradient's elements may differ when its micro-batches are summed in another order."""
+        """Return how far a gradient's elements may differ.
+
+        They differ when its micro-batches are summed in another order.
+        """
         roundoff = unit_roundoff(torch.float32)
         additions = 2 * max(1, self._micro_batches_per_step - 1) * roundoff * self._scale(done)
         bounds = {}

@@ -50,7 +50,10 @@ def plain_name(name: str) -> str:
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
-    """Return the module inside of wrappers, such as DistributedDataParallel, whose own mode says nothing."""
+    """Return the module inside of wrappers, such as DistributedDataParallel.
+
+    A wrapper's own mode says nothing.
+    """
     while inner := [child for name, child in model.named_children() if name in _WRAPPERS]:
         (model,) = inner[:1]
     return model
@@ -75,7 +78,10 @@ def _name_in(model: nn.Module, name: str) -> str:
 
 
 class TrainingChecks:
-    """Checks what one rank sees of a training loop: in the `first` steps, and then `every` so many."""
+    """Checks what one rank sees of a training loop.
+
+    It checks the `first` steps, and then every `every`-th one.
+    """
 
     def __init__(
         self,
@@ -484,7 +490,10 @@ class TrainingChecks:
 
 
 def _steps(schedule: LRScheduler, optimizer: Optimizer) -> bool:
-    """Return whether a schedule is the optimizer's, or that of a wrapper around it, which has its groups."""
+    """Return whether a schedule belongs to an optimizer.
+
+    It may also belong to a wrapper around the optimizer, which has its groups.
+    """
     return (
         schedule.optimizer is optimizer or schedule.optimizer.param_groups is optimizer.param_groups
     )

@@ -1,4 +1,4 @@
-"""Watches a training loop while it runs, of whatever trainer, and says what contradicts a right one.
+"""Watches any trainer's training loop while it runs, and says what is wrong in it.
 
 Each rank is watched by itself. In the first steps, and every so often, ranks also compare
 fingerprints of parameters and gradients, and learning rates: over a store of their own, from a
@@ -325,7 +325,10 @@ def install() -> None:
 
 
 def injected(**variables: str) -> dict[str, str]:
-    """Return the environment of a process that observes itself, as variables tell `sitecustomize.py`."""
+    """Return the environment of a process that observes itself.
+
+    The variables tell `sitecustomize.py` what to observe.
+    """
     path = [str(_FOLDER), str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path)), **variables}
 

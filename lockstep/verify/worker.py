@@ -1,4 +1,6 @@
-"""Runs in the started processes: one takes the reference's steps and stores them, ranks take them and compare.
+"""Runs in the started processes, which take steps.
+
+One takes the reference's steps and stores them; ranks take theirs and compare.
 
 Tests: tests/verify/test_command.py, tests/verify/test_reference.py
 """
@@ -244,7 +246,10 @@ def _compare(
 def trainer_of(
     spec: Spec, topology: str, case: Case, folder: Path
 ) -> Iterator[tuple[Trainer, Any, dict[int, str]]]:
-    """Build a trainer at the case's first step, its data, and the names of its modules, by their ids."""
+    """Build a trainer at the case's first step.
+
+    The result is the trainer, its data, and the names of its modules by their ids.
+    """
     double = experiments.DOUBLE in case.switches and topology == SINGLE
     with ExitStack() as stack:
         if double:
