@@ -242,7 +242,7 @@ class UnitOrder(AroundMicroBatch):
             self._join(due, alone=order.count(due) == 1)
 
     def _is_news(self, place: int, inputs: _Inputs) -> bool:
-        """Return whether other ranks must learn that these inputs change when gradients reduce."""
+        """Return whether other ranks must know of these inputs, as they reduce at other times."""
         known = self._inputs[self._mode].get(place, inputs)
         guessed = self._mode and place in self._assumed
         if not self._joins:

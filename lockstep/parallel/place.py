@@ -132,7 +132,10 @@ def buffer_ways(facts: ModelFacts, loss: LossWeights | None, config: StepConfig)
 
 
 def keep_attributes(placed: ParallelModel, attributes: Mapping[str, Mapping[str, Any]]) -> None:
-    """Hang on the placed parameters what hung on those of the model, by name: optimizer groups are chosen by it."""
+    """Copy attributes of the model's parameters to the placed ones, by name.
+
+    Optimizer groups are chosen by these attributes.
+    """
     for name, parameter in placed.parameters.items():
         for attribute, value in attributes[name].items():
             if attribute not in vars(parameter):
@@ -219,7 +222,7 @@ def prepared(
     dry_run: DryRun | None,
     loss: LossWeights | None = None,
 ) -> PlacementContext:
-    """Return the model keyed and transformed, the same on all ranks, with all that strategies need."""
+    """Return the model keyed and transformed alike on all ranks, with all that strategies need."""
     model = facts.model
     blocks = facts.blocks
     shared = layout.world_size > 1
@@ -397,7 +400,10 @@ def refuse_parameters(model: nn.Module, *, sharded: bool, reproducible: bool) ->
 
 
 def refuse_hooks_outside_segments(facts: ModelFacts) -> None:
-    """Refuse hooks on modules that a pipeline does not call: it runs the model's segments one by one."""
+    """Refuse hooks on modules that a pipeline does not call.
+
+    It runs the model's segments one by one.
+    """
     model = facts.model
     called = {id(module) for _, segment in facts.required_chain() for module in segment.modules()}
     hooked = [
@@ -413,7 +419,10 @@ def refuse_hooks_outside_segments(facts: ModelFacts) -> None:
 
 
 def refuse_scripted(facts: ModelFacts, *, sharded: bool) -> None:
-    """Refuse TorchScript where modules get hooks: the model, its blocks and segments, and all of it on FSDP."""
+    """Refuse TorchScript in modules that get hooks.
+
+    These are the model, its blocks and segments, and on FSDP all of its modules.
+    """
     hooked = [("", facts.model), *facts.blocks, *(facts.segments or ())]
     looked_at = facts.model.named_modules() if sharded else hooked
     found = [name for name, module in looked_at if isinstance(module, torch.jit.ScriptModule)]

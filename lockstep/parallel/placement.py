@@ -47,7 +47,7 @@ from lockstep.registry import STRATEGIES, require_call
 
 @dataclass(frozen=True)
 class DryRun:
-    """The differences where a model is placed without values, as `lockstep plan` does, on fake tensors."""
+    """The differences where a model is placed without values, on fake tensors (`lockstep plan`)."""
 
     mesh: DeviceMesh | None  # over a fake process group; None on one rank
     # the device that the run will have, `cuda` or `cpu`; the fake tensors are on the CPU
@@ -127,7 +127,7 @@ class PlacementContext:
 
     @property
     def rank(self) -> int:
-        """Rank of this process among those that share out the micro-batches (without a pipeline)."""
+        """This process's rank among those that share the micro-batches (without a pipeline)."""
         return dist.get_rank() // self.layout.same_batch_size if self.mesh is not None else 0
 
     @property
@@ -142,7 +142,7 @@ class PlacementContext:
         return data_parallel_group(self.mesh)
 
     def without_experts(self) -> AbstractContextManager[None]:
-        """Return a context in which the parameters of spread experts look as if they were not trained."""
+        """Return a context in which parameters of spread experts look as if not trained."""
         return nullcontext() if self.experts is None else self.experts.hidden()
 
     def materialise(self) -> None:
@@ -162,7 +162,7 @@ class PlacementContext:
     def running_buffers(
         self, model: nn.Module, ranks: int, group: dist.ProcessGroup | None, *, row: int = 1
     ) -> RunningBuffers:
-        """Return what keeps the buffers of a model, or of a stage of it, that `ranks` ranks of a group hold."""
+        """Return `RunningBuffers` of a model or a stage, which `ranks` ranks of a group hold."""
         made = RunningBuffers(
             model,
             ranks,

@@ -42,7 +42,7 @@ _log = logging.getLogger("lockstep")
 
 @dataclass(frozen=True)
 class _Values:
-    """Parameters of a unit, with what a write to them changes: version, place in memory, and the sum of the bits."""
+    """The parameters of a unit, and what a write changes: version, memory position, bit sum."""
 
     parameters: dict[str, nn.Parameter]
     places: list[tuple[int, int]]
@@ -79,7 +79,7 @@ class _Values:
 
 
 def watch(placed: ParallelModel, *, compiled: bool = False) -> None:
-    """Watch the first forward passes of a placed model, and stop keying generators that nobody draws from."""
+    """Watch a placed model's first forward passes, and stop keying generators that are unused."""
     watch = _Watch(placed, compiled)
     for root in placed.parts:
         for module in root.modules():
@@ -221,7 +221,10 @@ class _Watch:
         )
 
     def _kept_numbers(self, root: nn.Module) -> tuple[list[str], list[str]]:
-        """Return the numbers that the second pass has read and replaced; and replaced, where nobody saw reading."""
+        """Return the numbers that the second pass has read and replaced, and unknown ones.
+
+        Unknown ones were replaced, and reading of them can't be seen.
+        """
         uses = self._reads.pop(id(root), None)
         if uses is None:
             return [], []
@@ -322,7 +325,10 @@ def _mark(tensor: Tensor) -> tuple[int, int]:
 
 
 def _tensors(root: nn.Module, known: set[str]) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) of the tensors in attributes of its modules, but parameters and `known` buffers."""
+    """Yield (name, tensor) of tensors in modules' attributes.
+
+    Parameters and `known` buffers are left out.
+    """
     for path, module in root.named_modules():
         for name, value in vars(module).items():
             if name not in _OF_TORCH:

@@ -1,4 +1,4 @@
-"""Strategies whose ranks run every micro-batch: one process, and the axes `tensor` and `context` alone.
+"""Strategies whose ranks run all micro-batches: one process, or only axes `tensor` and `context`.
 
 Every strategy on one rank becomes `single`.
 

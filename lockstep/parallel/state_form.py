@@ -1,4 +1,4 @@
-"""The form that a model gives its own `state_dict`: by hooks, overridden methods, and state beside the tensors.
+"""The form that a model gives its `state_dict`, by hooks, overridden methods and extra state.
 
 Checkpoints hold parameters and persistent buffers by their names in the model, and
 `get_extra_state` as JSON. What comes from a plain `state_dict`, or is to be one, goes through the
@@ -151,7 +151,10 @@ def _has_own_form(module: nn.Module) -> bool:
 
 
 def _is_own(function: Any) -> bool:
-    """Return whether a function is not of torch, whose own ones leave today's tensors as they are."""
+    """Return whether a function is not torch's.
+
+    torch's functions leave the current tensors as they are.
+    """
     function = getattr(function, "func", function)  # of functools.partial
     where = getattr(function, "__module__", None) or type(function).__module__
     return not (where == "torch" or where.startswith("torch."))

@@ -62,12 +62,18 @@ def lay_out(model: nn.Module, *, keeps_formats: bool = False, aligned: bool = Fa
 
 
 def lies_row_by_row(tensor: Tensor) -> bool:
-    """Return whether a tensor has exactly the strides of a new one, also along dims of size 1, which kernels read."""
+    """Return whether a tensor has exactly the strides of a new one, also along dims of size 1.
+
+    Kernels read those, too.
+    """
     return tensor.stride() == torch.empty(tensor.shape, device="meta").stride()
 
 
 def lay_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Let `.grad` lie as its parameter does: autograd sees to that, except for what it is asked to return."""
+    """Give each `.grad` the memory layout of its parameter.
+
+    Autograd does so, except for gradients that it is asked to return.
+    """
     for parameter in parameters:
         gradient = parameter.grad
         if gradient is not None and gradient.stride() != parameter.stride() and _is_plain(gradient):
@@ -119,7 +125,7 @@ def lay_states(optimizer: Optimizer) -> None:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Return whether a tensor's memory can be looked at: it is not sparse, nested, or a wrapper around others."""
+    """Return whether a tensor's memory can be read: it is not sparse, nested, or a wrapper."""
     wraps = hasattr(type(tensor), "__tensor_flatten__") or hasattr(
         type(tensor.data), "__tensor_flatten__"
     )
@@ -189,7 +195,7 @@ def _registered(module: nn.Module, attribute: str) -> Tensor | None:
 def _refuse_shared_memory(
     parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor]
 ) -> None:
-    """Refuse what an update of a trained parameter would write twice, or what would come apart when it is moved."""
+    """Refuse shared memory that an update would write twice, or that moving would separate."""
     there = {
         name: t for name, t in {**parameters, **buffers}.items() if t.numel() and _has_memory(t)
     }

@@ -1,4 +1,6 @@
-"""Computes and sends for layers that are cut over the axis `tensor`: products, in blocks where bits count, and sums.
+"""Products, sums and messages of layers that are cut over the axis `tensor`.
+
+Where bits count, products are computed in blocks.
 
 Outside the cut layers, activations are whole on every rank, or each rank has a part of the sequence
 (sequence parallel: Korthikanti et al. 2022, arXiv:2205.05198). `enter` brings them into cut layers,
@@ -110,7 +112,10 @@ class Cut:
         return self._entered
 
     def sum(self, parts: Tensor, *, cut: bool = False) -> Tensor:
-        """Return the sum of `parts`, [this rank's blocks, …], over all ranks; with `cut` this rank's part of it."""
+        """Return the sum of `parts`, [this rank's blocks, …], over all ranks.
+
+        With `cut` return this rank's part of the sum.
+        """
         count = len(parts)
         if self.group is None:
             return _tree_sum(parts)
@@ -195,7 +200,7 @@ class _WithBackward(torch.autograd.Function):
 def with_backward(
     run: Callable[[Tensor], T], pull_back: Callable[..., Tensor | None], x: Tensor
 ) -> T:
-    """Return run(x), of which the gradient of x is pull_back(gradient of each tensor that `run` returned)."""
+    """Return run(x); the gradient of x is pull_back(gradient of each tensor that it returned)."""
     return _WithBackward.apply(run, pull_back, x)  # type: ignore[no-untyped-call,no-any-return]
 
 
@@ -212,7 +217,10 @@ def _tree_sum(parts: Tensor) -> Tensor:
 
 
 def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, cut: Cut) -> Tensor:
-    """Return this rank's columns of x Wᵀ + b: x [B, T, K], weight [N / ranks, K] → [B, T, N / ranks]."""
+    """Return this rank's columns of x Wᵀ + b.
+
+    Shapes: x [B, T, K], weight [N / ranks, K] → [B, T, N / ranks].
+    """
     return _Column.apply(*_autocast(cut.enter(x), weight, bias), cut)  # type: ignore[no-untyped-call,no-any-return]
 
 
@@ -241,13 +249,19 @@ def repeated_heads(weight: Tensor, heads: int, copies: int, cut: Cut) -> Tensor:
 
 
 def fused_rows(weight: Tensor, sizes: Sequence[int], parts: int, cut: Cut) -> Tensor:
-    """Return this rank's run of `parts`, each of some rows of every layer, of layers in one weight [Σ sizes, …]."""
+    """Return this rank's run of `parts` of a weight [Σ sizes, …] that holds several layers.
+
+    A part has some rows of every layer.
+    """
     layers = [layer.unflatten(0, (parts, -1)) for layer in weight.split(list(sizes))]  # type: ignore[no-untyped-call]
     return repeated_heads(torch.cat(layers, 1).flatten(0, 1), parts, 1, cut)
 
 
 def row_linear(x: Tensor, weight: Tensor, cut: Cut) -> Tensor:
-    """Return x Wᵀ, summed over ranks: x [B, T, K / ranks], weight [N, K / ranks] → [B, T, N] or a part of it."""
+    """Return x Wᵀ, summed over ranks.
+
+    Shapes: x [B, T, K / ranks], weight [N, K / ranks] → [B, T, N] or a part of it.
+    """
     x, weight, _ = _autocast(x, weight, None)
     return _Row.apply(x, weight, cut)  # type: ignore[no-untyped-call,no-any-return]
 
@@ -255,7 +269,10 @@ def row_linear(x: Tensor, weight: Tensor, cut: Cut) -> Tensor:
 def vocabulary_lookup(
     ids: Tensor, weight: Tensor, cut: Cut, padding_idx: int | None = None
 ) -> Tensor:
-    """Return rows of the whole table: ids [B, T], weight [V / ranks, D] → [B, T, D] or a part; nan outside of it."""
+    """Return rows of the complete table; ids outside of it give nan.
+
+    Shapes: ids [B, T], weight [V / ranks, D] → [B, T, D] or a part of it.
+    """
     if cut.group is None:
         return F.embedding(ids, weight, padding_idx)
     if cut.sequence and ids.shape[SEQUENCE] % cut.ranks:
@@ -286,7 +303,10 @@ def vocabulary_lookup(
 
 
 def head_linear(x: Tensor, weight: Tensor, bias: Tensor | None, cut: Cut) -> Tensor:
-    """Return x Wᵀ + b: x [B, T, K], weight [N / ranks, K] → [B, T, N], or this rank's part for a loss that takes it."""
+    """Return x Wᵀ + b, or this rank's part of it for a loss that takes parts.
+
+    Shapes: x [B, T, K], weight [N / ranks, K] → [B, T, N].
+    """
     y = column_linear(x, weight, bias, cut)
     if cut.group is None or (cut.keeps_logits and not cut.whole):
         return y
@@ -318,7 +338,10 @@ def leave_heads(parts: Tensor, cut: Cut) -> Tensor:
 def experts_apart(
     run: Callable[[Tensor, list[int]], Tensor], rows: Tensor, counts: list[int], cut: Cut
 ) -> Tensor:
-    """Return run(rows, counts), each rank its run of experts, whole on every rank as `rows` [n, D] are."""
+    """Return run(rows, counts), where each rank runs its own experts.
+
+    `rows` [n, D] and the result are complete on every rank.
+    """
     each = len(counts) // cut.ranks
     sizes = [sum(counts[begin : begin + each]) for begin in range(0, len(counts), each)]
 
@@ -373,7 +396,10 @@ def spread(x: Tensor, cut: Cut, count: int) -> tuple[Tensor, ...]:
 
 
 def cut_dropout(module: nn.Dropout, cuts: Sequence[tuple[Cut, int]], *, by: str) -> None:
-    """Let a dropout of this rank's part of a tensor, cut along these dims, draw the random numbers of the whole one."""
+    """Make a dropout on this rank's part of a tensor draw the full tensor's random numbers.
+
+    `cuts`: how the tensor is cut, and along which dim.
+    """
 
     def forward(self: nn.Dropout, x: Tensor) -> Tensor:
         if not (self.training and self.p and cuts) or any(cut.whole for cut, _ in cuts):
@@ -469,12 +495,18 @@ class _Row(torch.autograd.Function):
 
 
 def _no_view(x: Tensor) -> Tensor:
-    """Return the same memory without a base: FSDP2 warns of modules that return views, which nothing here writes to."""
+    """Return the same memory without a base.
+
+    FSDP2 warns of modules that return views, which nothing here writes to.
+    """
     return x.detach()
 
 
 def _products(a: Tensor, b: Tensor) -> Tensor:
-    """Return a @ b, one block after the other: a batched product can have other bits for another number of blocks."""
+    """Return a @ b, one block after the other.
+
+    A batched product can have other bits for another number of blocks.
+    """
     if len(a) == 1:
         return (a[0] @ b[0]).unsqueeze(0)
     return torch.stack([one @ other for one, other in zip(a, b, strict=True)])

@@ -1,4 +1,4 @@
-"""Tensor parallel: layers are cut over the ranks of the axis `tensor`, by a model's plan (`tensor_plan`).
+"""Tensor parallel: cuts layers over the ranks of the axis `tensor` by a model's `tensor_plan`.
 
 Under `reproducible` the layers of the plan are computed in `tensor_blocks` blocks on any number of
 ranks, also on one, and the blocks' sums are added as one tree.
@@ -66,7 +66,10 @@ class TensorCuts:
         return piece.clone(memory_format=torch.contiguous_format)
 
     def whole(self, name: str, piece: Tensor) -> DTensor:
-        """Return the whole tensor, of which `piece` is this rank's, maybe sharded once more over the axis `shard`."""
+        """Return the complete tensor of which this rank has `piece`.
+
+        The piece may be sharded once more over the axis `shard`.
+        """
         if name not in self.dims:  # optimizers take DTensors or plain tensors, not both
             return DTensor.from_local(piece, self._along, [Replicate()], run_check=False)
         shape = self.shapes[name]
@@ -159,7 +162,7 @@ def apply_tensor(
 
 
 def _most_heads(model: nn.Module, plan: list[Planned]) -> dict[nn.Module, int]:
-    """Return module → the most heads that a layer of it has: those of queries, where keys have fewer."""
+    """Return module → the most heads of a layer in it: those of queries, where keys have fewer."""
     most: dict[nn.Module, int] = {}
     for name, module, _, way in plan:
         if way == "heads":
@@ -169,13 +172,16 @@ def _most_heads(model: nn.Module, plan: list[Planned]) -> dict[nn.Module, int]:
 
 
 def _copies(heads: int, most: int, cut: Cut) -> int:
-    """Return how often each head of keys and values is computed where they are fewer than the parts; else 0."""
+    """Return how often each head of keys and values is computed, or 0 for no repetition.
+
+    Heads are repeated where they are fewer than the parts.
+    """
     parts = cut.ranks if cut.blocks is None else math.gcd(most, cut.blocks)
     return parts // heads if heads < parts and parts % heads == 0 and most % cut.ranks == 0 else 0
 
 
 def _repeat_heads(module: nn.Module, width: int, copies: int, cut: Cut) -> None:
-    """Hold a layer of few heads whole on every rank, and compute those that this rank's queries attend to."""
+    """Keep a layer of few heads complete on each rank; compute heads that its queries attend to."""
 
     def forward(self: Any, x: Tensor, *given: Tensor) -> Tensor:
         weight, bias = (given[0], None) if given else (self.weight, self.bias)
@@ -189,7 +195,7 @@ def _repeat_heads(module: nn.Module, width: int, copies: int, cut: Cut) -> None:
 
 
 def _fuse(module: Any, name: str, unit: int, cut: Cut) -> None:
-    """Hold a weight in which several layers lie whole on every rank, and compute this rank's part of each layer."""
+    """Keep a weight of several layers complete on each rank; compute this rank's part of each."""
     parts = math.gcd(*(size // unit for size in module.fused_sizes))
     _check_divides(f"{name}.weight", parts * unit, unit, cut)
 
@@ -239,7 +245,10 @@ def _cut_parameters(
 
 
 def _partial_parameters(module: nn.Module, way: str, cut: Cut) -> Iterator[nn.Parameter]:
-    """Yield whole parameters that see a part of what one process sees: of the heads, or of the sequence."""
+    """Yield complete parameters that see only a part of the heads, or of the sequence.
+
+    One process sees all of it.
+    """
     if way == "inner" or (way == "sequence" and cut.sequence):
         yield from module.parameters()
     elif way == "row" and cut.sequence and getattr(module, "bias", None) is not None:
@@ -348,7 +357,10 @@ def _sequence(module: nn.Module, cut: Cut) -> None:
 
 
 def _by_pieces(module: nn.Module, cut: Cut, dim: int) -> None:
-    """Let a norm run piece by piece where bits count: a weight's gradient is the same sum over pieces on any ranks."""
+    """Make a norm run piece by piece where bits count.
+
+    So a weight's gradient is the same sum over pieces on any number of ranks.
+    """
     if cut.blocks is None:
         return
     whole = copy.copy(module)
@@ -371,7 +383,7 @@ def _dropout(module: nn.Dropout, cut: Cut, dim: int) -> None:
 
 
 def _replace(module: nn.Module, run: Callable[..., Tensor]) -> None:
-    """Replace a module's product: its method `product`, which is given the weight, if it has one, else `forward`.
+    """Replace a module's method `product`, which is given the weight, or else `forward`.
 
     A method of the instance, so that a deep copy of the module has one of its own.
     """

@@ -31,7 +31,7 @@ def plan_of(model: nn.Module) -> dict[str, str] | None:
 
 
 def checked_plan(model: nn.Module) -> list[Planned]:
-    """Return what the model's plan names, after checking that its layers can be cut in these ways."""
+    """Return what the model's plan names, and check that its layers can be cut in these ways."""
     plan = list(_planned(model))
     for name, module, attribute, way in plan:
         own = type(module).forward
@@ -94,7 +94,7 @@ def _computed_weight(module: nn.Module, way: str) -> str | None:
 
 
 def loss_is_planned(model: nn.Module, plan: list[Planned]) -> bool:
-    """Return whether the plan speaks of the model's `loss`, and not of one that a subclass has replaced."""
+    """Return whether the plan describes the model's `loss`: a subclass may have replaced it."""
     if "loss" not in {way for *_, way in plan} or "loss" in vars(model):
         return False
     first = next(
@@ -104,7 +104,10 @@ def loss_is_planned(model: nn.Module, plan: list[Planned]) -> bool:
 
 
 def _planned(model: nn.Module) -> Iterator[Planned]:
-    """Yield (name, module, attribute, way) for each module, or parameter `attribute` of one, that the plan names."""
+    """Yield (name, module, attribute, way) for each module or parameter that the plan names.
+
+    `attribute` names a parameter of the module, or is None.
+    """
     plan = plan_of(model)
     if plan is None:
         what = f"{type(model).__name__} does not say how its layers are cut"

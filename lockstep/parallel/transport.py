@@ -1,4 +1,4 @@
-"""Carries activations and gradients between the stages of a pipeline, and says when each rank sends and receives.
+"""Carries activations and gradients between pipeline stages, and orders sends and receives.
 
 A rank's *program* is the list of its passes in the order of the schedule, with sends and receives
 between them. All messages of a run have one order over all ranks: that in which they are ready in a
@@ -171,7 +171,10 @@ def programs(
 def _program(
     rank: int, order: Sequence[ScheduledPass], ends: Sequence[float], ready: Sequence[_Ready]
 ) -> list[Instruction]:
-    """Put a rank's messages between its passes: before each pass those that are ready by its end."""
+    """Put a rank's messages between its passes.
+
+    Those that are ready by the end of a pass come before it.
+    """
     program: list[Instruction] = []
     waiting = [each for each in ready if rank in (each.source, each.target)]
     done = 0
@@ -352,7 +355,7 @@ class Described:
 
 @dataclass
 class Rehearsed:
-    """Messages of a dry run, and of a rank without a pipeline: what would arrive is made when it is taken."""
+    """The messages of a dry run, or a rank without a pipeline, which are made when taken."""
 
     device: torch.device = _CPU
     metas: Callable[[Message], Metas] = lambda _message: ()

@@ -1,4 +1,4 @@
-"""Buffers that forward passes write, of which nobody has said how results of several ranks become one.
+"""Buffers that forward passes write, without a rule that combines results of several ranks.
 
 They are noticed in the step in which a forward pass first writes them, by their versions. What
 hides from these (`.data`, NumPy) is noticed by the sum of the bits, after steps that become rarer:
@@ -68,7 +68,9 @@ class UnexplainedBuffers:
 
     @contextmanager
     def written_by_the_step(self, modules: Sequence[nn.Module]) -> Iterator[None]:
-        """Take what is written within for the step's own work, `end_step` of `modules`, which is alike on all ranks.
+        """Count writes in the block as the step's own work, `end_step` of `modules`.
+
+        This work is alike on all ranks.
 
         Buffers of these modules are taken for its work in any case: a write through `.data` leaves
         no version.
@@ -144,7 +146,10 @@ class UnexplainedBuffers:
             )
 
     def _put_back(self, name: str) -> None:
-        """Write what a forward pass has registered in a buffer's place to the buffer, which checkpoints have."""
+        """Copy the tensor that a forward pass registered in a buffer's place to the buffer.
+
+        Checkpoints have the buffer.
+        """
         place, own = self.places[name], self._registered[name]
         now = place.tensor
         if now is own:

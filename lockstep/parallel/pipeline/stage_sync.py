@@ -1,4 +1,4 @@
-"""FSDP2 under a pipeline: gradients of a stage stay on this rank until a step ends, where they are reduced once.
+"""FSDP2 under a pipeline: a stage's gradients stay here until a step ends, then are reduced once.
 
 Tests: tests/parallel/test_pipeline_hybrid.py
 """

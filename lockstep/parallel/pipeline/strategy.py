@@ -1,4 +1,4 @@
-"""The strategy `pipeline`: stages along one axis of the mesh, replicas or shards of them along the others.
+"""The strategy `pipeline`: stages along one axis of the mesh, replicas or shards along the others.
 
 Tests: tests/parallel/test_pipeline.py, tests/plan/test_layouts.py
 """
@@ -20,7 +20,7 @@ from lockstep.strategy import Strategy, given_sizes
 
 
 class Pipeline(Strategy):
-    """Each rank of a pipeline holds some stages of the model, and micro-batches run through them."""
+    """A pipeline of ranks: each holds some stages of the model, and micro-batches run through."""
 
     topologies = {"pipeline": ("pipeline",)}
     divides = frozenset({"replicate", "shard"})
@@ -58,8 +58,8 @@ class Pipeline(Strategy):
             yield Contradiction(("training.compile", "distributed.pipeline.schedule"), what, fix)
         shards = (distributed.shard_size or 1) if layout is None else layout.shard
         # FSDP2 frees the parameters of a unit after its forward pass, and hooks gather them again
-        # for a backward pass that is made at once. Where the schedule makes it in two halves, gradients
-        # were None or 25 % off, without an error (torch 2.13).
+        # for a backward pass that is made at once. Where the schedule makes it in two halves,
+        # gradients were None or 25 % off, without an error (torch 2.13).
         if facts.splits_backward and shards > 1 and sharding in ("full_shard", "hybrid_shard"):
             what = (
                 f"{sharding} frees parameters that {facts.name} still needs: its gradients would be"

@@ -99,7 +99,10 @@ class StageTrees:
         )
 
     def roots(self, stage: int, carried: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """Return (weight, running sum): the backward pass starts from them, too, so that they precede its own uses."""
+        """Return (weight, running sum), from which the backward pass starts, too.
+
+        So these sums precede the stage's own uses of the weights.
+        """
         here = set(self.uses.of(stage))
         arrived = zip(self.uses.crossing(stage), carried, strict=True)
         return [(self._parameter(name), value) for name, value in arrived if name in here]
@@ -141,7 +144,10 @@ class StageTrees:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Write the sums to `.grad`, after the last backward pass, when parameters are as the optimizer sees them."""
+        """Write the sums to `.grad`, after the last backward pass.
+
+        Parameters are then as the optimizer sees them.
+        """
         if self.dp_group is None:
             for stage, names in self._complete.items():
                 for name, total in zip(names, self._partials[stage].total() or [], strict=False):
@@ -165,7 +171,7 @@ class StageTrees:
         )
 
     def _of_nodes(self, group: dist.ProcessGroup) -> Iterator[tuple[str, list[Tensor | None]]]:
-        """Yield each parameter that is complete here, with its sums over the nodes that this pipeline ran."""
+        """Yield each parameter complete here, with its sums over the nodes of this pipeline."""
         nodes = tree_assignment(self.leaves, group.size())[group.rank()]
         for stage, names in self._complete.items():
             values = [self._partials[stage].take(node) for node in nodes]
@@ -207,7 +213,10 @@ class StageTrees:
         return TreeReduceScatter(rows, like, sum(widths), self.leaves, group)
 
     def _width(self, name: str) -> int:
-        """Return the number of elements of a parameter that a rank gets: its replica's part of the largest shard."""
+        """Return the number of elements of a parameter that a rank gets.
+
+        It is one replica's part of the largest shard.
+        """
         shape, dim = self._cut(name)
         rest = math.prod(shape) // max(1, shape[dim]) if shape else 1
         return -(
@@ -215,7 +224,10 @@ class StageTrees:
         )
 
     def _rows(self, name: str, value: Tensor | None, width: int) -> Tensor:
-        """Return a whole gradient as [ranks, width]: row (replica, shard) in the order of the ranks."""
+        """Return a complete gradient as [ranks, width], with a row for each (replica, shard).
+
+        Rows are in the order of the ranks.
+        """
         _, dim = self._cut(name)
         replicas = self._replicas.size()
         rows = torch.zeros(replicas, self._shards, width, device=self.device)

@@ -1,4 +1,4 @@
-"""Settings for the same bits on any number of ranks: deterministic kernels, and one expression for each gradient.
+"""Settings for the same bits on any ranks: deterministic kernels, one expression for each gradient.
 
 This holds among processors of one kind: a CPU with wider vectors, or another GPU, has other
 kernels. FSDP2 passes a unit's inputs through one autograd node, where the contributions of several
@@ -60,7 +60,7 @@ def explain_kernel(error: BaseException) -> UsageError | None:
 
 
 def join_uses_of_inputs(units: Iterable[tuple[str, nn.Module]]) -> None:
-    """Add up the uses of each input within each of FSDP2's units before anything outside of it, in place."""
+    """Make each FSDP2 unit add up its uses of an input before any outside of it, in place."""
     for _, unit in units:
         unit.register_forward_pre_hook(_join, with_kwargs=True)
 
@@ -79,7 +79,10 @@ def _join(
 
 
 class _Joined(torch.autograd.Function):
-    """The identity on several tensors as one node, which passes their gradients on together, as FSDP2's does."""
+    """The identity on several tensors as one node, which passes on their gradients together.
+
+    FSDP2's node does the same.
+    """
 
     @staticmethod
     def forward(_ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -109,7 +112,7 @@ def _differentiable(tree: Any) -> Iterator[Tensor]:
 
 
 def _replaced(tree: Any, tensors: Iterator[Tensor]) -> Any:
-    """Return a copy of the containers in `tree`, with the differentiable tensors replaced in order."""
+    """Return a copy of the containers in `tree`, with differentiable tensors replaced in order."""
     if isinstance(tree, Tensor):
         return next(tensors) if tree.requires_grad else tree
     members = _members(tree)

@@ -1,4 +1,4 @@
-"""The gradient norm, computed so that it does not depend on how gradients are cut or in which order they are added.
+"""The gradient norm, which depends neither on how gradients are cut nor on the order of additions.
 
 A sum of floats depends on its order; a sum of integers does not. So each square is written in fixed
 point, as multiples of a unit that all ranks agree on, and the integers are added. With all |g| <
@@ -33,7 +33,9 @@ def exact_norm(
     device: torch.device,
     elements: int,
 ) -> Tensor:
-    """Return the 2-norm over all gradients of all shards and stages, 0-dim float32, the same bits on any layout.
+    """Return the 2-norm over all gradients of all shards and stages, 0-dim float32.
+
+    It has the same bits on any layout.
 
     This rank's `gradients` are float32 or narrower; `elements`: in all gradients of all ranks, or
     an upper bound.
@@ -98,7 +100,10 @@ def _exact_sum(values: Tensor) -> Tensor:
 def gradient_norm(
     gradients: list[Tensor], groups: list[dist.ProcessGroup], device: torch.device
 ) -> Tensor:
-    """Return the 2-norm over all gradients of all shards and stages, 0-dim float32, the same number on every rank."""
+    """Return the 2-norm over all gradients of all shards and stages, 0-dim float32.
+
+    It is the same number on every rank.
+    """
     local = torch.zeros((), device=device)
     # what `torch.nn.utils.get_total_norm` does, in half of its time: it sorts by device and dtype
     # first

@@ -40,7 +40,7 @@ from lockstep.parallel.strides import lay_gradients
 
 
 class GradientTree(AroundMicroBatch):
-    """A sum of gradients in one fixed order, which `finish` leaves in `.grad` of this rank's parameters."""
+    """A sum of gradients in one fixed order, which `finish` leaves in this rank's `.grad`."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.parameters = parameters
@@ -79,7 +79,7 @@ class LocalTree(GradientTree):
 
 
 class ExchangedTree(LocalTree):
-    """A tree over a rank's micro-batches and, once a step, over replicas that hold the same whole parameters.
+    """A tree over a rank's micro-batches and, once a step, over replicas of complete parameters.
 
     `group` is that of the replicas, as `placement.dp_group` has it: None where they are all ranks.
     """
@@ -177,7 +177,7 @@ class ReplicaTree(GradientTree):
             self._folding = None
 
     def _sums(self, bucket: GradBucket) -> list[Tensor | None]:
-        """Return the sums of this rank's nodes for a bucket's parameters, each laid out as the bucket is."""
+        """Return the sums over this rank's nodes for a bucket, in the layout of the bucket."""
         assert self._micro_batch is not None
         partials = self._partials.move_out([self._places[id(p)] for p in bucket.parameters()])
         if self._micro_batch.real:
@@ -198,7 +198,7 @@ def _flat(values: Sequence[Tensor | None], bucket: GradBucket) -> Tensor:
 
 
 def _views(flat: Tensor, bucket: GradBucket) -> list[Tensor]:
-    """Return the gradients in a tensor that is laid out as a bucket: each in the memory format of its parameter.
+    """Return the gradients in a tensor with a bucket's layout, in their parameters' memory formats.
 
     `bucket.gradients()` takes the memory of a parameter in `channels_last` for one that lies row by
     row.
@@ -214,7 +214,9 @@ def _views(flat: Tensor, bucket: GradBucket) -> list[Tensor]:
 
 
 class ShardTree(GradientTree):
-    """A tree over the gradients of FSDP2 units, of a model that is sharded over the axis `shard` of `mesh` alone.
+    """A tree over gradients of FSDP2 units, for a model sharded over the axis `shard` alone.
+
+    `mesh` has this axis.
 
     Each of the `groups` of neighbouring shards runs whole nodes (`assign_in_groups`).
     """
@@ -300,7 +302,7 @@ class _Unit:
             output_tensor.copy_(self.partials.single())
 
     def all_reduce(self, reduced: Tensor) -> None:
-        """Add the output of the reduce-scatter; in the last round write the sum over replicas to it."""
+        """Add the output of the reduce-scatter; in the last round write replicas' sum to it."""
         tree = self._tree
         # FSDP2 has not called the reduce-scatter, and the output is the leaf
         if tree.shards.size() == 1:

@@ -1,4 +1,6 @@
-"""The sum over a step's micro-batches as one expression: a binary tree whose leaves are their gradients, in order.
+"""The sum over a step's micro-batches as one expression: a binary tree.
+
+Its leaves are the micro-batches' gradients, in order.
 
 Additions of floats do not associate, so a sum is the same in every bit only where it is the same
 expression. The tree depends on M, the number of micro-batches in the step, alone: a *node* is a run
@@ -148,7 +150,10 @@ def assign_in_groups(
 
 
 class Partials:
-    """Partial sums of one step's `leaves`, over all ranks, added as soon as both sides of an addition are present."""
+    """Partial sums of one step's `leaves` over all ranks.
+
+    They are added as soon as both sides of an addition are present.
+    """
 
     def __init__(self, leaves: int) -> None:
         self.leaves = leaves
@@ -156,7 +161,7 @@ class Partials:
 
     @torch.no_grad()
     def add(self, index: int, values: Values, *, owned: bool = True) -> None:
-        """Add the leaf of one micro-batch, `values` of the same parameters in the same order each time.
+        """Add a micro-batch's leaf, `values` of the same parameters in the same order each time.
 
         If they are `owned`, the tensors may be kept and written to. Else they are copied if they
         have to wait.
@@ -235,7 +240,10 @@ def _added(into: Values, values: Values, owned: bool) -> Values:
 
 @torch.no_grad()
 def clear_zero_signs(gradients: Sequence[Tensor]) -> None:
-    """Give every zero of the step's gradients the sign +, in place: what a missing leaf may have changed."""
+    """Give every zero of the step's gradients the sign +, in place.
+
+    A missing leaf may have changed the sign.
+    """
     if gradients:
         foreach.add_(list(gradients), 0.0)
 
@@ -351,7 +359,7 @@ def tree_all_reduce(
     group: dist.ProcessGroup,
     nodes: Nodes | None = None,
 ) -> None:
-    """Write the sum over the step of one flat tensor to `out`, from its sums over this rank's nodes."""
+    """Write the step's sum of one flat tensor to `out`, from its sums over this rank's nodes."""
     reduce = TreeAllReduce(sums, out, leaves, group, nodes)
     reduce.fold()
     reduce.finish(out)
