@@ -1,7 +1,9 @@
-"""How fast a checkpoint is written and read, against the disk's own rate in the same run, on 1, 2
-and 4 ranks.
+"""Measures how fast a checkpoint is written and read, against the disk's own rate.
 
-    python -m benchmarks.checkpoint_rate [--millions 25] [--rounds 3] [--ranks 1,2,4] [--folder DIR] [--write]
+Both are measured in the same run, on 1, 2 and 4 ranks.
+
+    python -m benchmarks.checkpoint_rate [--millions 25] [--rounds 3] [--ranks 1,2,4]
+        [--folder DIR] [--write]
 
 The disk's own rate: `dd` of as many bytes into one file with `conv=fsync`, before each save; and
 once more past the page cache (`oflag=direct`), which is as fast as the disk is, and asks nothing of

@@ -1,6 +1,7 @@
-"""How long training stands still for a save: in the background, and not.
+"""Measures how long training stands still for a save, in the background and not.
 
-    python -m benchmarks.checkpoint_stall [--millions 25] [--saves 5] [--ranks 1,2,4] [--folder DIR] [--write]
+    python -m benchmarks.checkpoint_stall [--millions 25] [--saves 5] [--ranks 1,2,4]
+        [--folder DIR] [--write]
 
 The same model on the same storage, alone and sharded over ranks of this machine; the run's own
 figure (`save_stall` in events.jsonl) is read. The first save in the background also makes the

@@ -1,6 +1,8 @@
 """One training step, written for each contestant as its own documentation writes it.
 
-    python -m benchmarks.contestants NAME SIZE        (started by `benchmarks.overhead`, as one rank of a launch)
+    python -m benchmarks.contestants NAME SIZE
+
+`benchmarks.overhead` starts it, as one rank of a launch.
 
 All train the same model on the same data with the same optimizer (AdamW, fused), clip the
 gradient's norm at 1, and write loss and norm on every tenth step; none evaluates or saves. The

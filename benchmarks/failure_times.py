@@ -1,10 +1,14 @@
-"""How long until a rank that failed is named: killed in the middle of collectives, or stopped.
+"""Measures how long it takes until a rank that was killed or stopped is named.
+
+A killed rank is in the middle of collectives.
 
     python -m benchmarks.failure_times [--write] [--trials 5] [--ranks 2]
 
-    killed, script       `lockstep launch` of a script that does nothing but all-reduces; SIGKILL to a rank
+    killed, script       `lockstep launch` of a script that does nothing but all-reduces; SIGKILL to
+                         a rank
     killed, training     `lockstep train`; SIGKILL to a rank
-    stopped, training    the same; SIGSTOP to a rank: seconds beyond the watch time, which is how long a step may take
+    stopped, training    the same; SIGSTOP to a rank: seconds beyond the watch time, which is how
+                         long a step may take
 
 The clock runs from the signal to the launcher's line. Goals: 5 s each; the first rank that the
 launcher names is the one that got the signal, and of a stopped one the line of code is given.

@@ -1,10 +1,9 @@
-"""How far a batch travels through the package: the files that a step enters, and the jumps between
-them.
+"""Counts the files of the package that a step enters, and the jumps between them.
 
-    python -m benchmarks.hops                      # what this tree does
-    python -m benchmarks.hops --each               # and every jump, in order
-    python -m benchmarks.hops --place              # the files that a model passes while it is placed
-    python -m benchmarks.hops --write              # all strategies, into results/hops.md
+    python -m benchmarks.hops              # what this tree does
+    python -m benchmarks.hops --each       # and every jump, in order
+    python -m benchmarks.hops --place      # the files that a model passes while it is placed
+    python -m benchmarks.hops --write      # all strategies, into results/hops.md
 
 A *jump* is the first call from one file of the package into another, while the third step runs on
 rank 0: from the moment the loop asks the loader for its batch until the optimizer has written the

@@ -1,7 +1,9 @@
-"""What a step costs besides the model's own work: Lockstep, the loop that one writes by hand, and
-its peers.
+"""Measures what a step costs besides the model's own work.
 
-    python -m benchmarks.overhead [--ranks 1,2] [--sizes 1ms,5ms,50ms] [--launches 5] [--instructions] [--write]
+It compares Lockstep, the loop that one writes by hand, and Lockstep's peers.
+
+    python -m benchmarks.overhead [--ranks 1,2] [--sizes 1ms,5ms,50ms] [--launches 5]
+        [--instructions] [--write]
 
 The contestants (`benchmarks.contestants`) run side by side in one tree of processes and take turns,
 a block of steps each, in a new order every round; all but one stand still. A contestant's figure of

@@ -1,4 +1,4 @@
-"""How long until a run goes on after a rank was killed, and what was lost.
+"""Measures how long it takes until a run goes on after a rank was killed, and what was lost.
 
     python -m benchmarks.recovery [--kills 5] [--processes 2]
 
@@ -7,7 +7,8 @@ next step is split by what the run itself writes down:
 
     detect       kill → the launcher's event `restart`
     restart      → processes start, import torch, meet, build the model
-    load         → event `resume`, which says how long choosing, proving and loading the checkpoint took
+    load         → event `resume`, which says how long choosing, verifying and loading the
+                 checkpoint took
     first step   → the next record in metrics.jsonl
 """
 

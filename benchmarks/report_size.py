@@ -1,11 +1,13 @@
-"""What the report of a long run takes: seconds and memory of `lockstep report`, and of `lockstep
-top`, by its steps.
+"""Measures the time and memory of `lockstep report` and `lockstep top` for a long run.
+
+They are given by the number of its steps.
 
 The run is written as training writes it on one rank of a CPU: each step is logged, about one in ten
 with the times of phases and the memory, which are gathered once a second. The memory is the peak
 that the system saw of the process.
 
-    python benchmarks/report_size.py [--steps 10000,1000000] [--output benchmarks/results/report_size.md]
+    python benchmarks/report_size.py [--steps 10000,1000000]
+        [--output benchmarks/results/report_size.md]
 """
 
 import argparse

@@ -1,7 +1,9 @@
-"""What a step takes with the code of another revision, and with this one, which take turns in one
-run.
+"""Measures the time of a step with another revision of the code, and with this one.
 
-    python -m benchmarks.revisions REVISION [--cases single,1F1B] [--sizes 5ms,20ms] [--launches 5] [--write]
+The two take turns in one run.
+
+    python -m benchmarks.revisions REVISION [--cases single,1F1B] [--sizes 5ms,20ms]
+        [--launches 5] [--write]
 
 REVISION is checked out into a folder of its own; `--path FOLDER` names one that is there. Both
 sides train the same model on the same data. All their processes run at the same time, and all but

@@ -1,7 +1,9 @@
-"""Steps on slow links, against the limits that computation and link set, and against a raw
-all-reduce. Needs root.
+"""Compares steps on slow links with the limits of computation and link, and with an all-reduce.
 
-    python -m benchmarks.slow_links [--hosts 2,4] [--rates 100mbit,1gbit] [--computation 0.1,1,3] [--rounds 5] [--write]
+The all-reduce is a raw one. Needs root.
+
+    python -m benchmarks.slow_links [--hosts 2,4] [--rates 100mbit,1gbit] [--computation 0.1,1,3]
+        [--rounds 5] [--write]
 
 Hosts are network namespaces with one rank each (`tests.hosts`); computation sleeps, so that cores
 do not matter and what overlaps is seen. It is as long as `--computation` says, in units of the time
@@ -9,9 +11,11 @@ that an all-reduce of the gradients takes on the link; what it takes with all th
 (gradients, clipping, update) is measured beside it, by a loop without communication, on all hosts
 at once. A step is held against two limits:
 
-    max(computation, link)     with link = bytes / rate, of the bytes that the busiest host was counted to send
-    in order                   what no schedule can beat: a gradient is sent after it was computed, and parameters come
-                               before they are used; forward and backward pass follow each other
+    max(computation, link)     with link = bytes / rate, of the bytes that the busiest host was
+                               counted to send
+    in order                   what no schedule can beat: a gradient is sent after it was computed,
+                               and parameters come before they are used; forward and backward pass
+                               follow each other
 
 The raw all-reduce sends the gradients' bytes with nothing beside it, in turn with the steps; a step
 that moves its bytes as fast as that is not behind it. DDP and FSDP2 as one writes them by hand take

@@ -1,7 +1,9 @@
-"""The axis `tensor` beside torch's own tensor parallel written by hand: time, CPU time and bytes of
-a step, in turn.
+"""Compares the axis `tensor` with torch's own tensor parallelism, written by hand.
 
-    python -m benchmarks.tensor_by_hand [--ranks 2,4] [--rounds 20] [--write]     (root: a network of its own)
+It measures time, CPU time and bytes of a step of each, in turn. Needs root, for a network of its
+own.
+
+    python -m benchmarks.tensor_by_hand [--ranks 2,4] [--rounds 20] [--write]
 
 Both sides train the same transformer on the same batches with AdamW and clipping: by hand with
 `parallelize_module` (column and row cuts, sequence parallel, loss parallel), as torch's tutorial

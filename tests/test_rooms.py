@@ -9,7 +9,7 @@ from tests.house import PACKAGE
 from tests.ranks import REPOSITORY
 from tests.rooms import TESTS, named_in, of_its_name, of_room, sources
 
-# What these test is no file of the package: pages, the rules of the house, and the tests themselves.
+# These do not test a file of the package: they test pages, the rules of the house, and the tests.
 _OF_THE_REPOSITORY = {
     "docs/test_daily.py",
     "docs/test_glossary.py",
@@ -35,7 +35,8 @@ def test_each_source_file_has_tests_of_its_name_or_names_them() -> None:
         if not of_its_name(source) and not named_in(source)
     ]
     assert not without, (
-        f"add a last paragraph to the docstring of the module, such as 'Tests: tests/parity/test_tensor.py': {without}"
+        "add a last paragraph to the docstring of the module, such as"
+        f" 'Tests: tests/parity/test_tensor.py': {without}"
     )
 
 

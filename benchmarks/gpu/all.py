@@ -1,8 +1,9 @@
-"""What only a GPU can show, in one command of under half an hour: each program below, and a page of
-how they ended.
+"""Runs all programs that need a GPU, in one command of under half an hour.
+
+It runs each program below, and writes a page of how they ended.
 
     make gpu
-    make gpu ARGS="--device cpu --tiny"      the same programs, tiny and on a CPU: nothing is written
+    make gpu ARGS="--device cpu --tiny"    the same programs, tiny and on a CPU; nothing is written
 
 No GPU has run it yet. Each program has its time and is ended when that is over; its page is then
 missing, and the page of all says so.

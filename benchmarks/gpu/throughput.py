@@ -1,8 +1,9 @@
-"""Tokens a second, MFU and peak memory of Lockstep and of the best loop that one writes by hand, on
-one GPU.
+"""Measures tokens a second, MFU and peak memory of Lockstep and of a loop written by hand.
 
-    python -m benchmarks.gpu.throughput [--models transformer-124m,transformer-1.3b,bdh] [--rounds 9] [--steps 20]
-        [--fp8 linears]
+Both run on one GPU. The loop is the best that one writes by hand.
+
+    python -m benchmarks.gpu.throughput [--models transformer-124m,transformer-1.3b,bdh]
+        [--rounds 9] [--steps 20] [--fp8 linears]
     python -m benchmarks.gpu.throughput --device cpu --tiny
 
 Both train the same model from the same data in bf16 (autocast over fp32 parameters), compiled, with

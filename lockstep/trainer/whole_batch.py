@@ -123,9 +123,8 @@ class WholeBatchSteps:
     ) -> list[tuple[float, int, dict[int, list[Tensor]], dict[str, Tensor]]]:
         """Return loss, number of samples, gradients of outputs and of the loss, for each rank.
 
-        The gradients of outputs are those of the rank's micro-batches.
-        Those of the loss are the gradients of the weights of the loss function, by name, and its
-        buffers as they are now.
+        The gradients of outputs are those of the rank's micro-batches. Those of the loss are the
+        gradients of the weights of the loss function, by name, and its buffers as they are now.
 
         A rank brings outputs and targets by micro-batch, and the micro-batches that it runs: those
         that share layers run the same ones.

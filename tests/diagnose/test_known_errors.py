@@ -137,7 +137,10 @@ def test_keys_that_the_mends_name_exist() -> None:
     texts = [error.fix for error in table()] + PAGE.read_text().partition("## Symptoms")[
         2
     ].splitlines()
-    pattern = r"\b((?:model|data|training|precision|distributed|checkpoint|monitor)\.[a-z_]+(?:\.[a-z_]+)*)"
+    pattern = (
+        r"\b((?:model|data|training|precision|distributed|checkpoint|monitor)"
+        r"\.[a-z_]+(?:\.[a-z_]+)*)"
+    )
     named = {key for text in texts for key in re.findall(pattern, text)} - {
         "model.module",
         "model.parameters",

@@ -6,7 +6,8 @@ special about it:
     <!-- file: NAME -->        it is the file NAME, which the blocks after it may use
     <!-- beside -->            (bash) it runs beside the next block, as in a second terminal
     <!-- run by: TEST -->      that test runs it
-    <!-- needs: PACKAGE -->    (python) it runs where the package is installed; else the test says that it did not
+    <!-- needs: PACKAGE -->    (python) it runs where the package is installed; else the test says
+                               that it did not
 
 What can't run here is only parsed, and its reader sees why: a line `*Not run by the tests: WHY.*`
 is above it.

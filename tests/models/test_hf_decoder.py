@@ -113,8 +113,11 @@ def test_layers_that_are_cut_are_the_librarys_with_every_field_of_the_config_cha
 
 
 def check_chain(whole: nn.Module) -> None:
-    """Loss, logits and gradients, with a mask and without, dropout on: the whole model keyed by its blocks, the chain
-    by its segments."""
+    """Compare loss, logits and gradients of the whole model and of its chain.
+
+    Random numbers are keyed by blocks in the whole model, and by segments in the chain. Dropout is
+    on, and there is a mask or none.
+    """
     cut = copy.deepcopy(whole)
     assert segments_of(whole) is None  # one process runs the library's own pass
     blocks = blocks_of(cut)

@@ -17,7 +17,10 @@ from tests.hosts import INTERFACE, sent_bytes
 from tests.parity.toy import RECIPE, Tokens, language_model
 
 Run = tuple[str, list[tuple[str, str]], str]
-"""(digest of the common model, (loss, gradient norm) of each step as exact text, loss on the data at the end)."""
+"""Digest of the common model, (loss, gradient norm) of each step, and loss on the data at the end.
+
+Loss and gradient norm are exact text.
+"""
 
 
 class Normalised(nn.Module):

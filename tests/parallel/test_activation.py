@@ -92,8 +92,11 @@ class _Alive(TorchDispatchMode):
 
 
 def trained(model: nn.Module, mode: str, every: int) -> tuple[list[Tensor], list[int], int]:
-    """Two micro-batches forward, then both backward; returns gradients, calls of each block, and bytes that were kept
-    for the first of them, beside the output."""
+    """Run two micro-batches forward, then both backward.
+
+    Returns gradients, calls of each block, and the bytes that were kept for the first micro-batch
+    besides its output.
+    """
     random_state = RandomState(7, torch.device("cpu"))
     blocks = blocks_of(model)
     key_segments(random_state, [("", model)], chain=True)

@@ -197,8 +197,10 @@ def ranks() -> list[dict[str, Any]]:
 
 
 def test_trap_19_ties_and_counts_survive_every_wrap_policy(ranks: list[dict[str, Any]]) -> None:
-    """Wrapping by size puts a tied weight into two units, and silently unties it: the same training shows that it is
-    one parameter, and so does the number of parameters."""
+    """Wrapping by size puts a tied weight into two units, and silently unties it.
+
+    Equal training shows that it is one parameter, and so does the number of parameters.
+    """
     for rank in ranks:
         for case, result in zip(cases(), rank["results"], strict=True):
             assert isinstance(result, Result), f"{case}: {result}"

@@ -92,14 +92,18 @@ def test_trap_23_cuts_that_do_not_fit_stop_every_rank_before_the_start() -> None
 def test_trap_26_an_auxiliary_loss_of_an_early_stage_travels_and_its_gradient_comes_back(
     name: str,
 ) -> None:
-    """V-shaped schedules take tuples only, and the gradient of a sum, which is not contiguous, makes gloo's peer wait
-    for ever. Integers that are carried have no gradient at all."""
+    """V-shaped schedules take only tuples, and carried integers have no gradient at all.
+
+    The gradient of a sum, which is not contiguous, makes gloo's peer wait for ever.
+    """
     assert off(name) < TOLERANCE
 
 
 def test_the_first_half_of_a_backward_pass_asks_only_for_gradients_that_there_are() -> None:
-    """An input that is not used, and an operation whose several outputs have gradients: torch 2.11 fails at the one,
-    and computes the other wrong."""
+    """torch 2.11 fails at an input that is not used.
+
+    It computes an operation wrong of which several outputs have gradients.
+    """
     assert off("twofold, split") < TOLERANCE
 
 
@@ -114,8 +118,10 @@ def test_trap_27_names_are_those_of_the_unsplit_model_whatever_wraps_it() -> Non
 
 @pytest.mark.parametrize("schedule", RECOMPUTED_IN_TURN)
 def test_trap_28_recomputation_draws_what_the_forward_pass_drew(schedule: str) -> None:
-    """By the time a block is recomputed another micro-batch is current: with its random numbers gradients are 50 to
-    160 % wrong."""
+    """By the time a block is recomputed, another micro-batch is current.
+
+    With the random numbers of that one, gradients are 50 to 160 % wrong.
+    """
     assert off(f"checkpointed, {schedule}") < TOLERANCE
 
 

@@ -159,8 +159,11 @@ def test_a_parameter_without_a_gradient_stays_without() -> None:
 
 @pytest.mark.parametrize("cut", [1, 2, 3, 4])
 def test_stages_hand_on_the_gradient_of_a_shared_weight(cut: int) -> None:
-    """A weight used by five layers: a stage whose backward pass starts with the later stage's sum computes what one
-    process computes; stages that add up their own sums do not."""
+    """A stage must start its backward pass with the later stage's sum of a shared weight.
+
+    The weight is used by five layers. Stages that start so compute what one process computes; those
+    that add up their own sums do not.
+    """
     torch.manual_seed(0)
     weight, x = torch.nn.Parameter(torch.randn(16, 16)), torch.randn(8, 16)
 

@@ -123,8 +123,11 @@ def one_rank(*, whole: bool) -> list[Case]:
 
 
 def exact(ranks: int, *, whole: bool) -> list[Case]:
-    """Every model under every strategy in fp32, with each accumulation and checkpointing. Unless `whole`, the variants
-    take turns, and of the models one third runs on 2 ranks, one on 4, for three steps."""
+    """Return every model under every strategy in fp32, with each accumulation and checkpointing.
+
+    Unless `whole`, the variants take turns, and one third of the models runs on 2 ranks, one third
+    on 4, for three steps.
+    """
     cases = []
     for i, strategy in enumerate(STRATEGIES):
         for j, model in enumerate(MODELS):

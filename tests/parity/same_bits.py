@@ -15,7 +15,10 @@ from lockstep.trainer import Trainer
 from tests.parity.toy import RECIPE, VOCAB, Packed, Tokens, language_model, unchecked
 
 Bits = tuple[str, list[tuple[str, str]]]
-"""Digest of parameters and optimizer state at the end; (loss, gradient norm) of each step, as exact text."""
+"""Digest of parameters and optimizer state at the end; (loss, gradient norm) of each step.
+
+Loss and gradient norm are exact text.
+"""
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

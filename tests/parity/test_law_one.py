@@ -12,8 +12,10 @@ TOLERANCE = 1e-5  # of fp32 sums in another order, over 20 steps of AdamW
 
 
 def test_trap_01_the_loss_is_the_sum_over_all_valid_targets_however_the_batch_is_cut() -> None:
-    """A mean of micro-batch means weighs samples with few valid targets more. Dropout off: the cut then changes the
-    random numbers, which belong to micro-batches."""
+    """A mean of micro-batch means gives more weight to samples with few valid targets.
+
+    Dropout is off: otherwise the cut changes the random numbers, which belong to micro-batches.
+    """
     whole = losses({"training.batch_size": 8, "training.global_batch_size": 8}, dropout=0.0)
     pieces = losses({"training.batch_size": 2, "training.global_batch_size": 8}, dropout=0.0)
     assert worst(pieces, whole) < TOLERANCE

@@ -40,8 +40,10 @@ def test_a_model_a_schedule_and_a_layout(case: Case) -> None:
     ids=case_name,
 )
 def test_no_rank_holds_another_stages_parameters(case: Case) -> None:
-    """Measured: the parameters with values that anything in the process still holds are those of its stages. (BDH on
-    the rank with the first and the last stage is all of them.)"""
+    """The process holds only parameters of its own stages with values, as a measurement shows.
+
+    For BDH, the rank with the first and the last stage holds all parameters.
+    """
     results = [rank[case_name(case)] for rank in launched(case.ranks)]
     for result in results:
         assert result.alive == sum(result.held.values())

@@ -132,8 +132,11 @@ def gathered_in_bf16() -> list[Any]:
 
 
 def test_parameters_gathered_in_bf16_train_the_same_on_any_mesh() -> None:
-    """A setting of its own: its runs are compared with each other, not with fp32 parameters. Gradients are still summed
-    in fp32, so the parts of the sum are the same numbers, added in another order."""
+    """Runs of this setting are compared with each other, not with runs with fp32 parameters.
+
+    Gradients are still summed in fp32, so the parts of the sum are the same numbers, added in
+    another order.
+    """
     for results in run_ranks(gathered_in_bf16, 4):
         first, *others = results
         fp32 = run(Case("transformer", "single", 1, "none", steps=3), 4)

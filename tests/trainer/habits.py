@@ -160,7 +160,10 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 Result = tuple[list[float], list[float]]
-"""Losses of the steps; then losses over the data at the end: of the model, and of its average where there is one."""
+"""Losses of the steps, and losses over the data at the end.
+
+The latter are the loss of the model, and that of its average if there is one.
+"""
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
