@@ -154,7 +154,7 @@ def first_half(
 ) -> tuple[Gradients, SecondHalf]:
     """Return the gradients of the inputs, and the second half for the gradients of the weights.
 
-    An input without a gradient has None.
+    Inputs without a gradient get None.
 
     Args:
         outputs: where the pass starts; those that need no gradient are left out.

@@ -228,7 +228,7 @@ class PlacedExperts(AroundMicroBatch):
     def _exchange_counts(self, counts: list[int], rows: Tensor) -> list[list[int]]:
         """Return, for each rank, its numbers of rows for each expert here.
 
-        In a dry run they are those of this rank.
+        In a dry run each rank has as many as this one.
         """
         if isinstance(rows, FakeTensor):
             each = len(counts) // self.ranks

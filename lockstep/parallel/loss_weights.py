@@ -1,4 +1,4 @@
-"""Trains the weights of a loss function, which every rank holds in full.
+"""The weights of a loss function, which every rank holds in full, and their gradients.
 
 The loss is computed after the model's forward pass.
 
