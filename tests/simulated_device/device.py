@@ -28,7 +28,10 @@ nothing overlaps there), a send that blocks until it is received, `torch.compile
 in a process.
 """
 
+import ast
+import functools
 import itertools
+import linecache
 import sys
 import threading
 import time
@@ -36,6 +39,7 @@ import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -54,7 +58,7 @@ class Wait(NamedTuple):
 
     kind: str
     where: str  # of the innermost frame in Lockstep, or else outside of this file: path:line
-    text: str  # that line
+    text: str  # the statement there, with the comments right above it
 
 
 Clock = dict[int, int]  # stream → the number of its operations that are certain to be before
@@ -78,9 +82,31 @@ def _merge(into: Clock, other: Clock) -> None:
         into[stream] = max(count, into.get(stream, 0))
 
 
-def _caller() -> tuple[str, str]:
-    import linecache
+def _statement(path: str, line: int) -> str:
+    """Return the innermost statement around a line, with the comments right above it."""
+    lines = linecache.getlines(path)
+    around = [
+        node
+        for node in ast.walk(_tree(path))
+        if isinstance(node, ast.stmt) and node.lineno <= line <= (node.end_lineno or node.lineno)
+    ]
+    if not around:
+        return linecache.getline(path, line).strip()
+    innermost = max(around, key=lambda node: node.lineno)
+    first = innermost.lineno
+    while lines[first - 2].strip().startswith("#"):
+        first -= 1
+    # Of a compound statement, such as an `if`, the lines up to the one that waits.
+    last = line if hasattr(innermost, "body") else innermost.end_lineno
+    return "".join(lines[first - 1 : last]).strip()
 
+
+@functools.cache
+def _tree(path: str) -> ast.Module:
+    return ast.parse(Path(path).read_text())
+
+
+def _caller() -> tuple[str, str]:
     frame: Any = sys._getframe(1)
     outside = None
     while frame is not None:
@@ -88,10 +114,7 @@ def _caller() -> tuple[str, str]:
         line = frame.f_lineno
         mode = frame.f_code.co_name == "__torch_dispatch__"  # it passes on what another has called
         if "/lockstep/" in path and "site-packages" not in path and not mode:
-            return (
-                f"{path.rpartition('/lockstep/')[2]}:{line}",
-                linecache.getline(path, line).strip(),
-            )
+            return f"{path.rpartition('/lockstep/')[2]}:{line}", _statement(path, line)
         if outside is None and path != __file__ and "/torch/" not in path:
             outside = f"{path.rpartition('/')[2]}:{line}", linecache.getline(path, line).strip()
         frame = frame.f_back
