@@ -1,7 +1,7 @@
 """A loop of one's own with two models and two optimizers: a small GAN of handwritten digits.
 
     python examples/gan.py                                  one process
-    lockstep launch --nproc-per-node 2 examples/gan.py      the same training on two ranks: the same losses
+    lockstep launch --nproc-per-node 2 examples/gan.py      on two ranks: the same losses
 
 Each model has a `Trainer`, whose `steps` is a generator: one `next` is one step. Both go through
 the same images in the same order. Each draws its noise in its own forward pass, where random
