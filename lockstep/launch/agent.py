@@ -142,11 +142,9 @@ class Agent(ExtensibleAgent):
         self._membership.check()
         super().meet_machines(worker_group)
         self._membership.begin()
-        if self._watch.others is not None:
-            self._watch.others.close()
         several = group.group_world_size > 1
-        group_place = group.store, group.group_rank, group.group_world_size
-        self._watch.others = OtherMachines(*group_place) if several else None
+        place = group.store, group.group_rank, group.group_world_size
+        self._watch.hear_from(OtherMachines(*place) if several else None)
         if group.spec.rdzv_handler.get_backend() == "static":
             return
         # Agree on the restart count: the rendezvous uses it, and a machine that joins later starts

@@ -74,6 +74,12 @@ class HangWatch:
     _reports_at: float = 0.0
     _stop_requested_at: float | None = None
 
+    def hear_from(self, others: "OtherMachines | None") -> None:
+        """Hear when the ranks of other machines go forward; None: there are none any more."""
+        if self.others is not None:
+            self.others.close()
+        self.others = others
+
     def restart(self) -> None:
         self._known.clear()
         self._known_writes.clear()
@@ -400,7 +406,8 @@ class OtherMachines:
         self._signs = (0.0, 0.0)  # the newest here: of work, of writes
         self._newest = [0.0, 0.0]  # the same elsewhere, by this machine's clock
         self._closed = threading.Event()
-        threading.Thread(target=self._exchange, name="other-machines", daemon=True).start()
+        self._thread = threading.Thread(target=self._exchange, name="other-machines", daemon=True)
+        self._thread.start()
 
     def tell(self, beats: Sequence[Beat]) -> None:
         """Tell of newer signs of this machine's ranks."""
@@ -415,7 +422,13 @@ class OtherMachines:
         return max(self._newest) if writes else self._newest[0]
 
     def close(self) -> None:
+        """End the thread, and wait a moment for it.
+
+        The interpreter's end would abort the process (SIGABRT) if the thread came back from the
+        store then. A store that never answers is not waited for.
+        """
         self._closed.set()
+        self._thread.join(_CLOSING_SECONDS)
 
     def _exchange(self) -> None:
         """Tell the other machines when ranks here go forward, and hear when theirs do."""
@@ -445,6 +458,7 @@ class OtherMachines:
 
 _FORWARD_KEY = "lockstep/forward"
 _TELL_SECONDS = 1.0
+_CLOSING_SECONDS = 2.0  # for an answer of the store that is under way
 _WRITE = "write"  # the name under which the durations of whole writes in the background are kept
 _STEPS = ("train", "steps")  # calls of which each is one step of the loop
 

@@ -372,6 +372,7 @@ def _run_agent(
     except Exception as error:
         raise explain(error, options) from error
     finally:
+        watch.hear_from(None)
         if agent is not None:
             agent.leave_rendezvous(CLOSING_SECONDS)
         del store

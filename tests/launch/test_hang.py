@@ -284,3 +284,24 @@ def test_a_meeting_point_that_is_gone_is_told() -> None:
     membership.check()
     with pytest.raises(ConnectionError):
         membership()
+
+
+_TALKING = """
+import sys, time
+import torch.distributed as dist
+from lockstep.launch import hang
+
+hang._TELL_SECONDS = 0.0  # it asks the store all the time
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+watch = hang.HangWatch(*sys.argv[1:3], None, 60.0, 60.0)
+watch.hear_from(hang.OtherMachines(store, 0, 2))
+time.sleep(0.3)
+watch.hear_from(None)
+"""
+
+
+def test_a_launcher_that_talks_to_other_machines_ends_with_its_own_code(tmp_path: Path) -> None:
+    """The thread came back from the store while the interpreter ended: SIGABRT, after a good run."""
+    command = [sys.executable, "-c", _TALKING, str(tmp_path), str(tmp_path)]
+    ended = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=100)
+    assert ended.returncode == 0, ended.stderr
