@@ -1,6 +1,4 @@
-"""`before.py` on any number of ranks: `python after.py` is one, `lockstep launch --nproc-per-node 4
-after.py` four.
-"""
+"""`before.py` on any number of ranks: `lockstep launch --nproc-per-node 4 after.py` for four."""
 
 import torch
 from sklearn.datasets import load_digits
@@ -15,8 +13,7 @@ labels = torch.from_numpy(digits.target)
 seen, unseen = random_split(
     TensorDataset(images, labels), [1500, 297], torch.Generator().manual_seed(0)
 )
-# a micro-batch; a step takes 50 on 1 rank and on 2
-train_data = DataLoader(seen, batch_size=25, shuffle=True)
+train_data = DataLoader(seen, batch_size=25, shuffle=True)  # a step takes 50, on 1 rank and on 2
 val_data = DataLoader(unseen, batch_size=50)
 
 

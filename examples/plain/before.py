@@ -1,6 +1,4 @@
-"""A plain PyTorch script: handwritten digits, one process. `after.py` beside it trains on any
-number of ranks.
-"""
+"""Handwritten digits in plain PyTorch, in one process; `after.py` is for any number of ranks."""
 
 import torch
 from sklearn.datasets import load_digits
