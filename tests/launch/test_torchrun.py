@@ -269,6 +269,6 @@ def test_one_machine_of_one_to_two_is_enough(tmp_path: Path, launch: Launch) -> 
     """
     script(tmp_path, "say(world=os.environ['WORLD_SIZE'])\n")
     endpoint = f"127.0.0.1:{free_port()}"
-    conf = ("--rdzv-endpoint", endpoint, "--rdzv-conf", "timeout=2")
+    conf = ("--rdzv-endpoint", endpoint, "--rdzv-conf", "timeout=6")
     assert launch("--nnodes", "1:2", "--nproc-per-node", "1", *conf, "script.py").code == 0
     assert launch("--nnodes", "2:3", "--nproc-per-node", "1", *conf, "script.py").code == 1
