@@ -44,7 +44,7 @@ class Probed:
 
 @dataclass(frozen=True)
 class DataEvidence:
-    """What one rank knows of its data.
+    """The facts that one rank knows of its data.
 
     Attributes:
         length: of the dataset or the iterable, None if it has none.

@@ -97,7 +97,7 @@ class LossCalls:
 
     @property
     def _of_same_size(self) -> bool:
-        """Whether there are several means, over as many targets before some are left out."""
+        """Return whether there are several means, over as many targets before some are left out."""
         return len(self.means) > 1 and len({mean.size for mean in self.means}) == 1
 
     @property

@@ -66,7 +66,7 @@ class Carrier(Protocol):
 
 @dataclass
 class Stage:
-    """What this rank runs of a model: all of it, or a stage of a pipeline."""
+    """The part of a model that this rank runs: all of it, or a stage of a pipeline."""
 
     forward: Forward
     around: Sequence[AroundMicroBatch] = ()  # outermost first

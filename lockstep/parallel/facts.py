@@ -31,7 +31,10 @@ Named = Sequence[tuple[str, nn.Module]]
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What a model offers. It holds no tensor, so that nothing keeps alive what FSDP2 replaces."""
+    """The facts of a model that placement needs.
+
+    It holds no tensor, so that nothing keeps alive what FSDP2 replaces.
+    """
 
     model: nn.Module
     names: Mapping[int, str]  # id of a parameter → canonical name

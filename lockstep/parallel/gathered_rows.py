@@ -48,7 +48,7 @@ class BufferPlace:
 
 
 class _Written(NamedTuple):
-    """What one micro-batch has written."""
+    """The rows that one micro-batch has written."""
 
     ends: list[int]  # of each number, after the forward pass
     # of each queue: dim → [slots, …] along it, for each dim that the writes fit

@@ -69,7 +69,7 @@ class MicroBatchPass:
 
 
 class AroundMicroBatch:
-    """What happens before and after each pass; subclasses override what they need.
+    """The work before and after each pass; subclasses override what they need.
 
     One that may stand around the stages of a pipeline undoes in `after_forward` what it has changed
     in `before`, and in `after_backward` what it has changed in `before_backward`: other

@@ -87,7 +87,7 @@ Metas = tuple[Meta, ...]
 
 
 class Message(NamedTuple):
-    """What a pass makes for a pass of the neighbouring stage."""
+    """The tensors that a pass makes for a pass of the neighbouring stage."""
 
     kind: str  # F: activations, for the next stage; B: gradients, for the previous one
     stage: int  # that receives it
@@ -195,7 +195,7 @@ def _instruction(each: _Ready, rank: int) -> Instruction:
 
 
 class Transport(Protocol):
-    """What carries messages between ranks."""
+    """Carries messages between ranks."""
 
     def send(self, message: Message, peer: int, tensors: Tensors) -> None:
         """Start to send tensors that nothing else writes to."""
@@ -214,7 +214,7 @@ class Transport(Protocol):
 
 
 class Descriptions(Protocol):
-    """What ranks know of messages before they arrive; both ranks of a message know the same."""
+    """Descriptions of messages before they arrive; both ranks of a message have the same."""
 
     def of(self, message: Message) -> Metas:
         """Return the descriptions of a message's tensors."""

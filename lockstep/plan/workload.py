@@ -79,7 +79,7 @@ class Workload:
 
     @cached_property
     def facts(self) -> ModelFacts:
-        """What the description offers."""
+        """The description's offers, read once."""
         return facts_of(self.description, split=True)
 
     @cached_property

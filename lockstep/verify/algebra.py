@@ -56,7 +56,7 @@ OTHER_COUNT = "other count"  # the value is right, and divided by another number
 
 @dataclass(frozen=True)
 class Relation:
-    """How a wrong value relates to the right one."""
+    """The relation of a wrong value to the right one."""
 
     clause: str  # without a subject: "is 2 × the reference"
     kind: str = RELATED
@@ -261,7 +261,7 @@ PLUS_OWN = "the reference plus this rank's own sum"
 
 @dataclass(frozen=True)
 class WrongSum:
-    """What a reduction that goes wrong leaves on a rank in place of the sum over all parts."""
+    """A wrong result that a reduction leaves on a rank in place of the sum over all parts."""
 
     what: str  # OWN, OTHERS, LAST, FIRST or PLUS_OWN
     times: float  # by which it is multiplied
@@ -269,7 +269,7 @@ class WrongSum:
 
     @property
     def relation(self) -> Relation:
-        """How it relates to the right sum."""
+        """The relation to the right sum."""
         if self.times != 1:
             return Relation(f"is {in_words(self.times)} {self.what}")
         if self.what == OWN:

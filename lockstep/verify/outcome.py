@@ -87,7 +87,7 @@ class Outcome:
 
     @property
     def passed(self) -> bool:
-        """Whether the ranks train what one process trains.
+        """Return whether the ranks train what one process trains.
 
         Rounding is allowed, and so are causes that are not errors.
         """

@@ -40,7 +40,7 @@ AssignAnyRank = Callable[..., list[tuple[int, bool]]]
 
 @dataclass(frozen=True)
 class AxisSite:
-    """Where an axis is to be: the model, the ranks, and the axes that were there before it."""
+    """The site of an axis: the model, the ranks, and the axes that were there before it."""
 
     facts: ModelFacts
     layout: Layout
@@ -54,7 +54,7 @@ class AxisSite:
 
     @property
     def exact(self) -> bool:
-        """Whether the step is to be the same in every bit on any layout."""
+        """Return whether the step is to be the same in every bit on any layout."""
         return self.config.distributed.reproducible
 
 

@@ -31,7 +31,7 @@ Inputs = tuple[tuple[Any, ...], dict[str, Any]]  # of the whole model's forward 
 
 @dataclass(frozen=True)
 class StageCall:
-    """What a stage is called with beside the activations.
+    """The arguments of a stage beside the activations.
 
     FSDP2, which casts and hooks tensors, does not look inside.
 

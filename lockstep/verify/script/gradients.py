@@ -93,7 +93,7 @@ def _floor(gradient: Values) -> float:
 
 @dataclass(frozen=True)
 class _Mistake:
-    """How the gradient of a parameter, with which ranks step, is made of their own gradients."""
+    """A mistake in how ranks combine their own gradients into the one with which they step."""
 
     kind: str  # of the cause; "" if nothing is known of it
     text: str  # `{which}` stands for the parameters
