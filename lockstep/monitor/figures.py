@@ -113,10 +113,16 @@ class Figures:
         """Return whether to gather after this logged step: the same answer on every rank."""
         return step >= self._next or last
 
-    def collect(self, step: int) -> Table:
+    def collect(self, step: int, at: float | None = None) -> Table:
+        """Gather the measurements since the last call; every rank calls it after the same step.
+
+        Args:
+            step: the number of the step that ended last.
+            at: the moment at which this rank's phases are read; None: now.
+        """
         steps = max(1, self._steps)
         self._steps = 0
-        mine = {**self._phases(steps), **self._memory()._asdict()}
+        mine = {**self._phases(steps, at), **self._memory()._asdict()}
         mine |= {"gpu_utilisation": meters.gpu_utilisation(), "flops": self.flops}
         rows = gather([mine[name] for name in _NAMES])
         table = {name: [row[column] for row in rows] for column, name in enumerate(_NAMES)}
@@ -147,9 +153,9 @@ class Figures:
             )
         return fields
 
-    def _phases(self, steps: int) -> dict[str, float]:
+    def _phases(self, steps: int, at: float | None) -> dict[str, float]:
         """Return the seconds of each phase per step; for pauses, in total."""
-        seconds = self.clock.read()
+        seconds = self.clock.read(at)
         hidden = min(meters.ddp_wait_seconds() * steps, seconds["forward_backward"])
         seconds["forward_backward"] -= hidden
         seconds["communication"] += hidden

@@ -39,7 +39,7 @@ class Meters:
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
-        self._since = clock()
+        self.since = clock()  # the last reading, later by the pauses after it
         self._steps = 0
         self._samples = 0
         self._tokens: Any = 0
@@ -60,10 +60,10 @@ class Meters:
         tokens = float(plain(self._tokens))
         targets = float(plain(self._targets))
         now = self._clock()
-        seconds = now - self._since
+        seconds = now - self.since
         steps = self._steps
         samples = self._samples
-        self._since = now
+        self.since = now
         self._steps = 0
         self._samples = 0
         self._tokens = 0
@@ -74,7 +74,7 @@ class Meters:
 
     def pause(self, seconds: float) -> None:
         """Leave out time that was not spent on steps: an evaluation, a checkpoint."""
-        self._since += seconds
+        self.since += seconds
 
 
 def without_graph(value: Any) -> Any:
@@ -165,7 +165,7 @@ class PhaseClock:
     def __init__(
         self, *, device: Any = None, clock: Callable[[], float] = time.perf_counter
     ) -> None:
-        self._clock = clock
+        self.now = clock
         self._on = device
         self._thread = threading.get_ident()
         self._host = dict.fromkeys(PHASES, 0.0)
@@ -175,9 +175,13 @@ class PhaseClock:
         self._since = clock()
         self._paused = 0.0
 
-    def enter(self, phase: str) -> str:
-        """End the current phase, begin another, and return the one that ended."""
-        now = self._clock()
+    def enter(self, phase: str, at: float | None = None) -> str:
+        """End the current phase, begin another, and return the one that ended.
+
+        Args:
+            at: the moment on the host's clock; None: now.
+        """
+        now = self.now() if at is None else at
         before = self.phase
         spent = now - self._since
         self._host[before] += spent
@@ -204,12 +208,15 @@ class PhaseClock:
         """
         return self.phase in _MAY_WAIT and threading.get_ident() == self._thread
 
-    def read(self) -> dict[str, float]:
+    def read(self, at: float | None = None) -> dict[str, float]:
         """Return the seconds by phase since the last reading, and start again.
 
         Waits for the device.
+
+        Args:
+            at: the moment on the host's clock up to which they count; None: now.
         """
-        self.enter(self.phase)
+        self.enter(self.phase, at)
         if self._on is not None:
             self._fold(wait=True)
         result = dict(self._device if self._on is not None else self._host)

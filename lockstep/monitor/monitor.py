@@ -20,7 +20,7 @@ from lockstep.monitor.callbacks import ResourceMonitor, build_callbacks
 from lockstep.monitor.exporters import Prometheus
 from lockstep.monitor.figures import Figures, StragglerWatch
 from lockstep.monitor.media import sorted_values
-from lockstep.monitor.meters import Meters, memory_of_this_rank, without_graph
+from lockstep.monitor.meters import Meters, Rates, memory_of_this_rank, without_graph
 from lockstep.monitor.profiling import Profiler
 from lockstep.monitor.sinks import (
     CAPACITY,
@@ -64,7 +64,9 @@ class Monitor:
         self._total = total_steps
         self._events: deque[dict[str, Any]] = deque(maxlen=CAPACITY)  # that are not written yet
         self._writing_events = threading.Lock()  # the thread that writes a checkpoint tells of it
-        self._meters = Meters()
+        self._meters = Meters() if figures is None else Meters(figures.clock.now)
+        if figures is not None:
+            figures.clock.read(self._meters.since)  # so that both begin at one moment
         self._last: StepRecord | None = None  # the newest record, if it was not logged
         self._seen_one = False
         self._skipped = 0
@@ -98,7 +100,7 @@ class Monitor:
         if self._figures is not None:
             self._figures.count()
         if self.logs(record.step):
-            self._log_step(record, self._over_ranks(record.step))
+            self._log_step(record)
         else:
             self._last = _detached(record)
         for sink in self._each_step:
@@ -243,15 +245,25 @@ class Monitor:
             made.append(Guarded("the sink prometheus", served, self.event))
         return made
 
-    def _over_ranks(self, step: int) -> Row:
+    def _rates(self) -> Rates:
+        """Return the rates since the last logged step, without its pauses; waits for the device."""
+        if self._figures is not None:
+            self._meters.pause(self._figures.clock.take_pauses())
+        return self._meters.read()
+
+    def _over_ranks(self, step: int, at: float | None) -> Row:
         """Return this step's figures over ranks, if they are due.
 
         Every rank calls it on every logged step.
+
+        Args:
+            step: the number of the step.
+            at: the moment at which this rank's phases are read; None: now.
         """
         figures = self._figures
         if figures is None or not figures.due(step, last=step == self._total):
             return {}
-        table = figures.collect(step)
+        table = figures.collect(step, at)
         if not self._is_main:
             return {}
         for slow in self._stragglers.look(table):
@@ -269,18 +281,27 @@ class Monitor:
         if self._last is not None:
             # after a failure of the device its numbers can't be read any more
             with suppress(RuntimeError):
-                self._log_step(self._last, {})  # peers may be gone: nothing is gathered
+                # peers may be gone: nothing is gathered
+                self._log_step(self._last, gathers=False)
 
-    def _log_step(self, record: StepRecord, over_ranks: Row) -> None:
+    def _log_step(self, record: StepRecord, *, gathers: bool = True) -> None:
+        """Read a step's record and the measurements since the last one, and pass them on.
+
+        The meters and the phases are read at one moment: were they read one after the other, time
+        that passes in between would count for this row in one, and for the next row in the other.
+        """
         self._last = None
-        if not self._sinks and not self._callbacks:
+        rates = self._rates() if self._sinks or self._callbacks else None
+        over_ranks: Row = {}
+        if gathers:
+            over_ranks = self._over_ranks(
+                record.step, None if rates is None else self._meters.since
+            )
+        if rates is None:
             return
         row = record.as_dict() | over_ranks  # host waits for the device
         if self._skipped:
             row["skipped_steps"] = self._skipped
-        if self._figures is not None:
-            self._meters.pause(self._figures.clock.take_pauses())
-        rates = self._meters.read()
         row["step_seconds"] = record.step_seconds or rates.step_seconds
         row["samples_per_second"] = record.samples_per_second or rates.samples
         row["tokens_per_second"] = record.tokens_per_second or rates.tokens

@@ -4,18 +4,20 @@ import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 import torch
 
-from lockstep.config import StragglerConfig, config_from
+from lockstep.config import MonitorConfig, StragglerConfig, config_from
 from lockstep.costs.hardware import GPUS
-from lockstep.monitor import Figures, PhaseClock, ResourceMonitor
+from lockstep.monitor import Figures, Monitor, PhaseClock, ResourceMonitor
+from lockstep.monitor import figures as figures_module
 from lockstep.monitor.figures import StragglerWatch, first_step_counted, peak_flops, spread
 from lockstep.monitor.meters import STEP_PHASES, Memory, waits_counted
 from lockstep.monitor.profiling import length, union, within
-from lockstep.records import StepRecord
+from lockstep.records import RunDirectory, StepRecord
 from lockstep.trainer import Trainer, run_monitor
 from tests.parity.toy import Tokens, language_model
 
@@ -90,6 +92,42 @@ def test_figures_are_gathered_about_once_a_second() -> None:
     assert len(gathered) == pytest.approx(11, abs=2), "10 s"
     assert gathered[0] == 1
     assert gathered[-1] == 1000
+
+
+def test_phases_of_a_row_add_up_to_its_step_wherever_the_rank_is_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a busy machine any time can pass between two lines: here it does at each look."""
+    monkeypatch.setattr(figures_module, "SECONDS_BETWEEN", 0.0)
+    looks = Random(1)
+    now = [0.0]
+
+    def interrupted() -> float:
+        now[0] += looks.expovariate(1.0)
+        return now[0]
+
+    clock = PhaseClock(clock=interrupted)
+    run = RunDirectory(tmp_path)
+    run.create()
+    monitor = Monitor(
+        MonitorConfig(log_steps=2, sinks=["jsonl"]),
+        run,
+        is_main=True,
+        figures=Figures(clock, memory=lambda: Memory(1, 2, 3, 4, 5)),
+    )
+    for step in range(1, 21):
+        for phase in ("data", "forward_backward", "optimizer", "other"):
+            clock.enter(phase)
+        monitor.on_step(StepRecord(step=step, loss=1.0, grad_norm=1.0, lr=0.1, samples=1, tokens=1))
+        if step % 3 == 0:
+            with clock.during("evaluation"):
+                now[0] += 100.0
+    monitor.close()
+    rows = run.read_metrics()
+    assert len(rows) == 11
+    for row in rows:
+        seconds = [row["phases"][name][1] for name in STEP_PHASES if name in row["phases"]]
+        assert sum(seconds) == pytest.approx(row["step_seconds"], rel=1e-5)
 
 
 def table(**columns: list[float]) -> dict[str, list[float]]:
