@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from lockstep import accelerator, collectives
+from lockstep.caught_errors import watch_caught_errors
 from lockstep.config import DistributedConfig
 from lockstep.cores import threads_per_rank
 from lockstep.environment import RankFacts, check_numbers, rank_facts, set_rank_facts
@@ -449,6 +450,7 @@ def _share_calls(facts: RankFacts) -> None:
     )
     if folder is not None and folder.is_dir():
         share_calls(folder, facts.rank, facts.local_world_size)
+        watch_caught_errors(facts.world_size)
     # the first one to leave removes the folder: all have opened its files
     dist.all_gather_object(folders, None)
     own_heartbeat().see_others()

@@ -22,7 +22,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import ParamSpec, Protocol, TypeVar
 
@@ -44,10 +44,14 @@ _WRITE = struct.Struct(
 )  # when the background write last went forward, number of whole writes, seconds of the last
 _CALL = struct.Struct("<qdd24s160s")  # number from 1, begun, ended or 0, name, the caller's line
 _CALLS = 64  # number of calls in a file
+_FAILED = struct.Struct(
+    "<qd500s160s"
+)  # number of a call that an error has ended, or 0; when, text, line
 _FORWARD_AT = _HEAD.size
 _WRITE_AT = _FORWARD_AT + _FORWARD.size
 _CALLS_AT = _WRITE_AT + _WRITE.size
-_SIZE = _CALLS_AT + _CALLS * _CALL.size
+_FAILED_AT = _CALLS_AT + _CALLS * _CALL.size
+_SIZE = _FAILED_AT + _FAILED.size
 # from the end of a rank's connections to its last beat, if the script ends them itself
 _LEAVING_SECONDS = 1.0
 _PACKAGE = str(Path(__file__).parent) + os.sep
@@ -83,6 +87,17 @@ class Write:
 
 
 @dataclass(frozen=True)
+class FailedCall:
+    """A call that an error has ended on one rank; the script may have caught it."""
+
+    rank: int
+    number: int
+    time: float  # seconds, monotonic
+    text: str
+    line: str  # of the user's code that raised it, `file:line`
+
+
+@dataclass(frozen=True)
 class Beat:
     """A rank's place, and when it wrote it (seconds, monotonic)."""
 
@@ -96,17 +111,7 @@ class Beat:
     awaits_write: bool = False  # whether it does nothing but wait for the write in the background
     forward: float = 0.0  # when the work of its calls last went forward
     write: "Write" = Write()
-
-
-@dataclass(frozen=True)
-class FailedCall:
-    """A call that an error has ended on one rank; the script may have caught it."""
-
-    rank: int
-    number: int
-    time: float  # seconds, monotonic
-    text: str
-    line: str  # of the user's code that raised it, `file:line`
+    failed: "FailedCall | None" = None  # the newest call that an error has ended
 
 
 class Departures(Protocol):
@@ -129,6 +134,8 @@ class Heartbeat:
         self.folder = folder
         self._process = os.getpid()
         self._departures: Departures | None = None  # if there are several machines
+        # `distributed.hang`: factor, or None if nothing is a hang; seconds
+        self.limits: tuple[float | None, float] = (None, 0.0)
         self._share(folder, rank, ranks)
 
     def _share(self, folder: Path | None, rank: int, ranks: int) -> None:
@@ -195,19 +202,41 @@ class Heartbeat:
         self._write_head()
 
     def failed(self, error: BaseException) -> None:
-        """Record for the launcher that an error ends the outermost call: others may wait in it."""
-        folder = self.folder
+        """Record that an error ends the outermost call: other ranks may wait in it."""
         outermost = len(self._under_way) == 1 and isinstance(error, Exception)
-        if folder is None or not outermost or not self._is_mine():
+        if self._map is None or not outermost or not self._is_mine():
             return
         *_, (frame, line) = traceback.walk_tb(only_user_code(error.__traceback__))
         place = f"{_shown(frame.f_code.co_filename)}:{line}"
         text = f"{type(error).__name__}: {error}".partition("\n")[0]
-        call = FailedCall(self.rank, self._number, time.monotonic(), text[:500], place)
-        beside = folder / f".failed-{self.rank}"
-        with contextlib.suppress(OSError):
-            beside.write_text(json.dumps(asdict(call)))
-            beside.rename(folder / f"failed-{self.rank}")
+        now = time.monotonic()
+        fields = text.encode(errors="replace")[:500], place.encode(errors="replace")[-160:]
+        _FAILED.pack_into(self._map, _FAILED_AT, 0, now, *fields)
+        struct.pack_into("<q", self._map, _FAILED_AT, self._number)
+
+    def waits_in_vain(self) -> tuple[Call, FailedCall] | None:
+        """Return this rank's call, and another rank's that an error ended in its place.
+
+        The other rank has caught the error, or is about to end. Any thread may ask.
+        """
+        under_way = self._under_way[:1]
+        if self._map is None or not under_way:
+            return None
+        mine = _read_call(self._map, (under_way[0] - 1) % _CALLS)
+        if mine is None or mine.number != under_way[0]:
+            return None
+        for rank, seen in self._others.items():
+            failed = _read_failure(seen, rank)
+            if failed is not None and failed.number == mine.number:
+                return mine, failed
+        return None
+
+    @property
+    def last_forward(self) -> float:
+        """When the work of this rank's calls last went forward (seconds, monotonic)."""
+        if self._map is None:
+            return 0.0
+        return float(_FORWARD.unpack_from(self._map, _FORWARD_AT)[0])
 
     def left(self) -> None:
         """Record that this rank makes no more calls.
@@ -480,21 +509,20 @@ def read_beats(folder: Path) -> list[Beat]:
                 rank = int(path.name.removeprefix("beat-"))
                 by_number = tuple(sorted(calls, key=lambda call: call.number))
                 place = rank, process, step, PHASES[phase], seconds
-                found.append(Beat(*place, by_number, depth > 0, bool(awaits), forward, write))
+                failed = _read_failure(data, rank)
+                found.append(
+                    Beat(*place, by_number, depth > 0, bool(awaits), forward, write, failed)
+                )
     return sorted(found, key=lambda beat: beat.rank)
 
 
-def read_failed(folder: Path) -> list[FailedCall]:
-    """Return the calls that errors have ended, the newest of each rank of this machine."""
-    return [FailedCall(**json.loads(path.read_text())) for path in folder.glob("failed-*")]
-
-
 def write_limits(factor: float | None, seconds: float, patience: float) -> None:
-    """Tell the launcher this run's limits for a hang (`HangWatch`).
+    """Tell the launcher this run's limits for a hang (`HangWatch`), or this rank without one.
 
     The launcher has not read the config that a script makes itself.
     """
     beat = own_heartbeat()
+    beat.limits = (factor, seconds)
     if beat.folder is not None and beat.folder.is_dir():
         beside = beat.folder / f".limits-{beat.rank}"
         beside.write_text(json.dumps([factor, seconds, patience]))
@@ -556,6 +584,14 @@ def _read_call(data: mmap.mmap | bytes, slot: int) -> Call | None:
         return None
     name, line = (text.rstrip(b"\0").decode(errors="replace") for text in (name, line))
     return Call(number, name, line, begun, ended)
+
+
+def _read_failure(data: mmap.mmap | bytes, rank: int) -> FailedCall | None:
+    number, when, *texts = _FAILED.unpack_from(data, _FAILED_AT)
+    if not number:
+        return None
+    text, line = (field.rstrip(b"\0").decode(errors="replace") for field in texts)
+    return FailedCall(rank, number, when, text, line)
 
 
 def _phase(data: mmap.mmap) -> str:

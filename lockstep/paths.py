@@ -5,9 +5,12 @@ Does not import torch.
 
 import os
 import re
+import zlib
 from pathlib import Path
 
 from lockstep.errors import Contradiction, refuse
+
+RUNS = "LOCKSTEP_RUNS"  # a folder that takes all run directories, of a proof
 
 # `Path` makes s3:/bucket of s3://bucket. One letter may be a drive.
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")
@@ -45,3 +48,16 @@ def url_as_path(path: str | os.PathLike[str], where: str) -> Contradiction | Non
     )
     fix += "checkpoints alone can be kept in a storage of your own (checkpoint.storage)"
     return Contradiction((where,), f"{scheme}://{rest} is a URL, not a path", fix, why)
+
+
+def run_directory(named: Path) -> Path:
+    """Return the run directory that `named` stands for.
+
+    A proof of a script is no run: it leaves the user's folders as they are, and each run directory
+    that the script names is another one, in the proof's own folder, which is empty.
+    """
+    folder = os.environ.get(RUNS)
+    if folder is None or named.is_relative_to(folder):  # the launcher of a rank has asked before
+        return named
+    whole = os.fsencode(named.absolute())
+    return Path(folder, f"{zlib.crc32(whole):08x}-{named.name}")

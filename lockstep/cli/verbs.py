@@ -23,7 +23,7 @@ from lockstep.cli.arguments import (
     launch_options,
 )
 from lockstep.errors import EXIT_DONE, UsageError
-from lockstep.paths import local_path
+from lockstep.paths import local_path, run_directory
 from lockstep.run_files import printable
 
 
@@ -111,7 +111,7 @@ def train(argv: list[str]) -> int:
         local_path(given.resume, "--resume")
     from lockstep.launch.train import train as start
 
-    output = given.output_dir or Path("runs", path.stem)
+    output = run_directory(given.output_dir or Path("runs", path.stem))
     return start(
         path, overrides, launch_options(given), output_dir=output, resume=given.resume, argv=argv
     )
@@ -154,7 +154,7 @@ def launch(argv: list[str]) -> int:
         parser.refuse(
             "--log-dir DIR", "output_dir", fix="keep one of the two: logs go to --log-dir"
         )
-    output = given.output_dir or Path("runs", Path(given.script).stem)
+    output = run_directory(given.output_dir or Path("runs", Path(given.script).stem))
     if given.watch_training is not None:
         from lockstep.verify.watch import inject
 

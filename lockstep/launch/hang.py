@@ -23,7 +23,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from lockstep.heartbeat import DUMP, Beat, Call, read_beats, read_failed, read_limits
+from lockstep.caught_errors import CAUGHT_SECONDS, caught_error
+from lockstep.heartbeat import DUMP, Beat, Call, read_beats, read_limits
 from lockstep.launch import failures
 from lockstep.launch.failures import Failure, Stack, Stopped, is_stopped, send_signal, stacks_file
 from lockstep.run_files import replace_file
@@ -35,8 +36,6 @@ _STATES_SECONDS = 0.5  # between two reads of the processes' states
 # ranks that all wait in collectives, and use no core for so long, wait for each other
 _IDLE_SECONDS = 5.0
 _IDLE_SHARE = 0.05  # of a core, which threads that wait use
-# for a script to end after an error of a call in which the others wait
-_CAUGHT_SECONDS = 10.0
 
 
 @dataclass
@@ -153,7 +152,7 @@ class HangWatch:
         if self.factor is None:
             return None
         now = time.monotonic()
-        for failed in read_failed(self.folder):
+        for failed in [beat.failed for beat in beats if beat.failed is not None]:
             waiting = {
                 beat.rank: call
                 for beat in beats
@@ -162,15 +161,14 @@ class HangWatch:
             }
             signs = [_forward(beat) for beat in beats if beat.rank in waiting]
             waited = now - max(failed.time, *signs, *(call.begun for call in waiting.values()), 0.0)
-            if not waiting or waited <= min(self.seconds, _CAUGHT_SECONDS):
+            if not waiting or waited <= min(self.seconds, CAUGHT_SECONDS):
                 continue
             self._collect_reports(pids)
             call = next(iter(waiting.values()))
-            what = f"{call.name} ended with an error, which its script caught: {failed.text}"
-            ranks = ", ".join(map(str, sorted(waiting)))
-            why = f"the others wait for it in {call} for {waited:.0f} s now (ranks {ranks})"
-            fix = "let the error end the script, or catch it only where all ranks have it; "
-            return self._failure(failed.rank, world_size, what, where=failed.line, why=why, fix=fix)
+            what, why, fix = caught_error(failed, call, waiting, waited)
+            return self._failure(
+                failed.rank, world_size, what, where=failed.line, why=why, fix=f"{fix}; "
+            )
         return None
 
     def _look_for_long_calls(

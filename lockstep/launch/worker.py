@@ -224,6 +224,15 @@ FAILURES = "LOCKSTEP_FAILURES"  # the folder where the launcher reads failure fi
 _PR_SET_PDEATHSIG = 1
 
 
+_done_marks: list[Path] = []  # of this process's rank, while it runs under Lockstep's launcher
+
+
+def mark_done() -> None:
+    """Tell the launcher that this rank has done its work, and may end."""
+    for mark in _done_marks:
+        mark.touch()
+
+
 def run_as_worker(
     work: Callable[[], int | None],
     *,
@@ -247,6 +256,7 @@ def run_as_worker(
     # Removed from the environment: processes that this one starts are not ranks.
     os.environ.pop(LAUNCHER_PID, None)
     folder = os.environ.pop(FAILURES, None)
+    _done_marks[:] = [] if folder is None else [Path(folder, done_mark(facts.rank))]
     log = logs / f"rank-{facts.rank}.log"
 
     def exit_on_signal(number: int) -> None:
@@ -285,8 +295,8 @@ def run_as_worker(
                     faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True)
             code = work() or EXIT_DONE
             failure = preempted(facts) if code == EXIT_PREEMPTED else None
-            if failure is None and folder is not None:
-                Path(folder, done_mark(facts.rank)).touch()
+            if failure is None:
+                mark_done()
         except (Exception, SystemExit, KeyboardInterrupt) as error:
             failure = from_exception(error, facts, log)
         if failure is None:

@@ -374,7 +374,8 @@ class UnitOrder(AroundMicroBatch):
 
     def _not_joined(self, place: int) -> UsageError:
         what = (
-            f"the data of some ranks leave out a call of {self._units[place][0]}, which others make"
+            f"the data of some ranks leave out a call of {self._units[place][0]}, which others"
+            " make, or make it in another order"
         )
         why = "FSDP gathers a unit from all ranks at once; "
         if self._joins:
@@ -419,7 +420,7 @@ class UnitOrder(AroundMicroBatch):
         if self._joins:
             return UsageError(what, where="distributed.strategy: fsdp", why=why, fix=_FIX)
         fix = (
-            "call it on every rank, and multiply by 0 what is not wanted; or write"
+            "call it on every rank, in one order, and multiply by 0 what is not wanted; or write"
             " distributed.strategy: fsdp"
         )
         return UsageError(what, where="distributed.strategy: pipeline", why=why, fix=fix)
@@ -437,8 +438,8 @@ class _Attached(torch.autograd.Function):
         return gradients[0], gradients[0].new_zeros(1, dtype=torch.float32)
 
 
-_FIX = "call it on every rank, and multiply by 0 what is not wanted; or write strategy: ddp and "
-_FIX += "ddp.find_unused_parameters: true"
+_FIX = "call it on every rank, in one order, and multiply by 0 what is not wanted; or write "
+_FIX += "strategy: ddp and ddp.find_unused_parameters: true"
 
 
 def _in(inner: str, outer: str) -> bool:

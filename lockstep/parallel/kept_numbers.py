@@ -17,7 +17,8 @@ from typing import Any
 
 from torch import nn
 
-_OF_TORCH = frozenset(vars(nn.Module()))  # names of the attributes that every module has
+from lockstep.parallel.attribute_changes import OF_TORCH
+
 _DEPTH = 3  # containers in containers
 
 
@@ -41,7 +42,7 @@ def kept_numbers(root: nn.Module) -> dict[str, KeptNumber]:
     found = {}
     for path, module in root.named_modules():
         for attribute, value in list(vars(module).items()):
-            if attribute not in _OF_TORCH:
+            if attribute not in OF_TORCH:
                 name = f"{path}.{attribute}" if path else attribute
                 for full, number, holder, key in _inside(name, value, module, attribute, _DEPTH):
                     found[full] = KeptNumber(number, holder, key, module, attribute)

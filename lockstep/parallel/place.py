@@ -115,7 +115,8 @@ def place(
     if dry_run is None:
         axes = list(placement.axes.values())
         divergence.guard_replicas(placed, config, placement.mesh, axes)
-        side_effects.watch(placed, compiled=config.training.compile)
+        every = config.distributed.divergence_check_steps or 100
+        side_effects.watch(placed, compiled=config.training.compile, looks_every=every)
         if placement.ways.patterns:
             warn_of_unwritten(placed, placement.ways)
     return placed

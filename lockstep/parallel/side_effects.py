@@ -1,4 +1,9 @@
-"""Side effects of a forward pass, detected in the first steps of a run.
+"""Side effects of a forward pass, detected by looks at whole passes.
+
+A look is at two steps one after another: the first two passes of one and the first of the next. It
+is made in the first steps, in steps 4, 8, 16 and every hundredth, and after a step in which an
+attribute was replaced that never was before (`lockstep.parallel.attribute_changes`). Compiled
+blocks are looked at in the first steps alone, as a look would have them compiled anew.
 
 Parameters that a forward pass writes (`nn.Embedding(max_norm=…)`), counters among the attributes of
 modules and the model's own generators differ from one process, without an error. On several ranks,
@@ -8,8 +13,9 @@ write from the version.
 
 A tensor that a forward pass leaves in an attribute, and that the next one computes with and
 replaces, is state: on each number of ranks it comes from other samples. So is a number that the
-next one reads, and replaces. State is refused under `reproducible`, and on several ranks it is a
-warning.
+next one reads, and replaces; after the first steps only what two passes do this with, as a cache
+that grows does it once in a while. State is refused under `reproducible`, and on several ranks it
+is a warning.
 
 Tests: tests/parallel/test_state_between_calls.py, tests/parallel/test_chain_check.py
 """
@@ -19,7 +25,6 @@ import random
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -29,13 +34,15 @@ from torch.distributed.fsdp import FSDPModule
 from torch.overrides import TorchFunctionMode
 
 from lockstep.errors import UsageError, listed
+from lockstep.parallel.attribute_changes import OF_TORCH, AttributeChanges
 from lockstep.parallel.divergence import fingerprint
 from lockstep.parallel.kept_numbers import KeptNumber, RecordedReads, kept_numbers, members
 from lockstep.parallel.parallel_model import ParallelModel, local
 from lockstep.torch_compat.pytree import tree_leaves
 from lockstep.torch_compat.tensor_versions import version_of
 
-_STEPS = 2  # steps whose first forward pass is watched: a counter has moved in both of them
+_STEPS = 2  # of a look: a counter has moved in both of them
+_EARLY = (4, 8, 16)  # steps with which a look begins, of those that this process makes
 
 _log = logging.getLogger("lockstep")
 
@@ -78,25 +85,23 @@ class _Values:
         ]
 
 
-def watch(placed: ParallelModel, *, compiled: bool = False) -> None:
-    """Watch a placed model's first forward passes, and stop keying generators that are unused."""
-    watch = _Watch(placed, compiled)
-    for root in placed.parts:
-        for module in root.modules():
-            if module is root or isinstance(module, FSDPModule):
-                # After FSDP2 has gathered a unit, and before it frees it.
-                watch.handles.append(module.register_forward_pre_hook(watch.before(root, module)))
-                watch.handles.append(
-                    module.register_forward_hook(watch.after(root, module), prepend=True)
-                )
-    placed.checks.insert(0, partial(_decide_host_generators, placed))
+def watch(placed: ParallelModel, *, compiled: bool = False, looks_every: int = 100) -> None:
+    """Watch a placed model's forward passes, and stop keying generators that are unused."""
+    watch = _Watch(placed, compiled, looks_every)
+    watch.begin_look()
+    placed.checks.insert(0, watch.after_step)
 
 
-def _decide_host_generators(placed: ParallelModel, _step: int) -> None:
-    """Decide after the first step whether Python's and NumPy's generators stay keyed."""
+def _are_generators_decided(placed: ParallelModel) -> bool:
+    """Decide after the first step whether Python's and NumPy's generators stay keyed.
+
+    False: no step has trained yet.
+    """
     host = placed.random_state.host
-    if host is None or not host.trained or host.settled:
-        return
+    if host is None or host.settled:
+        return True
+    if not host.trained:
+        return False
     drawn = torch.full((1,), host.drawn, dtype=torch.int32, device=placed.random_state.device)
     if placed.layout.world_size > 1:
         dist.all_reduce(drawn, op=dist.ReduceOp.MAX)
@@ -104,42 +109,90 @@ def _decide_host_generators(placed: ParallelModel, _step: int) -> None:
         host.settled = True
     else:
         placed.random_state.host = None
+    return True
 
 
 @dataclass
 class _Watch:
     placed: ParallelModel
     compiled: bool  # blocks of it are
-    handles: list[Any] = field(default_factory=list)
-    # root → steps whose first forward pass was watched
-    _seen: dict[int, set[int]] = field(default_factory=dict)
+    looks_every: int = 100  # steps between two looks, at most
+    _handles: list[Any] = field(default_factory=list)  # while a look goes on
+    _steps: int = 0  # that this process has made
+    _looks: int = 0
+    _generators_decided: bool = False
+    _changes: AttributeChanges | None = None  # from the end of the first look on
+    # root → the steps of the passes that this look has watched
+    _seen: dict[int, list[int]] = field(default_factory=dict)
     _open: dict[int, _Values] = field(default_factory=dict)  # unit → its parameters
     # root → what it was before the pass
     _attributes: dict[int, dict[str, Any]] = field(default_factory=dict)
     _generators: dict[int, dict[str, Any]] = field(default_factory=dict)
     # root → before the first pass
     _tensors: dict[int, dict[str, tuple[int, int]]] = field(default_factory=dict)
-    # root → in the second pass, if one was left by the first
+    # root → in a later pass, if one was left by an earlier one
     _uses: dict[int, "_Uses"] = field(default_factory=dict)
     # root → before the first pass
     _numbers: dict[int, dict[str, KeptNumber]] = field(default_factory=dict)
-    # root → in the second pass, of changed ones
+    # root → in a later pass, of changed ones
     _reads: dict[int, RecordedReads] = field(default_factory=dict)
     # root → those that were there before the first pass
     _buffers: dict[int, set[str]] = field(default_factory=dict)
     _warned: set[str] = field(default_factory=set)
-    # root → by how much, in each pass
+    # root → by how much, in each pass of this look
     _moved: dict[int, list[dict[str, float]]] = field(default_factory=dict)
+    # root → what seemed to be state, in each pass of this look
+    _candidates: dict[int, list[set[str]]] = field(default_factory=dict)
+
+    def after_step(self, step: int) -> None:
+        """Begin a look at the next step, if it is time, or an attribute is new in changing."""
+        self._steps += 1
+        if not self._generators_decided:
+            self._generators_decided = _are_generators_decided(self.placed)
+        if self._handles or self.compiled or self._changes is None:
+            return
+        is_time = self._steps + 1 in _EARLY or (step + 1) % self.looks_every == 0
+        if is_time or self._changes.has_new():
+            self.begin_look()
+
+    def begin_look(self) -> None:
+        """Watch the forward passes of the next steps."""
+        self._looks += 1
+        for held in (self._seen, self._moved, self._candidates):
+            held.clear()
+        for root in self.placed.parts:
+            for module in root.modules():
+                if module is root or isinstance(module, FSDPModule):
+                    # After FSDP2 has gathered a unit, and before it frees it.
+                    self._handles += [
+                        module.register_forward_pre_hook(self.before(root, module)),
+                        module.register_forward_hook(self.after(root, module), prepend=True),
+                    ]
+
+    def _end_look(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        if self._changes is None:
+            self._changes = AttributeChanges(self.placed.parts)
+        else:
+            self._changes.take_as_known()
+
+    def _is_watched(self, root: nn.Module, step: int) -> bool:
+        """Return whether a pass that begins belongs to the look."""
+        seen = self._seen.setdefault(id(root), [])
+        passes = 2 if step in seen[:1] else 1
+        return len({*seen, step}) <= _STEPS and seen.count(step) < passes
 
     def before(self, root: nn.Module, unit: nn.Module) -> Any:
         def before(_module: nn.Module, _args: Any) -> None:
-            random_state, seen = self.placed.random_state, self._seen.setdefault(id(root), set())
+            random_state = self.placed.random_state
             if random_state.phase != "train" or not torch.is_grad_enabled():
                 return
             if unit is root:
-                if random_state.step in seen:
+                if not self._is_watched(root, random_state.step):
                     return
-                seen.add(random_state.step)
+                self._seen[id(root)].append(random_state.step)
                 self._attributes[id(root)] = dict(_attributes(root))
                 self._generators[id(root)] = dict(_generators(root))
                 self._watch_tensors(root)
@@ -174,10 +227,9 @@ class _Watch:
                 )
             if unit is root:
                 self._compare_attributes(root)
-                if all(len(self._seen.get(id(part), ())) == _STEPS for part in self.placed.parts):
-                    for handle in self.handles:
-                        handle.remove()
-                    self.handles.clear()
+                seen = [set(self._seen.get(id(part), ())) for part in self.placed.parts]
+                if all(len(steps) == _STEPS for steps in seen):
+                    self._end_look()
 
         return after
 
@@ -210,7 +262,7 @@ class _Watch:
                 self._reads[id(root)].start()
 
     def _kept_tensors(self, root: nn.Module) -> list[str]:
-        """Return the tensors that the second pass has computed with and replaced."""
+        """Return the tensors that the pass has computed with and replaced."""
         uses = self._uses.pop(id(root), None)
         if uses is None:
             return []
@@ -221,7 +273,7 @@ class _Watch:
         )
 
     def _kept_numbers(self, root: nn.Module) -> tuple[list[str], list[str]]:
-        """Return the numbers that the second pass has read and replaced, and unknown ones.
+        """Return the numbers that the pass has read and replaced, and unknown ones.
 
         Unknown ones were replaced, and reading of them can't be seen.
         """
@@ -248,6 +300,9 @@ class _Watch:
             fix += "; or set distributed.reproducible: false"
             raise UsageError(what, where="distributed.reproducible", why=why, fix=fix)
         several = self.placed.layout.world_size > 1
+        state = [name for name in state if name not in self._warned]
+        perhaps = [name for name in perhaps if name not in self._warned]
+        self._warned.update(state, perhaps)
         for names, goes_on in ((state, "goes on"), (perhaps, "may go on")):
             if names and (several or self.placed.reproducible):
                 what = (
@@ -276,8 +331,8 @@ class _Watch:
         passes = self._moved.setdefault(id(root), [])
         passes.append(deltas)
         counters: list[str] = []
-        if len(passes) == _STEPS:
-            counters = [name for name, delta in passes[0].items() if passes[1].get(name) == delta]
+        if len(passes) > 1:
+            counters = [name for name, delta in passes[0].items() if deltas.get(name) == delta]
             if counters:
                 self._report(
                     f"the forward pass advances the attribute {listed(counters)}",
@@ -286,7 +341,26 @@ class _Watch:
                     "set it from the number of the update: Trainer(…, after_update=function)"
                     " (docs/how_to/teachers.md)",
                 )
-        self._report_state([*tensors, *(n for n in numbers if n not in counters)], perhaps)
+        state = [*tensors, *(name for name in numbers if name not in counters)]
+        state, perhaps = self._judge(root, state, perhaps, len(passes) == 1)
+        self._report_state(state, perhaps)
+
+    def _judge(
+        self, root: nn.Module, state: list[str], perhaps: list[str], is_first: bool
+    ) -> tuple[list[str], list[str]]:
+        """Return what is state of what a pass has used and replaced, and what may be.
+
+        After the first steps two passes of a look have to do it; the first of these can't tell a
+        counter yet.
+        """
+        if self._looks == 1:
+            return state, perhaps
+        earlier = self._candidates.setdefault(id(root), [])
+        again = set().union(*earlier)
+        earlier.append({*state, *perhaps})
+        if is_first:
+            return [], []
+        return [n for n in state if n in again], [n for n in perhaps if n in again]
 
     def _report(self, what: str, why: str, fix: str) -> None:
         if self.placed.reproducible:
@@ -331,14 +405,11 @@ def _tensors(root: nn.Module, known: set[str]) -> Iterator[tuple[str, Tensor]]:
     """
     for path, module in root.named_modules():
         for name, value in vars(module).items():
-            if name not in _OF_TORCH:
+            if name not in OF_TORCH:
                 yield from _inside(f"{path}.{name}" if path else name, value, depth=3)
     yield from (
         (name, b) for name, b in root.named_buffers(remove_duplicate=False) if name not in known
     )
-
-
-_OF_TORCH = frozenset(vars(nn.Module()))  # names of the attributes that every module has
 
 
 def _inside(name: str, value: Any, *, depth: int) -> Iterator[tuple[str, Tensor]]:

@@ -1,10 +1,12 @@
 """Buffers that forward passes write, without a rule that combines results of several ranks.
 
 They are noticed in the step in which a forward pass first writes them, by their versions. What
-hides from these (`.data`, NumPy) is noticed by the sum of the bits, after steps that become rarer:
-1, 2, 4, 8 …, and wherever replicas are compared. Under `reproducible` such a buffer is refused;
-else it is a warning, and ranks take rank 0's after each step. An evaluation that writes them is
-told, too.
+hides from these (`.data`, NumPy) is noticed in the same step where buffers are small and in host
+memory, by comparing them with copies: half a microsecond a buffer. Elsewhere a comparison would
+take long, or make the host wait: there it is noticed by the sum of the bits, after steps that
+become rarer: 1, 2, 4, 8 …, and wherever replicas are compared. Under `reproducible` such a buffer
+is refused; else it is a warning, and ranks take rank 0's after each step. An evaluation that writes
+them is told, too.
 
 Tests: tests/parallel/test_combined_buffers.py, tests/parallel/test_state_between_calls.py
 """
@@ -24,6 +26,8 @@ from lockstep.parallel.gathered_rows import KEY, BufferPlace
 from lockstep.torch_compat.tensor_versions import version_of
 
 _log = logging.getLogger("lockstep")
+
+_FEW_ELEMENTS = 1 << 14  # a copy of them is compared in microseconds
 
 _Marks = dict[str, tuple[int, int]]  # name → the tensor's id, and its version
 
@@ -51,6 +55,10 @@ class UnexplainedBuffers:
     _bits: Tensor | None = None  # sums of their bits at the last look
     _looked: int = 0  # the step of the last look
     _steps: int = 0  # that this process has made
+    _copies: dict[str, Tensor] = field(
+        default_factory=dict
+    )  # of small ones, as the step found them
+    _in_step: bool = False  # from a step's first forward pass to its end
 
     def before_forward(self) -> None:
         """Note what a forward pass begins with."""
@@ -58,6 +66,16 @@ class UnexplainedBuffers:
         if not self._registered:
             self._registered = {name: place.tensor for name, place in self.places.items()}
             self._bits = self._bits_now()
+            if self.has_values:
+                self._copies = {
+                    name: buffer.detach().clone()
+                    for name, buffer in self._registered.items()
+                    if buffer.device.type == "cpu" and buffer.numel() <= _FEW_ELEMENTS
+                }
+        if not self._in_step:
+            self._in_step = True
+            for name in self._unlike_copies():  # written between the steps, by the caller
+                self._copies[name] = self.places[name].tensor.detach().clone()
 
     def after_forward(self, step: int) -> None:
         """Note which of them the forward pass has written."""
@@ -86,6 +104,10 @@ class UnexplainedBuffers:
     def finish_step(self, step: int) -> None:
         """Notice what the step has written; every rank calls it after its last backward pass."""
         self._steps += 1
+        self._in_step = False
+        for name in self._unlike_copies():
+            if name not in self._by_step:
+                self._when.setdefault(name, f" in step {step}")
         new = [name for name in self._when if name not in self._written]
         if new and self.reproducible and self._steps > 1:  # seen by this rank alone, perhaps
             raise self._error(new)
@@ -101,11 +123,10 @@ class UnexplainedBuffers:
     def after_evaluation(self) -> None:
         """Report what the forward passes of an evaluation have written since `before_forward`."""
         now = self._marks_now()
-        new = [
-            name
-            for name, mark in self._marks.items()
-            if now[name] != mark and name not in self._evaluated
-        ]
+        written = {name for name, mark in self._marks.items() if now[name] != mark}
+        written.update(self._unlike_copies())
+        self._in_step = False
+        new = [name for name in self.places if name in written - self._evaluated]
         if not new:
             return
         what = f"the forward pass changes the buffer {listed(new)} in evaluation, too"
@@ -128,7 +149,7 @@ class UnexplainedBuffers:
             )
             # host waits for the device
             for name, differs in zip(names, (now != self._bits).tolist(), strict=True):
-                if differs and name not in self._by_step:
+                if differs and name not in self._by_step and name not in self._copies:
                     self._when.setdefault(name, hidden)
         self._bits, self._looked = now, step
         seen = [name for name in names if name in self._when]
@@ -173,6 +194,19 @@ class UnexplainedBuffers:
         buffers = {name: place.tensor for name, place in self.places.items()}
         return {name: (id(buffer), version_of(buffer)) for name, buffer in buffers.items()}
 
+    def _unlike_copies(self) -> list[str]:
+        """Return the small buffers that differ from their copies, but those seen written before."""
+        for name in self._when:
+            self._copies.pop(name, None)
+        now = [self.places[name].tensor for name in self._copies]
+        if all(map(torch.equal, now, self._copies.values())):
+            return []
+        return [
+            name
+            for name, copy in self._copies.items()
+            if not _same_bits(self.places[name].tensor, copy)
+        ]
+
     def _bits_now(self) -> Tensor | None:
         if not self.has_values:
             return None
@@ -196,6 +230,13 @@ class UnexplainedBuffers:
         )
         fix += "or compute it outside of the forward pass, or set distributed.reproducible: false"
         return UsageError(self._what(names), where="distributed.reproducible", why=_WHY, fix=fix)
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    # a nan is unequal to itself, its bits are not
+    return torch.equal(one, other) or bool(fingerprint(one) == fingerprint(other))
 
 
 _WHY = "how it changes is the model's own, so it depends on which micro-batches a rank runs"

@@ -152,14 +152,14 @@ def _is_in(key: str, prefixes: tuple[str, ...]) -> bool:
     return any(key == prefix or key.startswith(f"{prefix}.") for prefix in prefixes)
 
 
-def warn(text: str) -> None:
+def warn(text: str, category: type[Warning] = NoEffectWarning) -> None:
     """Warn at the innermost line outside of the package."""
     frame: FrameType | None = sys._getframe(1)
     level = 2
     while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         frame = frame.f_back
         level += 1
-    warnings.warn(text, NoEffectWarning, stacklevel=level)
+    warnings.warn(text, category, stacklevel=level)
 
 
 def of_log(names: Sequence[str], *, records: bool) -> str:

@@ -45,7 +45,7 @@ from lockstep.trainer.arguments import check_loss_fn, check_model
 from lockstep.trainer.caller_batches import MicroBatchAssigner
 from lockstep.trainer.evaluation import WINDOW, evaluate, evaluating, sample
 from lockstep.trainer.loss_check import LossCheck
-from lockstep.trainer.modes import warn_of_evaluation_mode
+from lockstep.trainer.modes import ModelModes
 from lockstep.trainer.named_loss import loss_fn_of
 from lockstep.trainer.optimizer_setup import Unplaced
 from lockstep.trainer.plain_state import (
@@ -150,7 +150,7 @@ class PlacedModel:
         self.step = 0
         self._assigner = MicroBatchAssigner(placed)
         self._cluster = here
-        self._has_begun = False
+        self._modes = ModelModes(placed)
         self._loss_check = LossCheck(
             placed, compiled=config.training.compile, coarse=mode != "fp32"
         )
@@ -215,9 +215,7 @@ class PlacedModel:
                 " update"
             )
             raise UsageError("the gradients of the last backward are still there", why=why, fix=fix)
-        if not self._has_begun:
-            self._has_begun = True
-            warn_of_evaluation_mode(placed)
+        self._modes.before_step(self.step + 1)
         for look in placed.checks:
             look(self.step)
         micro_batches, micro_batches_per_step = self._assigner.assign(

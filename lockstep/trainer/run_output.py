@@ -9,7 +9,7 @@ from pathlib import Path
 from lockstep import checkpoint
 from lockstep.config import CheckpointConfig
 from lockstep.errors import UsageError
-from lockstep.paths import local_path
+from lockstep.paths import local_path, run_directory
 from lockstep.records import RunDirectory
 from lockstep.run_lock import RunLock
 
@@ -29,10 +29,14 @@ class RunOutput:
         self.checkpoints: checkpoint.Directory | None = None
         self._lock: RunLock | None = None
         if output_dir is not None:
-            self.directory = RunDirectory(local_path(output_dir, "output_dir"))
+            named = local_path(output_dir, "output_dir")
+            self.directory = RunDirectory(run_directory(named))
             own = self.directory.checkpoints
+            is_a_proof = self.directory.path != named  # which writes to no storage of the user's
             self.checkpoints = (
-                own if config.storage is None else checkpoint.build_storage(config.storage)
+                own
+                if config.storage is None or is_a_proof
+                else checkpoint.build_storage(config.storage)
             )
             self._lock = RunLock(
                 self.directory.path, lambda text: print(f"lockstep: {text}", flush=True)

@@ -132,7 +132,7 @@ class RunState:
 
     def before_step(self, micro_batches: Sequence[MicroBatch], micro_batches_per_step: int) -> None:
         """Put the weights in place that are trained, and check the loss in a run's first steps."""
-        self.modes.before_step()
+        self.modes.before_step(self.step.progress.step + 1)
         if self.loss_check.left:
             self.loss_check.before_step(
                 micro_batches, micro_batches_per_step, self.step.progress.step

@@ -333,6 +333,30 @@ class TrainingChecks:
         self._whole_losses = True
         if self.steps == self.first:
             self._check_models()
+        elif self.steps > self.first and not all(map(_in_training, self.models)):
+            self._check_modes(own)
+
+    def _check_modes(self, own: list[Tensor]) -> None:
+        """Find a model that evaluation code has left in evaluation mode, after the first steps."""
+        updated = {id(p) for p in own if p.grad is not None}
+        for model in self.models:
+            was_in_training = self._calls[id(model), True] > 0
+            is_updated = not updated.isdisjoint(map(id, model.parameters()))
+            if (
+                was_in_training
+                and is_updated
+                and not _in_training(model)
+                and _draws_or_normalises(model)
+            ):
+                self._find_evaluation_mode(f", from step {self.steps} on")
+
+    def _find_evaluation_mode(self, since: str) -> None:
+        text = (
+            f"the model is trained in evaluation mode{since}: without dropout, and with the running"
+            " statistics of its normalisations"
+        )
+        fix = "model.train() before the training loop and after evaluation"
+        self.find("evaluation mode", text, fix)
 
     def _check_moved(self, optimizer: Optimizer, own: list[Tensor]) -> None:
         """Note parameters that an update with a gradient left unchanged, or that have none."""
@@ -443,23 +467,13 @@ class TrainingChecks:
         for model in self.models:
             calls = self._calls[id(model), False]
             in_training = self._calls[id(model), True]
-            random = any(isinstance(module, _DRAWS_OR_NORMALISES) for module in model.modules())
             if (
                 calls > 1
                 and not in_training
-                and random
+                and _draws_or_normalises(model)
                 and any(id(p) in held for p in model.parameters())
             ):
-                text = (
-                    "the model is trained in evaluation mode: without dropout, and with the"
-                    " running "
-                    "statistics of its normalisations"
-                )
-                self.find(
-                    "evaluation mode",
-                    text,
-                    "model.train() before the training loop and after evaluation",
-                )
+                self._find_evaluation_mode("")
 
     # ---- data and checkpoints ----
 
@@ -487,6 +501,10 @@ class TrainingChecks:
                 text,
                 "give the names of the checkpoint the prefix of the model's",
             )
+
+
+def _draws_or_normalises(model: nn.Module) -> bool:
+    return any(isinstance(module, _DRAWS_OR_NORMALISES) for module in model.modules())
 
 
 def _steps(schedule: LRScheduler, optimizer: Optimizer) -> bool:

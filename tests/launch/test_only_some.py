@@ -134,6 +134,33 @@ def test_an_error_that_a_script_catches_on_one_rank_is_told_soon(tmp_path: Path)
     assert time.monotonic() - since < 60
 
 
+@pytest.mark.fault(
+    "hang: a script catches an error that one rank alone has, under torchrun",
+    "the same, where nobody watches the ranks, and gloo's wait can't be called off",
+    "after 10 s (or `hang.seconds`, if that is less) a rank of the same machine that waits ends"
+    " itself, with the other one's error and its line; torchrun stops the rest",
+)
+def test_an_error_that_a_script_catches_on_one_rank_is_told_soon_under_torchrun(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "own.py").write_text(_CAUGHT)
+    command = [sys.executable, "-m", TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m", "own"]
+    torchrun = Forked(
+        command,
+        cwd=tmp_path,
+        env=environment(OMP_NUM_THREADS="1", PYTHONPATH=f"{tmp_path}:{REPOSITORY}"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    _, said = torchrun.communicate(timeout=180)
+    assert torchrun.returncode == 1
+    assert "rank 1 of 2 failed: steps ended with an error, which its script caught" in said
+    assert "ValueError: no more of this" in said
+    assert f"own.py:{line_of(_CAUGHT, 'raise ValueError')}" in said
+    assert f"the others wait for it in steps at own.py:{line_of(_CAUGHT, 'for record')}" in said
+
+
 _OTHERS = {
     "torchrun": ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "own.py"),
     "lockstep.spawn": ("-c", "import lockstep, own; lockstep.spawn(own.train, nprocs=2)"),

@@ -47,7 +47,7 @@ class Model(nn.Module):
         self.way, self.step = way, 0
         self.first, self.second = (nn.ModuleList(Part() for _ in range(2)) for _ in range(2))
         self.text, self.head = nn.ModuleList(Part() for _ in range(2)), nn.Linear(WIDTH, 1)
-        if way == "frozen tower":
+        if way in ("frozen tower", "frozen reentrant"):
             self.first.requires_grad_(False)
 
     def blocks(self) -> list[tuple[str, nn.Module]]:
@@ -99,6 +99,10 @@ class Model(nn.Module):
                 x = x + checkpoint(in_row, tower, self.text[0](x), use_reentrant=True)
         return x
 
+    def frozen_reentrant(self, x: Tensor, image: Tensor, seen: set[int]) -> Tensor:
+        x = self.second[0](x)
+        return x + checkpoint(self.first[0], x, use_reentrant=True) if 0 in seen else x
+
     def everything_recomputed(self, x: Tensor, image: Tensor, seen: set[int]) -> Tensor:
         """Leave out a tower within a checkpoint that is around all parts."""
         return checkpoint(
@@ -135,6 +139,11 @@ class Model(nn.Module):
         for part in (*self.second, *self.first):
             x = part(x) if 0 in seen or part in self.first else x
         return x
+
+    def either_order(self, x: Tensor, image: Tensor, seen: set[int]) -> Tensor:
+        """Call the same units in another order, by the data."""
+        parts = (self.first, self.second) if 0 in seen else (self.second, self.first)
+        return in_row((*parts[0], *parts[1]), x)
 
     def repeated(self, x: Tensor, image: Tensor, seen: set[int]) -> Tensor:
         for _ in range(1 + (0 in seen)):
@@ -286,12 +295,14 @@ def refused(case: Case) -> str:
 
 def test_a_unit_that_ranks_call_another_number_of_times_is_an_error() -> None:
     """In the first step, where all ranks know, and later, where the one that leaves out a call
-    does.
+    does. So are units that ranks call in different orders.
     """
     for text in run_ranks(refused, 2, ("fsdp:2", "repeated", "0101" * 6, {})):
         assert "leave out a call of first.0" in text
     texts = run_ranks(refused, 2, ("fsdp:2", "repeated", "0000" + "01" * 10, {}))
     assert any("leave out a call of first.0" in text for text in texts)
+    for text in run_ranks(refused, 2, ("fsdp:2", "either order", "0101" * 6, {})):
+        assert "a call of first.0, which others make, or make it in another order" in text
 
 
 @pytest.mark.parametrize(
@@ -306,6 +317,8 @@ def test_a_unit_that_ranks_call_another_number_of_times_is_an_error() -> None:
         pytest.param("recomputed further", KINDS, {}, marks=pytest.mark.full),
         pytest.param("recomputed towers", KINDS, KEPT, marks=pytest.mark.full),
         pytest.param("recomputed further", KINDS, KEPT, marks=pytest.mark.full),
+        pytest.param("frozen reentrant", KINDS, {}, marks=pytest.mark.full),
+        pytest.param("frozen reentrant", "0000" + "01" * 10, {}, marks=pytest.mark.full),
     ],
 )
 def test_a_unit_that_is_recomputed_with_others_and_left_out_is_an_error(

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import UsageError
+from lockstep.parallel.attribute_changes import AttributeChanges
 from lockstep.trainer import Trainer
 from tests.ranks import run_ranks
 
@@ -160,13 +161,15 @@ class Late(nn.Module):
     """A buffer that is first written in the third step, in the way that `kind` says."""
 
     level: Tensor
+    large: Tensor
 
     def __init__(self, kind: str) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.kind, self.head = kind, nn.Linear(WIDTH, 1)
         self.register_buffer("level", torch.zeros(1))
-        self.register_buffer("constant", torch.ones(1))
+        self.register_buffer("constant", torch.tensor([1.0, torch.nan]))
+        self.register_buffer("large", torch.zeros(1 << 15))
         self.step = 0  # which the loop sets
 
     def forward(self, x: Tensor) -> Tensor:
@@ -176,10 +179,13 @@ class Late(nn.Module):
             self.level = self.level + x.mean()
         elif (self.kind == "data" and self.step > 1) or self.kind == "data at once":
             self.level.data.add_(x.mean())
-        return self.head(x) * self.constant + self.level  # type: ignore[no-any-return]
+        elif self.kind == "large data" and self.step > 1:
+            self.large.data.add_(x.mean())
+        return self.head(x) * self.constant[0] + self.level + self.large[0]  # type: ignore[no-any-return]
 
 
-WHEN = {"in place": "in step 3", "replaced": "in step 3", "data": "in steps 3 to 4"}
+WHEN = {"in place": "in step 3", "replaced": "in step 3", "data": "in step 3"}
+HIDDEN = {"large data": "in steps 3 to 4"}  # by the sum of the bits
 
 
 def train_late(kind: str, strategy: str, reproducible: bool) -> Tensor:
@@ -199,25 +205,46 @@ def train_late(kind: str, strategy: str, reproducible: bool) -> Tensor:
     )
     for step, _ in enumerate(trainer.steps(data), start=1):
         model.step = step
-    return trainer.placed.buffers["level"].clone()
+    return trainer.placed.buffers["large" if kind in HIDDEN else "level"][:1].clone()
 
 
-@pytest.mark.parametrize("kind", [*WHEN, "data at once"])
+@pytest.mark.parametrize("kind", [*WHEN, *HIDDEN, "data at once"])
 def test_a_buffer_is_noticed_in_the_step_in_which_it_is_first_written(
     kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Also one written through `.data`, which hides it from versions; a checkpoint has what it
     became.
     """
-    first = f", first {WHEN[kind]}" if kind in WHEN else ""
-    with pytest.raises(UsageError, match=f"changes the buffer level{first}\\n"):
+    when = (WHEN | HIDDEN).get(kind)
+    first = f", first {when}" if when else ""
+    name = "large" if kind in HIDDEN else "level"
+    with pytest.raises(UsageError, match=f"changes the buffer {name}{first}\\n"):
         train_late(kind, "single", True)
     assert train_late(kind, "single", False).abs() > 0
-    assert f"changes the buffer level{first}:" in caplog.text
+    assert f"changes the buffer {name}{first}:" in caplog.text
     assert "constant" not in caplog.text
 
 
-def test_a_buffer_that_evaluations_write_is_refused_there() -> None:
+def test_a_buffer_that_the_loop_writes_between_steps_is_no_state() -> None:
+    """A temperature that the caller anneals, whichever way it is written."""
+    model = Late("none").train()
+    x = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(0))
+    data = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
+    trainer = Trainer(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.01),
+        nn.MSELoss(),
+        batch_size=2,
+        max_steps=4,
+        reproducible=True,
+    )
+    for step, _ in enumerate(trainer.steps(data), start=1):
+        model.level.data.fill_(step / 4)
+        model.constant.data[0] = step
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+def test_a_buffer_that_evaluations_write_is_refused_there(hidden: bool) -> None:
     class Evaluated(nn.Linear):
         def __init__(self) -> None:
             super().__init__(WIDTH, 1)
@@ -225,7 +252,7 @@ def test_a_buffer_that_evaluations_write_is_refused_there() -> None:
 
         def forward(self, input: Tensor) -> Tensor:
             if not self.training:
-                self.evaluated += input.sum()
+                (self.evaluated.data if hidden else self.evaluated).add_(input.sum())
             return super().forward(input)
 
     x = torch.randn(8, WIDTH)
@@ -316,3 +343,124 @@ def test_what_the_end_of_a_step_writes_is_not_refused(kind: str) -> None:
 def test_what_the_forward_pass_writes_besides_is_refused() -> None:
     with pytest.raises(UsageError, match="the forward pass changes the buffer bias"):
         train("forward too", "single", True, Balancing)
+
+
+# ---- what begins after the first steps ----
+
+
+class Later(nn.Module):
+    """Begins in step 6 to do what `kind` says."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.kind = kind
+        self.head = nn.Linear(WIDTH, 1)
+        self.gain = 1.0
+        self.last = 0.0
+        self.count = 0
+        self.longest = 0
+        self.h: Tensor | None = None
+        self.kept: dict[str, Any] = {}
+        self.tracker = SimpleTracker()
+        self.memory = torch.zeros(WIDTH)
+        self.generator = torch.Generator()
+        self.step = 1  # which the loop sets
+
+    def forward(self, x: Tensor) -> Tensor:
+        seen = float(x.abs().mean())
+        gain: Any = 1.0
+        if self.step < 6:
+            pass
+        elif self.kind == "number":
+            self.gain = gain = 0.9 * self.gain + 0.1 * seen
+        elif self.kind == "member":
+            self.kept["gain"] = gain = 0.9 * self.kept.get("gain", 1.0) + 0.1 * seen
+        elif self.kind == "object":
+            gain = self.tracker.update(seen)
+        elif self.kind == "tensor":
+            gain = self.h = x.abs().mean() if self.h is None else 0.9 * self.h + 0.1
+        elif self.kind == "replaced tensor":
+            self.memory = 0.9 * self.memory + x.mean(0)
+            gain = self.memory
+        elif self.kind == "count":
+            self.count += 1
+        elif self.kind == "parameter":
+            self.head.weight.data.clamp_(-0.1, 0.1)
+        elif self.kind == "generator":
+            gain = torch.rand(1, generator=self.generator)
+        elif self.kind == "left behind":
+            self.last = self.kept["last"] = seen
+        elif self.kind == "cache":  # which grows in step 6 alone
+            self.longest = max(self.longest, len(x))
+        return self.head(x * gain)  # type: ignore[no-any-return]
+
+
+def train_later(kind: str, steps: int) -> None:
+    model = Later(kind).train()
+    x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(0))
+    data = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    settings: Any = {"batch_size": 2, "global_batch_size": 4, "reproducible": True}
+    trainer = Trainer(model, optimizer, nn.MSELoss(), max_steps=steps, **settings)
+    for record in trainer.steps(data):
+        model.step = record.step + 1
+
+
+LATER = {
+    "number": (7, "goes on from gain, which"),
+    "member": (7, r"goes on from kept\['gain'\], which"),
+    "object": (7, r"goes on from tracker\.value, which"),
+    "tensor": (7, "goes on from h, which"),
+    "count": (7, "advances the attribute count"),
+    "replaced tensor": (8, "goes on from memory, which"),
+    "parameter": (8, r"writes the parameter head\.weight"),
+    "generator": (8, "draws from a generator"),
+}
+
+
+@pytest.mark.parametrize("kind", LATER)
+def test_what_begins_late_is_refused_in_the_next_step_or_the_next_look(kind: str) -> None:
+    """A number, or a tensor where there was none, in the next step; the rest in step 8."""
+    step, message = LATER[kind]
+    train_later(kind, step - 1)
+    with pytest.raises(UsageError, match=message):
+        train_later(kind, step)
+
+
+@pytest.mark.parametrize("kind", ["left behind", "cache"])
+def test_what_is_left_behind_late_is_no_state(kind: str) -> None:
+    train_later(kind, 10)
+
+
+def test_state_that_the_loop_resets_at_each_step_is_refused() -> None:
+    """The second micro-batch of a step goes on from the first one's."""
+    model = Recurrent("tensor").train()
+    x = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(0))
+    data = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
+    settings: Any = {"batch_size": 2, "global_batch_size": 4, "reproducible": True}
+    trainer = Trainer(model, None, nn.MSELoss(), max_steps=3, **settings)
+
+    def loop() -> None:
+        for _ in trainer.steps(data):
+            model.h = None
+
+    with pytest.raises(UsageError, match="goes on from h, which"):
+        loop()
+
+
+def test_each_slot_asks_for_a_look_once() -> None:
+    """A model that leaves a number behind in each step is not looked at in each."""
+    model = Later("left behind")
+    model.step = 6
+    changes = AttributeChanges([model])
+    assert not changes.has_new()
+    model.last = 0.5
+    model.kept["last"] = 0.5
+    assert changes.has_new()
+    changes.take_as_known()
+    model.last = 0.6
+    model.kept["more"] = 0.6  # the dict grows for the second time
+    assert not changes.has_new()
+    model.gain = 2.0
+    assert changes.has_new()

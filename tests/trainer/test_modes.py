@@ -6,6 +6,8 @@ shortest form.
 """
 
 import warnings
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -204,6 +206,82 @@ def test_parts_in_evaluation_mode() -> None:
     frozen = Dropping()
     frozen.stem.eval().requires_grad_(False)
     assert not texts_of(frozen, "steps")
+
+
+EARLIER = 2
+LATER = 4
+
+
+def trained(model: nn.Module, way: str, after: Callable[[int], None]) -> list[Any]:
+    """Make four steps, with `after(step)` between them; return the warnings about modes."""
+    batch = data()[:8]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if way == "steps":
+            trainer = Trainer(model, "sgd", LOSS, max_steps=LATER, **SETTINGS)
+            for record in trainer.steps(data()):
+                after(record.step)
+        elif way == "training_step":
+            trainer = Trainer(model, "sgd", LOSS, batch_size=8, max_steps=LATER)
+            for step in range(1, LATER + 1):
+                trainer.training_step(batch)
+                after(step)
+        else:
+            placed = lockstep.place(model, strategy="single", loss_fn=LOSS)
+            for step in range(1, LATER + 1):
+                placed.backward(batch)
+                placed.zero_grad()
+                after(step)
+    return [w for w in caught if "evaluation mode" in str(w.message)]
+
+
+WAYS = ["steps", "training_step", "place"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_model_that_is_left_in_evaluation_mode_is_told_once(way: str) -> None:
+    model = Dropping()
+
+    def left(step: int) -> None:
+        if step >= EARLIER:
+            model.eval()
+
+    (found,) = trained(model, way, left)
+    assert "the model is in evaluation mode since before step 3" in str(found.message)
+    assert "do: model.train() after the evaluation" in str(found.message)
+    assert found.filename == __file__
+    assert not trained(Dropping(), way, lambda step: None)
+
+
+def test_a_part_that_is_left_in_evaluation_mode_is_told_and_one_that_is_put_back_is_not() -> None:
+    model = Dropping()
+    (found,) = trained(model, "steps", lambda step: model.stem.eval() and None)
+    assert "its part stem is in evaluation mode since before step 2" in str(found.message)
+    whole = Dropping()
+    assert not trained(whole, "steps", lambda step: whole.eval().train() and None)
+
+
+GRADIENTS = "gradients are switched off in step 3"
+FROZEN = "no parameter requires gradients any more in step 3"
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("how", "message"), [("no_grad", GRADIENTS), ("inference_mode", GRADIENTS), ("frozen", FROZEN)]
+)
+def test_a_step_without_gradients_is_refused(way: str, how: str, message: str) -> None:
+    model = Dropping()
+    with ExitStack() as left_on:
+
+        def disable(step: int) -> None:
+            if step == EARLIER and how == "frozen":
+                model.requires_grad_(False)
+            elif step == EARLIER:
+                left_on.enter_context(getattr(torch, how)())
+
+        with pytest.raises(UsageError, match=message) as refused:
+            trained(model, way, disable)
+    assert how == "frozen" or f"with torch.{how}():" in str(refused.value)
 
 
 def evaluated_in_a_pipeline() -> list[str]:

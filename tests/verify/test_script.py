@@ -3,6 +3,7 @@ ones on two ranks.
 """
 
 import json
+import runpy
 import sys
 from pathlib import Path
 
@@ -261,6 +262,48 @@ def test_a_script_of_lockstep_is_left_to_the_check_of_its_config(tmp_path: Path)
     assert not outcome.failed
     assert "lockstep verify CONFIG" in outcome.not_judged
     assert not outcome.causes
+
+
+OF_A_RUN = """
+import sys
+import torch
+from torch import nn
+from lockstep import Trainer
+torch.manual_seed(0)
+data = torch.utils.data.TensorDataset(torch.randn(64, 4), torch.randn(64, 1))
+settings = {"output_dir": sys.argv[1], "max_steps": 2, "save_steps": 1}
+Trainer(nn.Linear(4, 1), None, nn.MSELoss(), **settings).train(data)
+"""
+COMMAND = f"{sys.executable} -m lockstep launch --nproc-per-node {{n}}"
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(p): p.read_bytes() if p.is_file() else b"" for p in folder.rglob("*")}
+
+
+@pytest.mark.parametrize("kind", ["script", "new folder", "command"])
+def test_a_proof_leaves_run_directories_as_they_are(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of a finished run, from which nothing is resumed, one that is not there yet, and the
+    one that a launcher makes.
+    """
+    script = tmp_path / "train.py"
+    run = tmp_path / "run"
+    script.write_text(OF_A_RUN)
+    if kind != "new folder":
+        monkeypatch.setattr(sys, "argv", [str(script), str(run)])
+        runpy.run_path(str(script))
+        assert (run / "checkpoints" / "step-00000002").is_dir()
+    monkeypatch.chdir(tmp_path)
+    before = files(tmp_path)
+    if kind == "command":
+        (outcome,) = verify_script(f"{COMMAND} {script} {run}", [], [2], steps=2)
+    else:
+        (outcome,) = verify_script(str(script), [str(run)], [2], steps=2)
+    assert not outcome.failed, outcome.failed
+    assert "lockstep verify CONFIG" in outcome.not_judged
+    assert files(tmp_path) == before
 
 
 @pytest.mark.parametrize(

@@ -103,6 +103,19 @@ def evaluating(self: Loop) -> None:
     self.model.eval()
 
 
+def evaluated_and_left(self: Loop) -> None:
+    Loop.step(self)
+    self.done = getattr(self, "done", 0) + 1
+    if self.done == 5:
+        self.model.eval()
+        self.model(torch.randn(4, 4))  # its gradients are not switched off
+
+
+def evaluated_and_put_back(self: Loop) -> None:
+    evaluated_and_left(self)
+    self.model.train()
+
+
 class Wrapper(nn.Module):
     """As DistributedDataParallel: in training mode, whatever is in it."""
 
@@ -149,6 +162,8 @@ def infinite(self: Loop, x: Tensor) -> Tensor:
         (loop(__init__=part_of_the_model), "parameters without an optimizer"),
         (loop(__init__=evaluating), "evaluation mode"),
         (loop(__init__=evaluating_in_a_wrapper), "evaluation mode"),
+        (loop(step=evaluated_and_left), "evaluation mode"),
+        (loop(step=evaluated_and_put_back), None),
         (loop(loss=frozen_part), "parameters without gradients"),
         (loop(accumulate=2, backward=clipping_each), "clipping"),
         (loop(accumulate=2, loss=undivided), "gradient accumulation"),

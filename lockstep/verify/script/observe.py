@@ -38,7 +38,9 @@ from torch.optim.optimizer import (
 from lockstep.environment import RANK_0_OF_1, rank_facts
 from lockstep.launch.failures import descendants, is_running, read_all, short_path
 from lockstep.launch.script import run_script
+from lockstep.launch.worker import mark_done
 from lockstep.parallel.parallel_model import local
+from lockstep.paths import RUNS
 from lockstep.torch_compat import script_patches
 from lockstep.torch_compat.pytree import tree_leaves
 from lockstep.verify.experiments import with_other_last_bits
@@ -76,6 +78,7 @@ def observe(task: ScriptTask, *, alone: bool) -> None:
     """
     if alone:
         os.environ.update(RANK_0_OF_1)
+    os.environ[RUNS] = str(task.runs)
     # by which Fabric knows torchrun
     os.environ.setdefault("TORCHELASTIC_RUN_ID", "lockstep-verify")
     facts = rank_facts()
@@ -200,6 +203,7 @@ class _ScriptObserver:
             if all(task.record_file(rank).exists() for rank in range(self.world)):
                 break
             time.sleep(0.01)
+        mark_done()  # where the command is Lockstep's launcher
         os._exit(0)
 
     def _collective(self, name: str, given: Any) -> None:

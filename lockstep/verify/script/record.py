@@ -65,6 +65,11 @@ class ScriptTask:
         """Return the file of a rank's record."""
         return self.folder / f"record-{rank}.pt"
 
+    @property
+    def runs(self) -> Path:
+        """The folder that takes the run directories which the script names."""
+        return self.folder / "runs"
+
     def hang_file(self, rank: int) -> Path:
         """Return the file that says where a rank hangs."""
         return self.folder / f"hang-{rank}.json"

@@ -18,6 +18,7 @@ from lockstep.environment import rank_facts
 from lockstep.errors import LockstepError, RunError, UsageError
 from lockstep.launch.spawn import spawn_again
 from lockstep.launch.worker import die_with_this_process
+from lockstep.paths import RUNS
 from lockstep.verify.script.observe import TASK, observe
 from lockstep.verify.script.record import ScriptRecord, ScriptTask, World, for_ranks
 from lockstep.verify.subject import run_isolated, why_not_ended
@@ -122,6 +123,7 @@ def start_command(tasks: Sequence[ScriptTask], ranks: int) -> None:
             for_ranks(word, ranks if len(tasks) == 1 else 1) for word in shlex.split(task.script)
         ]
         environment = injected(LOCKSTEP_OBSERVED_RUN=str(task.folder))
+        environment[RUNS] = str(task.runs)
         what = ""
         try:
             with (task.folder / "output-0.log").open("w") as log:

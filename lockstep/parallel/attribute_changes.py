@@ -1,0 +1,130 @@
+"""Notices that modules' attributes have been replaced, for microseconds a step.
+
+Whether a number is state that the next forward pass goes on from is found out by a look at whole
+passes (`lockstep.parallel.side_effects`), too slow for each step. Here only identities of objects
+are compared, in C: 0.2 µs for a module of the user's own. What changes for the first time asks
+for a look. Modules of torch itself keep no numbers, and tensors are left to the looks that come
+anyway, as a reference would keep them in memory.
+
+Tests: tests/parallel/test_state_between_calls.py
+"""
+
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import chain, compress, islice, repeat
+from operator import is_not
+from typing import Any
+
+from torch import Tensor, nn
+
+OF_TORCH = frozenset(vars(nn.Module()))  # names of the attributes that every module has
+_DEPTH = 2  # containers in containers
+_MOST_MEMBERS = 64  # of a container that is looked into
+
+_Slot = tuple[int, int]  # id of a container, and the place in it
+
+
+class AttributeChanges:
+    """The attributes of some modules, as they were when they were last taken as known."""
+
+    def __init__(self, roots: Sequence[nn.Module]) -> None:
+        self._roots = roots
+        self._known: set[_Slot] = set()  # that have changed before
+        self._resized: set[int] = set()  # containers whose size has changed before
+        self._read()
+
+    def has_new(self) -> bool:
+        """Return whether something has been replaced that never was before."""
+        # written out, as each call counts here
+        now = list(chain.from_iterable(map(islice, self._views, self._skipped, repeat(None))))
+        if len(now) != self._size:
+            return True
+        changed = set(compress(self._places, map(is_not, now, self._values)))
+        return not changed <= self._passed_over
+
+    def take_as_known(self) -> None:
+        """Take what is there now as known; what has changed is not asked about again."""
+        begin = 0
+        for kept, view, skipped, size in zip(
+            self._kept, self._views, self._skipped, self._sizes, strict=True
+        ):
+            before = self._values[begin : begin + size]
+            now = list(islice(view, skipped, None))
+            if len(now) == size:
+                changed = compress(range(size), map(is_not, now, before))
+                self._known.update((id(kept), place) for place in changed)
+            elif not isinstance(kept, nn.Module):
+                self._resized.add(id(kept))
+            begin += size
+        self._read()
+
+    def _read(self) -> None:
+        """Find the containers, and keep what is in them."""
+        found: dict[int, tuple[Any, Collection[Any]]] = {}
+        for root in self._roots:
+            for module in root.modules():
+                if not _is_torchs_own(module):
+                    found[id(module)] = (module, vars(module).values())
+                    own = (v for name, v in vars(module).items() if name not in OF_TORCH)
+                    for kept, view in _containers(own, _DEPTH):
+                        found.setdefault(id(kept), (kept, view))
+        for known in self._resized:
+            found.pop(known, None)
+        self._kept = [kept for kept, _ in found.values()]
+        self._views = [view for _, view in found.values()]
+        self._skipped = [_of_torch(kept) for kept in self._kept]
+        self._sizes = [
+            len(view) - skipped for view, skipped in zip(self._views, self._skipped, strict=True)
+        ]
+        self._slots: list[_Slot] = [
+            (key, place)
+            for key, size in zip(found, self._sizes, strict=True)
+            for place in range(size)
+        ]
+        self._places = range(len(self._slots))
+        values = [
+            member
+            for view, skipped in zip(self._views, self._skipped, strict=True)
+            for member in islice(view, skipped, None)
+        ]
+        self._size = len(values)
+        tensors = {place for place, value in enumerate(values) if isinstance(value, Tensor)}
+        self._values = [None if place in tensors else v for place, v in enumerate(values)]
+        changed = {place for place, slot in enumerate(self._slots) if slot in self._known}
+        self._passed_over = tensors | changed
+
+
+def _of_torch(container: Any) -> int:
+    """Return how many of the first members are what torch keeps in each module."""
+    if not isinstance(container, nn.Module):
+        return 0
+    names = list(vars(container))[: len(OF_TORCH)]
+    return len(names) if OF_TORCH.issuperset(names) else 0
+
+
+def _is_torchs_own(module: nn.Module) -> bool:
+    return all(cls.__module__.partition(".")[0] in _TORCHS for cls in type(module).__mro__)
+
+
+_TORCHS = ("torch", "builtins")
+
+
+def _containers(values: Iterable[Any], depth: int) -> Iterator[tuple[Any, Collection[Any]]]:
+    """Yield the small containers and plain objects among values, each with its members."""
+    for value in values:
+        members = _members(value)
+        if members is not None and len(members) <= _MOST_MEMBERS:
+            yield value, members
+            if depth > 1:
+                yield from _containers(list(members), depth - 1)
+
+
+def _members(value: object) -> Collection[Any] | None:
+    if isinstance(value, dict):
+        return value.values()
+    if isinstance(value, list | tuple | deque):
+        return value
+    is_plain = hasattr(value, "__dict__") and not callable(value)
+    if is_plain and not isinstance(value, nn.Module | type | Tensor):
+        return vars(value).values()
+    return None
