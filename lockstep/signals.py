@@ -86,10 +86,15 @@ def leave_to_script() -> None:
                 signal.signal(number, default)
 
 
-def ignore() -> None:
-    """Ignore these signals from now on: the work is done, and the exit code is fixed."""
+def ignore(*, scripts_own: bool = False) -> None:
+    """Ignore these signals from now on: the work is done, and the exit code is fixed.
+
+    `scripts_own`: also those for which a script has its own or the default handlers.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return
     for number in ASKS_TO_END:
-        if signal.getsignal(number) is _noted:
+        if scripts_own or signal.getsignal(number) is _noted:
             signal.signal(number, signal.SIG_IGN)
 
 

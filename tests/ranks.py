@@ -3,6 +3,7 @@
 Ranks are forks of a server that has imported torch and Lockstep (`tests.forked`).
 """
 
+import fcntl
 import os
 import pickle
 import socket
@@ -11,17 +12,38 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from tests.forked import Forked
 from tests.hosts import REPOSITORY, Host
 
+_PORTS = 12_000
+
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that nobody has, and that nobody else takes until it is used.
+
+    Other processes let the kernel choose theirs, so this one is below those from which it chooses;
+    and whoever asks here, in any process, takes the next in turn.
+    """
+    end = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    first = max(1024, end - _PORTS)
+    turn = Path(tempfile.gettempdir(), f"lockstep-test-ports-{os.getuid()}")
+    with open(turn, "a+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        number = int(file.read() or 0)
+        while True:
+            port = first + number % (end - first)
+            number += 1
+            with socket.socket() as probe, suppress(OSError):
+                probe.bind(("", port))
+                break
+        file.truncate(0)
+        file.write(str(number))
+    return port
 
 
 def run_ranks(

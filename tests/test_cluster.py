@@ -137,7 +137,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         for rank in (0, 1)
     ]
     for process in processes:
-        _, error = process.communicate(timeout=100)
+        _, error = process.communicate(timeout=300)
         assert process.returncode == 0, error
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
 

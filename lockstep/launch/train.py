@@ -221,7 +221,8 @@ def _log(text: str, *, to_stderr: bool = False) -> None:
 _log_to_stderr = partial(_log, to_stderr=True)
 
 
-_OTHER_MACHINES_SECONDS = 2.0  # how long to wait for another machine's failure file
+# how long to wait for another machine's failure file, which a busy machine takes seconds to write
+_OTHER_MACHINES_SECONDS = 10.0
 
 
 @dataclass(frozen=True)

@@ -298,6 +298,9 @@ def run_as_worker(
             if failure is None:
                 mark_done()
         except (Exception, SystemExit, KeyboardInterrupt) as error:
+            if launched:
+                # a neighbour's failure makes the launcher end this rank: it tells its own first
+                signals.ignore(scripts_own=True)
             failure = from_exception(error, facts, log)
         if failure is None:
             return code

@@ -163,7 +163,7 @@ def test_what_is_full_is_written_while_the_next_is_filled(
     let = threading.Event()
 
     def slow(handle: int, data: memoryview) -> int:
-        assert let.wait(20)
+        assert let.wait(200)
         return write(handle, data)
 
     monkeypatch.setattr(os, "write", slow)

@@ -116,7 +116,7 @@ def test_a_rank_killed_in_a_save_leaves_the_old_checkpoint_and_no_rank_waiting(
     tmp_path: Path,
 ) -> None:
     with pytest.raises(AssertionError) as caught:
-        run_ranks(rank_cases.killed_in_pairs, 4, tmp_path, timeout=60)
+        run_ranks(rank_cases.killed_in_pairs, 4, tmp_path)
     assert str(caught.value).split("\n") == ["1 died", "2 died"]
     assert {path.name for path in tmp_path.glob("survivor-*")} == {"survivor-0", "survivor-3"}
     for pair in ("pair-0", "pair-1"):

@@ -432,7 +432,7 @@ class Together:
     """`any_left` among threads that stand for ranks."""
 
     def __init__(self, ranks: int) -> None:
-        self.barrier = threading.Barrier(ranks, timeout=20)
+        self.barrier = threading.Barrier(ranks, timeout=200)
         self.votes: list[bool] = [False] * ranks
 
     def on(self, rank: int):

@@ -180,7 +180,7 @@ class Pids(Dataset[int]):
 
 
 def gone(pid: int) -> bool:
-    for _ in range(200):
+    for _ in range(20_000):  # on a busy machine
         try:
             os.kill(pid, 0)
         except ProcessLookupError:

@@ -47,7 +47,7 @@ def test_trap_36_an_ephemeral_port_that_is_closed_one_way_is_named(
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(20)
+            thread.join(200)
         assert found[0] == found[1]
         (line,) = found[0]
         assert line.status == (BAD if firewall else GOOD)
@@ -72,6 +72,6 @@ def test_a_machine_without_an_address_is_named() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(200)
     assert [line.status for line in found[0]] == [BAD]
     assert "host0 127.0.0.1 does not reach host1 without an address" in found[0][0].found

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from lockstep import checkpoint
+from lockstep.checkpoint import AsyncSaver, commit
 from lockstep.errors import RunError, UsageError
 from tests.faults.tiny import Points, events, steps, trainer
 from tests.launch.conftest import Launch, launch  # noqa: F401
-from tests.launch.shared import script
+from tests.launch.shared import script, wait_for
 from tests.ranks import run_ranks
 
 BOTH = pytest.mark.parametrize("in_background", [True, False], ids=["async", "sync"])
@@ -63,17 +64,21 @@ def test_a_passing_refusal(tmp_path: Path, in_the_way: Path, in_background: bool
     " checkpoint stays",
 )
 def test_a_long_refusal_is_survived(tmp_path: Path, in_background: bool) -> None:
+    folder = tmp_path / "checkpoints"
+    gone = tmp_path / "gone"
+    read = 0
+
     class Breaking(Points):
         def __getitem__(self, index: int) -> dict[str, object]:  # type: ignore[override]
-            time.sleep(0.01)
-            done = len(steps(tmp_path))
-            folder = tmp_path / "checkpoints"
-            if 3 <= done < 8 and folder.is_dir():
-                folder.rename(tmp_path / "gone")
+            nonlocal read
+            read += 1
+            if read == 3 * 8 + 1:  # the samples of the fourth step: the save of the second ends
+                wait_for((folder / "step-00000002").is_dir)
+                folder.rename(gone)
                 folder.write_text("")
-            if done >= 8 and folder.is_file():
+            if folder.is_file() and len(events(tmp_path, "save_failed")) >= 2:
                 folder.unlink()
-                (tmp_path / "gone").rename(folder)
+                gone.rename(folder)
             return super().__getitem__(index)  # type: ignore[return-value]
 
     run = trainer(
@@ -82,6 +87,7 @@ def test_a_long_refusal_is_survived(tmp_path: Path, in_background: bool) -> None
     run.train(Breaking())
     failed = {event["step"] for event in events(tmp_path, "save_failed")}
     assert len(failed) >= 2
+    assert not {"step-00000004", "step-00000006"} & set(saved(tmp_path))
     assert {"step-00000002", "step-00000012"} <= set(saved(tmp_path))
     assert steps(tmp_path) == list(range(1, 13))
 
@@ -174,15 +180,22 @@ def test_a_full_disk_does_not_hide_its_own_message(small_disk: Path, launch: Lau
     "one save is under way at a time; the next waits for it, and how long is in events.jsonl",
 )
 def test_a_slow_write_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lockstep.checkpoint import commit
-
     once = commit.write_once
+    wait = AsyncSaver.wait
+    is_waited_for = threading.Event()
 
     def slowly(*args: object) -> None:
-        time.sleep(1.0)  # longer than four steps on a busy machine
+        is_waited_for.clear()
+        assert is_waited_for.wait(200)
+        time.sleep(0.3)
         once(*args)  # type: ignore[arg-type]
 
+    def noted(saver: AsyncSaver) -> object:
+        is_waited_for.set()
+        return wait(saver)
+
     monkeypatch.setattr(commit, "write_once", slowly)
+    monkeypatch.setattr(AsyncSaver, "wait", noted)
     trainer(tmp_path, checkpoint={"save_steps": 4}).train(Points())
     assert saved(tmp_path) == ["step-00000004", "step-00000008", "step-00000012"]
     assert max(event["waited_for_previous"] for event in events(tmp_path, "save_stall")) > 0.1

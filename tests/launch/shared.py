@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import pty
+import select
 import struct
 import subprocess
 import sys
@@ -25,6 +26,10 @@ CLEAN = (
     "MASTER_PORT",
     "OMP_NUM_THREADS",
 )
+
+
+# seconds for what comes soon on an idle machine, and must not fail a test on a busy one
+PATIENCE = 200.0
 
 
 @dataclass
@@ -90,11 +95,11 @@ def on_a_terminal(folder: Path, *arguments: str, columns: int = 0, **more: str) 
     except OSError:  # the terminal's other side is closed
         pass
     os.close(primary)
-    assert process.wait(60) == 0, shown
+    assert process.wait(PATIENCE) == 0, shown
     return shown.decode()
 
 
-def finish(process: subprocess.Popen[str], folder: Path, timeout: float = 100) -> Ended:
+def finish(process: subprocess.Popen[str], folder: Path, timeout: float = 300) -> Ended:
     try:
         out, err = process.communicate(timeout=timeout)
     finally:
@@ -113,7 +118,20 @@ def script(folder: Path, text: str) -> None:
     (folder / "script.py").write_text(helper + say + text)
 
 
-def wait_for(condition: Callable[[], object], seconds: float = 60) -> None:
+def says(process: subprocess.Popen[str], text: str) -> str:
+    """What the process writes to stderr, to the end of this text; `finish` has what follows."""
+    assert process.stderr is not None
+    descriptor = process.stderr.fileno()
+    said = b""
+    while text.encode() not in said:
+        ready, _, _ = select.select([descriptor], [], [], PATIENCE)
+        byte = os.read(descriptor, 1) if ready else b""
+        assert byte, f"it does not say {text!r}, but {said.decode()!r}"
+        said += byte
+    return said.decode()
+
+
+def wait_for(condition: Callable[[], object], seconds: float = PATIENCE) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"

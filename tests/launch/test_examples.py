@@ -56,7 +56,7 @@ def test_each_trains(tmp_path: Path) -> None:
             start(tmp_path, asked[n][0], *asked[n][1], NPROC="1", MASTER_PORT=port) for n in names
         ]
         told = {
-            name: process.communicate(timeout=150)[0]
+            name: process.communicate(timeout=300)[0]
             for name, process in zip(names, running, strict=True)
         }
         assert [process.returncode for process in running] == [0] * len(names), told
@@ -67,7 +67,7 @@ def test_each_trains(tmp_path: Path) -> None:
 @pytest.mark.parametrize("script", ["train_dist_torchrun.sh", "train_multinode.sh"])
 def test_without_arguments_they_say_how(tmp_path: Path, script: str) -> None:
     process = start(tmp_path, script)
-    said, _ = process.communicate(timeout=20)
+    said, _ = process.communicate(timeout=100)
     assert process.returncode == 2
     assert said.startswith("usage: ")
 

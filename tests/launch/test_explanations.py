@@ -40,7 +40,7 @@ def run(folder: Path, script: str, **variables: str) -> str:
         stderr=subprocess.PIPE,
         text=True,
     )
-    _, said = process.communicate(timeout=120)
+    _, said = process.communicate(timeout=300)
     assert process.returncode == 1
     return said
 

@@ -52,14 +52,18 @@ def test_trap_30_a_rank_is_no_machine_number(tmp_path: Path) -> None:
 )
 def test_the_first_cause_is_told_where_it_was_not_too(tmp_path: Path) -> None:
     """A rank fails on one machine; the other's launcher, which only sees a lost connection, names
-    it too.
+    it too. Nor does its own launcher, which ends it when a neighbour fails, keep it from telling.
     """
     script(
         tmp_path,
         """
+class DiskError(Exception):
+    def __str__(self):
+        open("gone", "w").close()
+        time.sleep(1)  # several times: on a busy machine others fail while this one is told
+        return "the disk is full"
 if RANK == 3:
-    open("gone", "w").close()
-    raise ValueError("the disk is full")
+    raise DiskError
 while not os.path.exists("gone"):
     time.sleep(0.01)
 time.sleep(0.2)
@@ -69,7 +73,7 @@ raise RuntimeError("Connection reset by peer")
     ended = two_machines(tmp_path, "--rdzv-endpoint", f"localhost:{free_port()}", numbered=False)
     assert [e.code for e in ended] == [1, 1]
     for one in ended:
-        assert "rank 3 of 4 failed: ValueError: the disk is full" in one.err, one.err
+        assert "rank 3 of 4 failed: DiskError: the disk is full" in one.err, one.err
         assert one.err.count("failed:") == 1
 
 
@@ -89,7 +93,7 @@ def test_a_machine_whose_ranks_are_done_does_not_wait_for_one_whose_ranks_failed
     ended = two_machines(
         tmp_path, "--master-addr", "127.0.0.1", "--master-port", str(free_port()), numbered=True
     )
-    assert time.monotonic() - since < 60
+    assert time.monotonic() - since < 250  # seconds, on a busy machine
     assert [e.code for e in ended] == [1, 1], ended
     assert "rank 3 of 4 failed: the program left with code 3" in ended[1].err, ended
     assert "the ranks of another machine failed" in ended[0].err, ended
@@ -153,7 +157,7 @@ def test_trap_35_a_machine_that_waits_for_another_says_so_and_ends(
         "--master-port",
         port,
         "--rdzv-conf",
-        "timeout=2",
+        "timeout=5",
         "script.py",
     )
     assert ended.code == 1
@@ -161,7 +165,7 @@ def test_trap_35_a_machine_that_waits_for_another_says_so_and_ends(
         f"waiting for 2 machines at 127.0.0.1:{port}; start this command on each of them"
         in ended.err
     )
-    assert f"lockstep: machine 1 of 2 did not come to 127.0.0.1:{port} within 2 s" in ended.err
+    assert f"lockstep: machine 1 of 2 did not come to 127.0.0.1:{port} within 5 s" in ended.err
     assert "Traceback" not in ended.err
 
 
@@ -214,7 +218,7 @@ def test_trap_37_a_namespace_knows_its_own_address(
         tmp_path,
         """
 import socket
-socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), timeout=5).close()
+socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), timeout=100).close()
 say(world=os.environ["WORLD_SIZE"], gloo=os.environ["GLOO_SOCKET_IFNAME"])
 """,
     )
@@ -245,7 +249,7 @@ say(world=os.environ["WORLD_SIZE"], gloo=os.environ["GLOO_SOCKET_IFNAME"])
         )
         for name in two_namespaces
     ]
-    ended = [finish(process, tmp_path, timeout=60) for process in processes]
+    ended = [finish(process, tmp_path) for process in processes]
     assert [e.code for e in ended] == [0, 0], ended
     said = [ended[0].said(rank) for rank in (0, 1)]
     assert [one["world"] for one in said] == ["2", "2"]

@@ -82,7 +82,7 @@ def test_trap_79_a_collective_of_torch_on_rank_0_alone_is_found(tmp_path: Path) 
     )
     assert re.search(rf"own\.py:{line_of(text, 'dist.all_reduce')} in <module>", ended.err)
     assert f"the others wait in steps at own.py:{line_of(text, 'for record in')}" in ended.err
-    assert time.monotonic() - since < 120
+    assert time.monotonic() - since < 250
 
 
 _CAUGHT = """
@@ -110,7 +110,7 @@ try:
     for record in trainer.steps(data):
         print("step", record.step)
 except ValueError:
-    time.sleep(200)
+    time.sleep(600)
 """
 
 
@@ -131,7 +131,7 @@ def test_an_error_that_a_script_catches_on_one_rank_is_told_soon(tmp_path: Path)
     assert f"the others wait for it in steps at own.py:{line_of(_CAUGHT, 'for record')}" in (
         ended.err
     )
-    assert time.monotonic() - since < 60
+    assert time.monotonic() - since < 250
 
 
 @pytest.mark.fault(
@@ -423,4 +423,4 @@ def test_ranks_that_wait_for_each_other_in_different_collectives_are_found_soon(
         f"the others wait in save_checkpoint at own.py:{line_of(text, 'trainer.save_checkpoint')}"
         in ended.err
     )
-    assert time.monotonic() - since < 120
+    assert time.monotonic() - since < 250

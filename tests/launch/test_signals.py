@@ -14,6 +14,8 @@ from lockstep import scratch
 from tests.launch.shared import Ended, environment, finish, script, start, wait_for
 from tests.ranks import REPOSITORY, free_port
 
+_SOON = 60.0  # on a busy machine; what is waited for here would take many minutes
+
 
 def listens(pid: int) -> bool:
     """Whether the process catches SIGTERM."""
@@ -27,7 +29,7 @@ def told(
 ) -> tuple[Ended, float]:
     since = time.monotonic()
     process.send_signal(number)
-    return finish(process, folder, timeout=30), time.monotonic() - since
+    return finish(process, folder), time.monotonic() - since
 
 
 @pytest.mark.fault(
@@ -38,7 +40,7 @@ def told(
     " files",
 )
 def test_signals_while_a_run_starts(tmp_path: Path) -> None:
-    script(tmp_path, "time.sleep(60)\n")
+    script(tmp_path, "time.sleep(600)\n")
     (tmp_path / "tiny.yaml").write_text(
         "model: {name: 'tests.faults.tiny:Net'}\ndata: {name: 'tests.faults.tiny:Points'}\n"
         "training: {max_steps: 5, batch_size: 4}\ndistributed: {device: cpu}\n"
@@ -75,18 +77,18 @@ def test_signals_while_a_run_starts(tmp_path: Path) -> None:
         ended, seconds = told(early, tmp_path, number)
         assert ended.code == 75
         assert ended.err == f"lockstep: stopped by {number.name} before anything was started\n"
-        assert seconds < 5
+        assert seconds < _SOON
     os.set_blocking(waiting.stderr.fileno(), True)  # type: ignore[union-attr]
     line = waiting.stderr.readline()  # type: ignore[union-attr]
     while "waiting for machine 1" not in line:
         line = waiting.stderr.readline()  # type: ignore[union-attr]
     ended, seconds = told(waiting, tmp_path, signal.SIGTERM)
-    assert (ended.code, seconds < 5) == (75, True), ended.err
+    assert (ended.code, seconds < _SOON) == (75, True), ended.err
     assert "lockstep: stopped by SIGTERM before ranks were started\n" in ended.err
     wait_for(lambda: f":{int(port):04X} " in Path("/proc/net/tcp").read_text())
     time.sleep(0.5)
     ended, seconds = told(rank, tmp_path, signal.SIGINT)
-    assert (ended.code, seconds < 5) == (75, True), ended.err
+    assert (ended.code, seconds < _SOON) == (75, True), ended.err
     assert "lockstep: stopped by SIGINT before the training began\n" in ended.err
     assert "Traceback" not in ended.err
     assert list((tmp_path / "tmp").glob("lockstep-*")) == []

@@ -207,7 +207,7 @@ main()
     ]
     assert len(str(said[0]["TORCHELASTIC_RUN_ID"])) == 32
     assert said[0]["TORCHELASTIC_RUN_ID"] == said[1]["TORCHELASTIC_RUN_ID"]
-    wait_for(lambda: "child err 1" in (tmp_path / "lg/rank-1.log").read_text(), seconds=5)
+    wait_for(lambda: "child err 1" in (tmp_path / "lg/rank-1.log").read_text())
     for line in ("out 0", "child 0", "out 1", "child 1"):
         assert line in ended.out, ended.out
     assert "err 0" not in ended.err

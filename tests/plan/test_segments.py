@@ -1,7 +1,5 @@
 """Stages of equal time, from segments that are run."""
 
-import time
-
 import pytest
 import torch
 import yaml
@@ -10,7 +8,10 @@ from torch import Tensor, nn
 from lockstep.cli import main
 from lockstep.config import config_from
 from lockstep.errors import UsageError
+from lockstep.plan import workload
 from lockstep.plan.workload import Workload, equal_stages, measure_segments
+
+now = [0.0]  # a clock that segments alone advance
 
 
 class Slow(nn.Module):
@@ -20,7 +21,7 @@ class Slow(nn.Module):
         self.idle = nn.Parameter(torch.zeros(width))
 
     def forward(self, x: Tensor) -> Tensor:
-        time.sleep(self.seconds)
+        now[0] += self.seconds
         return torch.tanh(self.linear(x)) + 0 * self.idle.sum()
 
 
@@ -31,13 +32,14 @@ def chain() -> nn.Sequential:
     )
 
 
-def test_stages_are_of_equal_time_not_of_equal_size() -> None:
+def test_stages_are_of_equal_time_not_of_equal_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workload, "_now", lambda _device: now[0])
     config = config_from({"training.batch_size": 4})
     work = Workload(chain, (torch.zeros(8), torch.zeros(8)), nn.MSELoss())
     measured = measure_segments(work, config, torch.device("cpu"), 3)
     assert [one.name for one in measured] == list("01234")
     assert [one.parameters for one in measured] == [1072, 1072, 73, 73, 73]
-    assert measured[3].forward > 0.02
+    assert [one.forward for one in measured] == pytest.approx([0, 0, 0.01, 0.02, 0.01])
     # the input and tanh's result, of four samples
     assert 2 * 4 * 8 * 4 >= measured[1].kept >= 4 * 8 * 4
     parts, spec = equal_stages(measured, 2)

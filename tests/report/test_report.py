@@ -219,7 +219,7 @@ def test_the_command_writes_the_page_without_torch(tmp_path: Path) -> None:
         [sys.executable, "-c", script, "report", str(tmp_path / "run")],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     assert "run: crashed, 59 steps" in done.stdout

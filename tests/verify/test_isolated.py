@@ -40,13 +40,13 @@ def test_a_case_that_dies_has_a_reason(tmp_path: Path) -> None:
 
 
 def waits() -> None:
-    time.sleep(60)
+    time.sleep(600)
 
 
 def test_a_case_that_hangs_is_ended_and_placed(tmp_path: Path) -> None:
     began = time.monotonic()
     assert not run_isolated(waits, tmp_path, 0, 1, alone=True)
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 200
     error = str(why_not_ended(tmp_path, 1, 1))
     assert "no answer within 1 s: rank 0 at " in error
     assert "test_isolated.py" in error

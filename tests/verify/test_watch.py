@@ -285,8 +285,8 @@ def test_ranks_that_reach_no_store_are_not_waited_for(monkeypatch: pytest.Monkey
     ranks.flush(60.0)
     ranks.send(1, {})
     begin = time.monotonic()
-    ranks.flush(60.0)
-    assert time.monotonic() - begin < 30, "nobody compares, and it is waited for"
+    ranks.flush(500.0)
+    assert time.monotonic() - begin < 200, "nobody compares, and it is waited for"
 
 
 def test_watching_every_0_steps_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
