@@ -9,7 +9,7 @@ Tests: tests/parallel/test_combined_buffers.py
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from numbers import Number
@@ -159,6 +159,17 @@ def _recording_class(cls: Any, names: dict[Any, str], read: set[str]) -> type:
     return type(cls.__name__, (cls,), own)
 
 
+def grown(before: Iterable[str], now: Iterable[str]) -> set[str]:
+    """Return the names of the sequences that have more members now than before."""
+    return {sequence_of(name) for name in set(now).difference(before)} - {""}
+
+
+def sequence_of(name: str) -> str:
+    """Return the name of the list or other sequence of which `name` is a member, or ""."""
+    sequence, _, index = name.rpartition("[")
+    return sequence if index[:-1].isdecimal() else ""
+
+
 class _Recording:
     """The record of members of dicts and lists that are read before they are written.
 
@@ -172,6 +183,10 @@ class _Recording:
     def saw(self, key: Any) -> None:
         if key in self.names and key not in self._written:
             self.read.add(self.names[key])
+
+    def emptied(self) -> None:
+        """Forget the members: what comes in their places is new."""
+        self.names = {}
 
     def wrote(self, key: Any) -> None:
         self._written = self._written | {key}
@@ -198,6 +213,15 @@ class _RecordingDict(dict[Any, Any], _Recording):
         self.saw(key)
         return super().setdefault(key, default)
 
+    def clear(self) -> None:
+        self.emptied()
+        super().clear()
+
+    def update(self, *given: Any, **more: Any) -> None:
+        for key in dict(*given, **more):
+            self.wrote(key)
+        super().update(*given, **more)
+
     def values(self) -> Any:
         for key in self:
             self.saw(key)
@@ -219,6 +243,15 @@ class _RecordingList(list[Any], _Recording):
         for place in range(len(self))[key] if isinstance(key, slice) else [range(len(self))[key]]:
             self.wrote(place)
         super().__setitem__(key, value)
+
+    def clear(self) -> None:
+        self.emptied()
+        super().clear()
+
+    def __delitem__(self, key: Any) -> None:
+        if isinstance(key, slice):
+            self.emptied()
+        super().__delitem__(key)
 
     def __iter__(self) -> Iterator[Any]:
         for place in range(len(self)):

@@ -13,9 +13,9 @@ write from the version.
 
 A tensor that a forward pass leaves in an attribute, and that the next one computes with and
 replaces, is state: on each number of ranks it comes from other samples. So is a number that the
-next one reads, and replaces; after the first steps only what two passes do this with, as a cache
-that grows does it once in a while. State is refused under `reproducible`, and on several ranks it
-is a warning.
+next one reads, and replaces, and a list whose members it uses, and that it adds to; after the first
+steps only what two passes do this with, as a cache that grows does it once in a while. State is
+refused under `reproducible`, and on several ranks it is a warning.
 
 Tests: tests/parallel/test_state_between_calls.py, tests/parallel/test_chain_check.py
 """
@@ -36,7 +36,14 @@ from torch.overrides import TorchFunctionMode
 from lockstep.errors import UsageError, listed
 from lockstep.parallel.attribute_changes import OF_TORCH, AttributeChanges
 from lockstep.parallel.divergence import fingerprint
-from lockstep.parallel.kept_numbers import KeptNumber, RecordedReads, kept_numbers, members
+from lockstep.parallel.kept_numbers import (
+    KeptNumber,
+    RecordedReads,
+    grown,
+    kept_numbers,
+    members,
+    sequence_of,
+)
 from lockstep.parallel.parallel_model import ParallelModel, local
 from lockstep.torch_compat.pytree import tree_leaves
 from lockstep.torch_compat.tensor_versions import version_of
@@ -141,6 +148,8 @@ class _Watch:
     _warned: set[str] = field(default_factory=set)
     # root → by how much, in each pass of this look
     _moved: dict[int, list[dict[str, float]]] = field(default_factory=dict)
+    # root → the tensors and numbers that were there before the pass
+    _names: dict[int, set[str]] = field(default_factory=dict)
     # root → what seemed to be state, in each pass of this look
     _candidates: dict[int, list[set[str]]] = field(default_factory=dict)
 
@@ -234,26 +243,40 @@ class _Watch:
         return after
 
     def _watch_tensors(self, root: nn.Module) -> None:
+        """Record uses, in the pass that begins, of tensors that earlier passes have left."""
         known = self._buffers.setdefault(
             id(root), {name for name, _ in root.named_buffers(remove_duplicate=False)}
         )
         here = dict(_tensors(root, known))
+        self._names[id(root)] = set(here)
         if id(root) not in self._tensors:
             self._tensors[id(root)] = {name: _mark(tensor) for name, tensor in here.items()}
             return
         first = self._tensors[id(root)]
-        left = {name: tensor for name, tensor in here.items() if first.get(name) != _mark(tensor)}
+        longer = grown(first, here)
+        left = {
+            name: tensor
+            for name, tensor in here.items()
+            if first.get(name) != _mark(tensor) or sequence_of(name) in longer
+        }
         if left:
             self._uses[id(root)] = _Uses(left)
             self._uses[id(root)].__enter__()  # type: ignore[no-untyped-call]  # until the pass is over
 
     def _watch_numbers(self, root: nn.Module) -> None:
+        """Record reads, in the pass that begins, of numbers that earlier passes have left."""
         here = kept_numbers(root)
+        self._names[id(root)].update(here)
         if id(root) not in self._numbers:
             self._numbers[id(root)] = here
             return
         first = self._numbers[id(root)]
-        left = {name: number for name, number in here.items() if not number.equals(first.get(name))}
+        longer = grown(first, here)
+        left = {
+            name: number
+            for name, number in here.items()
+            if not number.equals(first.get(name)) or sequence_of(name) in longer
+        }
         if left:
             self._reads[id(root)] = RecordedReads(left)
             if self.compiled:  # it would be compiled again
@@ -262,18 +285,20 @@ class _Watch:
                 self._reads[id(root)].start()
 
     def _kept_tensors(self, root: nn.Module) -> list[str]:
-        """Return the tensors that the pass has computed with and replaced."""
+        """Return the tensors that the pass has computed with, and replaced or added to."""
         uses = self._uses.pop(id(root), None)
         if uses is None:
             return []
         uses.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         here = dict(_tensors(root, self._buffers[id(root)]))
-        return sorted(
+        longer = grown(self._names[id(root)], here)
+        replaced = {
             name for name in uses.used if name not in here or _mark(here[name]) != uses.marks[name]
-        )
+        }
+        return sorted(replaced | longer.intersection(map(sequence_of, uses.used)))
 
     def _kept_numbers(self, root: nn.Module) -> tuple[list[str], list[str]]:
-        """Return the numbers that the pass has read and replaced, and unknown ones.
+        """Return the numbers that the pass has read, and replaced or added to, and unknown ones.
 
         Unknown ones were replaced, and reading of them can't be seen.
         """
@@ -282,8 +307,13 @@ class _Watch:
             return [], []
         uses.stop()
         here = kept_numbers(root)
-        replaced = [name for name, old in uses.numbers.items() if not old.equals(here.get(name))]
-        return [n for n in replaced if n in uses.read], [n for n in replaced if n in uses.unknown]
+        longer = grown(self._names[id(root)], here)
+        replaced = {n for n, old in uses.numbers.items() if not old.equals(here.get(n))}
+        state, perhaps = (
+            sorted((replaced & those) | longer.intersection(map(sequence_of, those)))
+            for those in (uses.read, uses.unknown)
+        )
+        return state, perhaps
 
     def _report_state(self, state: list[str], perhaps: list[str]) -> None:
         why = (

@@ -29,6 +29,7 @@ class Recurrent(nn.Module):
         self.cell, self.head = nn.GRUCell(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
         self.h: Any = None
         self.kept: Any = {"list": [], "dict": {}, "deque": deque(maxlen=2)}.get(kind)
+        self.bank: list[Tensor] = []  # grows
         self.seen: dict[str, Tensor] = {}
         self.cache: dict[int, Tensor] = {}
 
@@ -38,6 +39,7 @@ class Recurrent(nn.Module):
             "list": lambda: self.kept[0] if self.kept else None,
             "dict": lambda: self.kept.get("state"),
             "deque": lambda: self.kept[-1] if self.kept else None,
+            "bank": lambda: self.bank[0] if self.bank else None,
         }.get(self.kind, lambda: None)()
         after = self.cell(x, x.new_zeros(len(x), WIDTH) if before is None else before)
         self.seen["hidden"] = after.detach()  # for others to look at
@@ -50,6 +52,8 @@ class Recurrent(nn.Module):
             self.kept[:] = [after.detach()]
         elif self.kind == "deque":
             self.kept.append(after.detach())
+        elif self.kind == "bank":
+            self.bank.append(after.detach())
         return self.head(after * self.cache[len(x)])  # type: ignore[no-any-return]
 
 
@@ -68,9 +72,9 @@ def train(
     list(trainer.steps(data))
 
 
-@pytest.mark.parametrize("kind", ["tensor", "list", "dict", "deque"])
+@pytest.mark.parametrize("kind", ["tensor", "list", "dict", "deque", "bank"])
 def test_state_is_refused_where_the_step_must_not_depend_on_ranks(kind: str) -> None:
-    with pytest.raises(UsageError, match=r"goes on from (h|kept)"):
+    with pytest.raises(UsageError, match=r"goes on from (h|kept|bank)"):
         train(kind, "single", True)
     train(kind, "single", False)
 
@@ -90,6 +94,7 @@ class Scaled(nn.Module):
         self.kind, self.head = kind, nn.Linear(WIDTH, 1)
         self.gain, self.late_gain, self.last_gain = 1.0, None, 0.0
         self.array, self.kept, self.series = np.ones(1), {"gain": 1.0}, [1.0, 0.0]
+        self.parts: list[float] = []
         self.tracker, self.nested = SimpleTracker(), {"inner": {"gain": 1.0}}
         self.register_buffer("lazy", None)
 
@@ -109,6 +114,9 @@ class Scaled(nn.Module):
             self.kept["gain"] = gain = 0.9 * self.kept["gain"] + 0.1 * seen
         elif self.kind == "list":
             self.series[0] = gain = 0.9 * self.series[0] + 0.1 * seen
+        elif self.kind == "longer list":
+            self.series.append(seen)
+            gain = sum(self.series)
         elif self.kind == "object":
             gain = self.tracker.update(seen)
         elif self.kind == "nested":
@@ -118,6 +126,10 @@ class Scaled(nn.Module):
                 x.abs().mean() if self.lazy is None else 0.9 * self.lazy + 0.1 * x.abs().mean()
             )
             gain = self.lazy
+        # Of this pass alone.
+        self.parts.clear()
+        self.parts.append(seen)
+        gain = gain * sum(self.parts)
         # For others to look at.
         self.last_gain = self.kept["last"] = self.series[1] = self.tracker.last = seen
         return self.head(x * gain)  # type: ignore[no-any-return]
@@ -138,6 +150,7 @@ KEPT = {
     "array": "array",
     "dict": r"kept\['gain'\]",
     "list": r"series\[0\]",
+    "longer list": r"series, series\[1\]",
     "object": r"tracker\.value",
     "lazy buffer": "lazy",
 }
