@@ -2,9 +2,20 @@
 
 The schedule depends on the number of optimizer updates, so it stands still in a step that the loss
 scale skips. Warm-up is (update + 1) / warmup_steps: the first update never has a learning rate of
-0.
+0. Factors of the peak rate over eight updates, two of which warm up:
 
-Tests: tests/test_optim.py, tests/trainer/test_scheduler.py
+    >>> def factors(kind):
+    ...     schedule = Schedule(kind, total=8, warmup=2, min_ratio=0.1)
+    ...     return [round(schedule.factor(updates), 2) for updates in range(9)]
+    >>> factors("linear")
+    [0.5, 1.0, 1.0, 0.85, 0.7, 0.55, 0.4, 0.25, 0.1]
+    >>> factors("cosine")
+    [0.5, 1.0, 1.0, 0.94, 0.78, 0.55, 0.33, 0.16, 0.1]
+    >>> factors("wsd")
+    [0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.55, 0.1]
+
+Tests: tests/test_optim.py, tests/trainer/test_scheduler.py,
+tests/parallel/test_worked_examples.py
 """
 
 import copy
@@ -96,8 +107,10 @@ def check_no_closure(optimizer: Optimizer) -> None:
 def unfuse(optimizer: Optimizer) -> bool:
     """Make an optimizer use its plain kernels, in place; return whether it used fused ones.
 
-    The fused CPU kernels round the tail of a tensor differently, and shards have other tails than
-    whole parameters. On a CPU the foreach kernels take a third longer than a loop over tensors.
+    The fused CPU kernels compute as many elements at a time as a register holds, and round the tail
+    of a tensor, what remains, in another way. A weight of 24 numbers has no tail in steps of eight;
+    its shards of 12 have one of four each. On a CPU the foreach kernels take a third longer than a
+    loop over tensors.
     """
     fused = [group for group in optimizer.param_groups if group.get("fused")]
     for group in fused:

@@ -5,9 +5,19 @@ A rank may hold a part of the sequence (`lockstep.parallel.context`).
 Rotary positions (Su et al. 2021, *RoFormer*) rotate neighbours (2j, 2j+1) of the last dim at
 position t by the angle t·theta^(−2j/width), in float32 under any autocast (in bf16 position 257
 would equal position 256). They are computed at each call: a buffer would be cast with the model,
-lost on `meta`, and sent to ranks.
+lost on `meta`, and sent to ranks. Width 4 and theta 10,000 at positions 0 and 1: the first pair of
+numbers turns by 0 and 1, the second by 0 and 0.01.
 
-Tests: tests/models/test_rotary.py, tests/models/test_documents.py, tests/parity/test_context.py
+    >>> cos, sin = phases(torch.arange(2), width=4, theta=10_000.0)
+    >>> sin
+    tensor([[0.0000, 0.0000],
+            [0.8415, 0.0100]])
+    >>> rotate(torch.tensor([[1.0, 0, 1, 0], [1, 0, 1, 0]]), cos, sin)
+    tensor([[1.0000, 0.0000, 1.0000, 0.0000],
+            [0.5403, 0.8415, 0.9999, 0.0100]])
+
+Tests: tests/models/test_rotary.py, tests/models/test_documents.py, tests/parity/test_context.py,
+tests/parallel/test_worked_examples.py
 """
 
 from typing import Any
@@ -20,8 +30,8 @@ from torch import Tensor, nn
 class Attend(nn.Module):
     """Scaled dot-product attention: q [B, H, T, D], k and v [B, H or fewer, T, D] → [B, H, T, D].
 
-    Positions of one document attend to each other only. `documents`, int64 [B, whole T], numbers
-    the document of each position of the whole sequence, also where a rank has a part of it; a
+    Positions of one document attend to each other only. `documents`, int64 [B, complete T], numbers
+    the document of each position of the complete sequence, also where a rank has a part of it; a
     document is one run of equal numbers. If `causal`, a position attends to itself and earlier
     ones; else to all.
 
@@ -57,8 +67,12 @@ class Attend(nn.Module):
     ) -> Tensor:
         """Let queries at the positions first, first + 1, … attend to keys at 0, 1, ….
 
-        If causal, to earlier ones.
+        If causal, to earlier ones. Two queries from position 2 on and four keys: the mask is
+
+            [[1, 1, 1, 0],
+             [1, 1, 1, 1]]
         """
+        # Without a mask torch takes its flash kernel, where the device has one.
         mask = None
         if self.causal and (first or documents is not None):
             mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril(first)
@@ -72,7 +86,11 @@ class Attend(nn.Module):
 
 
 def positions_within(documents: Tensor) -> Tensor:
-    """Return the position of each token within its document: int64 [B, T] → int64 [B, T]."""
+    """Return the position of each token within its document: int64 [B, T] → int64 [B, T].
+
+    >>> positions_within(torch.tensor([[7, 7, 7, 4, 4, 7]]))
+    tensor([[0, 1, 2, 0, 1, 0]])
+    """
     positions = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
     begins = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
     return positions - torch.where(begins, positions, 0).cummax(1).values
@@ -82,6 +100,9 @@ def same_document(documents: Tensor, first: int, queries: int, keys: int) -> Ten
     """Return whether each query and each key belong to one document: bool [B, queries, keys].
 
     The queries are at the positions first, first + 1, …, the keys at 0, 1, ….
+
+    >>> same_document(torch.tensor([[7, 7, 4, 4]]), first=2, queries=1, keys=4)
+    tensor([[[False, False,  True,  True]]])
     """
     return documents[:, first : first + queries, None] == documents[:, None, :keys]
 
@@ -157,6 +178,7 @@ class _Rotation(torch.autograd.Function):
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Return (even · cos − odd · sin, even · sin + odd · cos), as neighbours again, in float32."""
     turned = torch.empty(x.shape, dtype=torch.float32, device=x.device)
     even, odd = x.view(*x.shape[:-1], -1, 2).unbind(-1)
     turned_even, turned_odd = turned.view(*x.shape[:-1], -1, 2).unbind(-1)

@@ -129,7 +129,7 @@ class Objective:
     module: nn.Module | None = None
     tap: Tap = field(default_factory=Tap)
     # outputs of this rank → outputs for the whole batch, where ranks share its sequences
-    whole: Callable[[Any], Any] = lambda outputs: outputs
+    gather_outputs: Callable[[Any], Any] = lambda outputs: outputs
 
     def of(self, model: Callable[..., Any], batch: Any) -> tuple[Tensor, int, int | Tensor]:
         """Run one forward pass: (loss, times, number of valid targets), as in `factors`."""
@@ -157,7 +157,7 @@ class Objective:
         loss was computed there.
         """
         if self.tap.take is not None:
-            taken = self.tap.take(self.whole(outputs), batch)
+            taken = self.tap.take(self.gather_outputs(outputs), batch)
             if taken is not None:
                 return taken
         if self.observed is None:

@@ -72,7 +72,8 @@ def backward(
     torch.autograd.backward([output for output, _ in roots], [gradient for _, gradient in roots])
     found: list[Tensor | None] = []
     for place, value in enumerate(inputs):
-        gradient, value.grad = value.grad, None
+        gradient = value.grad
+        value.grad = None
         found.append(
             gradient if gradient is None or not as_made else laid_out(gradient, strides[place])
         )
@@ -127,7 +128,8 @@ def _continue_from(
     operation: Node, given: Sequence[tuple[GradientEdge, Tensor]], weights: Sequence[Tensor]
 ) -> None:
     """Add the gradients of an operation's weights to `.grad`, from the gradients of its outputs."""
-    edges, gradients = [edge for edge, _ in given], [gradient for _, gradient in given]
+    edges = [edge for edge, _ in given]
+    gradients = [gradient for _, gradient in given]
     if operation.name() not in _WANTS_ALL:
         torch.autograd.backward(edges, gradients, inputs=weights)
         return
@@ -173,7 +175,8 @@ def first_half(
     }
     half.weights = list(weight_of.values())
     used = [place_of[node] for node in order if node in place_of]
-    starts, given = half.starts, half.gradients
+    starts = half.starts
+    given = half.gradients
     found: list[Tensor | None] = [None] * len(inputs)
     if not used:
         return tuple(found), half
@@ -182,7 +185,9 @@ def first_half(
         half.operations = [
             (node, [weight_of[each] for each in nodes]) for node, nodes in operations
         ]
-        half.starts, half.gradients = [], []
+        half.starts = []
+        half.gradients = []
+    # While the gradients of the inputs are computed, each operation keeps what reaches it.
     hooks = [node.register_prehook(_keep(half.arrived, node)) for node, _ in half.operations]
     try:
         wanted = [inputs[place] for place in used]
@@ -209,6 +214,9 @@ def _operations(
         inputs: the nodes of the inputs.
         weights: the nodes that accumulate the gradients of weights.
     """
+    # For y = relu(x · Wᵀ) the order is W, TBackward, x, MmBackward, ReluBackward. TBackward leads
+    # to no input, and has W behind it; MmBackward leads to x and has TBackward next to it, so it is
+    # an operation, with W; ReluBackward leads to x and uses no weight.
     leads_to_input = set(inputs)
     behind: dict[Node, frozenset[Node]] = {}  # node that leads to no input → the weights behind it
     operations: list[tuple[Node, list[Node]]] = []
@@ -247,6 +255,7 @@ def _keep(arrived: dict[Node, Gradients], node: Node) -> Callable[[Gradients], N
 
 def _postorder(roots: Sequence[Node]) -> list[Node]:
     """Return the nodes of a graph, each after all that follow it on the way to the leaves."""
+    # A stack in place of recursion: graphs are deeper than Python's calls may be.
     seen: set[Node] = set()
     order: list[Node] = []
     stack = [(root, False) for root in roots]

@@ -1,9 +1,20 @@
 """Batch normalisation over the micro-batches that neighbouring ranks run at the same time.
 
 Mean and variance are those of `torch.nn.SyncBatchNorm`, which refuses CPUs, from the ranks' own
-means and squared deviations. Source: Chan, Golub, LeVeque 1979.
+means and squared deviations. Source: Chan, Golub, LeVeque 1979. One channel, two samples on each
+of two ranks:
 
-Tests: tests/parallel/test_buffers.py, tests/parity/test_same_bits.py
+                           rank 0                      rank 1
+    values                 1 and 3                     5 and 7
+    mean, deviations²      2 and 1 + 1 = 2             6 and 1 + 1 = 2
+    mean, on each          (2 · 2 + 2 · 6) / 4 = 4
+    variance, on each      (2 + 2 + 2 · (2 − 4)² + 2 · (6 − 4)²) / 4 = 5
+
+The running variance takes 5 · 4 / 3, as torch's does. Squares of the values themselves, 84 less
+4 · 4², would cancel where the mean is large.
+
+Tests: tests/parallel/test_buffers.py, tests/parity/test_same_bits.py,
+tests/parallel/test_worked_examples.py
 """
 
 from dataclasses import dataclass, field
@@ -36,7 +47,8 @@ class BatchNormRows(AroundMicroBatch):
     _real: bool = field(default=False, init=False)
 
     def before(self, run: MicroBatchPass) -> None:
-        self._inside, self._real = True, run.micro_batch.real
+        self._inside = True
+        self._real = run.micro_batch.real
 
     def after(self, run: MicroBatchPass) -> None:
         self._inside = False
@@ -52,16 +64,16 @@ class BatchNormRows(AroundMicroBatch):
         if not (self._inside and module.training):
             return type(module).forward(module, inputs)
         x = inputs.float() if inputs.dtype in (torch.float16, torch.bfloat16) else inputs
-        dims, channels = [0, *range(2, x.dim())], x.shape[1]
+        dims = [0, *range(2, x.dim())]
+        channels = x.shape[1]
+        # A dummy has no sample: its count and its deviations are zero.
         count = x.new_full((1,), float(x.numel() // channels * self._real))
         mean = x.mean(dims)
         deviations = (x - _spread(mean, x)).square().sum(dims) * float(self._real)
         table = with_backward(self._gather, self._pull_back, torch.cat([mean, deviations, count]))
-        means, deviations, counts = (
-            table[:, :channels],
-            table[:, channels:-1].sum(0),
-            table[:, -1:].detach(),
-        )
+        means = table[:, :channels]
+        deviations = table[:, channels:-1].sum(0)
+        counts = table[:, -1:].detach()
         total = counts.sum().clamp(min=1.0)
         mean = (counts * means).sum(0) / total
         variance = (deviations + (counts * (means - mean).square()).sum(0)) / total
@@ -78,10 +90,10 @@ class BatchNormRows(AroundMicroBatch):
         return table.view(self.ranks, -1)
 
     def _pull_back(self, pull: Tensor) -> Tensor:
-        """Add up what the ranks say of this one's."""
-        whole = pull.contiguous().clone()
-        dist.all_reduce(whole, group=self.group)
-        return whole[dist.get_rank(self.group)]
+        """Return the gradient of this rank's numbers, the sum of what all ranks' tables give."""
+        of_all = pull.contiguous().clone()
+        dist.all_reduce(of_all, group=self.group)
+        return of_all[dist.get_rank(self.group)]
 
 
 def _spread(values: Tensor, like: Tensor) -> Tensor:

@@ -1,18 +1,29 @@
 """Context parallel: each rank of the axis `context` works on its part of every sequence.
 
-These ranks run the same micro-batches.
+These ranks run the same micro-batches. Sequences are cut into chunks, two for each rank, one from
+the front and one from the back: causal attention needs more work the later its queries are. Eight
+tokens on two ranks, four chunks of two:
 
-Sequences are cut into chunks, two for each rank, one from the front and one from the back, as
-causal attention needs more work the later its queries are. A model's `context_plan()` says along
-which dim the parts of a batch are cut.
+                           rank 0                      rank 1
+    chunks                 0 and 3                     1 and 2
+    positions              [0, 1, 6, 7]                [2, 3, 4, 5]
+    keys that they see     1 + 2 + 7 + 8 = 18          3 + 4 + 5 + 6 = 18
+
+A model's `context_plan()` says along which dim the parts of a batch are cut. What works on each
+position by itself, such as a linear layer, runs on [B, 4, D] as it would on [B, 8, D]. Attention
+sees other positions (`lockstep.parallel.context_attention`), and so do the mean over positions,
+draws of random numbers, and the loss, which is summed over ranks.
 
 Under `reproducible` sequences are cut into `context_blocks` chunks on any number of ranks, also on
 one, and each layer runs chunk by chunk: what several chunks add up to is summed as one tree over
-them. A module that does more than a product of each position names its products: `products =
+them. With four chunks of two tokens each, the gradient of a linear layer's weight is
+(c0 + c1) + (c2 + c3) on one rank, on two and on four.
+
+A module that does more than a product of each position names its products: `products =
 {"method": "parameter"}`, for methods (x [B, T, …], …, parameter), where the parameter may be a
 module of parameters, or, with `to_lend() -> {name: tensor}`, of what stands for them.
 
-Tests: tests/parity/test_context.py
+Tests: tests/parity/test_context.py, tests/parallel/test_worked_examples.py
 """
 
 from collections.abc import Callable, Mapping
@@ -81,8 +92,8 @@ def plan_of(facts: ModelFacts) -> Mapping[str, int]:
 def cut_objective(objective: Objective, context: Context, plan: Mapping[str, int]) -> Objective:
     """Return an objective that takes complete batches, and gives the model this rank's part.
 
-    Its loss is that of whole sequences, on every rank. Parts of a batch that the plan does not name
-    stay whole.
+    Its loss is that of complete sequences, on every rank. What the plan does not name of a batch
+    stays as it is.
     """
     if objective.is_mean:
         what = (
@@ -95,7 +106,7 @@ def cut_objective(objective: Objective, context: Context, plan: Mapping[str, int
         )
         raise UsageError(what, where="distributed.context_size", fix=fix)
 
-    def cut(batch: Any) -> Any:
+    def part_of(batch: Any) -> Any:
         return {
             name: context.part(value, plan[name]) if name in plan else value
             for name, value in batch.items()
@@ -103,23 +114,27 @@ def cut_objective(objective: Objective, context: Context, plan: Mapping[str, int
 
     def loss(outputs: Any, batch: Any) -> Tensor:
         length = next(batch[name].shape[dim] for name, dim in plan.items())
-        part = cut(batch)
+        part = part_of(batch)
+        # Where bits count, the loss is a sum over chunks, as every other sum over positions is.
         count = 1 if context.blocks is None else len(context.here(length))
         pieces = {name: part[name].chunk(count, dim) for name, dim in plan.items()}
         of_chunks = _by_chunk(outputs, length // context.ranks, count, context)
         losses = [
-            objective.loss(found, part | {name: piece[place] for name, piece in pieces.items()})
-            for place, found in enumerate(of_chunks)
+            objective.loss(found, part | {name: piece[number] for name, piece in pieces.items()})
+            for number, found in enumerate(of_chunks)
         ]
         return context.total(torch.stack(losses))
 
-    def whole(outputs: Any) -> Any:
+    def gathered(outputs: Any) -> Any:
         return tree_map(
             lambda x: context.gathered(x) if isinstance(x, Tensor) and x.ndim > 1 else x, outputs
         )
 
     return replace(
-        objective, inputs=lambda batch: objective.inputs(cut(batch)), loss=loss, whole=whole
+        objective,
+        inputs=lambda batch: objective.inputs(part_of(batch)),
+        loss=loss,
+        gather_outputs=gathered,
     )
 
 
@@ -149,29 +164,34 @@ def _bernoulli(module: SequenceBernoulli, context: Context) -> None:
     """
 
     def forward(_self: SequenceBernoulli, probabilities: Tensor) -> Tensor:
-        if context.whole:
+        if context.is_outside:
             return torch.bernoulli(probabilities)
         length = probabilities.shape[SEQUENCE] * context.ranks
         here = context.part(torch.arange(length, device=probabilities.device), 0)
         shape = [
             length if dim == SEQUENCE else size for dim, size in enumerate(probabilities.shape)
         ]
-        whole = probabilities.new_zeros(shape).index_copy(SEQUENCE, here, probabilities)
-        return torch.bernoulli(whole).index_select(SEQUENCE, here)
+        full = probabilities.new_zeros(shape).index_copy(SEQUENCE, here, probabilities)
+        return torch.bernoulli(full).index_select(SEQUENCE, here)
 
     replace_method(module, MethodType(forward, module), by="context")
 
 
 def _mean(module: SequenceMean, context: Context) -> None:
+    """Make a mean over positions one over those of all ranks, [B, T / ranks, K] → [K].
+
+    With sums [6, …] and [10, …] over four tokens each it is [16 / 8, …] = [2, …] on both ranks.
+    """
+
     def forward(_self: SequenceMean, x: Tensor) -> Tensor:
-        if context.whole:
+        if context.is_outside:
             return x.mean((0, 1))
         count = context.blocks_of(x.shape[SEQUENCE])
         sums = torch.stack([piece.sum((0, 1)) for piece in x.chunk(count, SEQUENCE)])
         return context.total(sums) / (x.shape[0] * x.shape[1] * context.ranks)
 
     def total(_self: SequenceMean, counts: Tensor) -> Tensor:
-        if not context.whole and context.group is not None:
+        if not context.is_outside and context.group is not None:
             dist.all_reduce(counts, group=context.group)
         return counts
 
@@ -222,10 +242,12 @@ def _product_by_chunks(module: nn.Module, method: str, context: Context) -> None
 
     def by_chunks(self: nn.Module, *given: Any) -> Tensor:
         *x, weight = given
-        if context.whole:
+        if context.is_outside:
             return inner(self, *given)
         if isinstance(weight, Tensor):
             return by_pieces(partial(inner, self), x, (weight,), context, dim)
+        # A module of parameters, such as a mixture's experts: each chunk sees views of them, so
+        # that their gradients, too, are sums over chunks.
         tensors = (
             weight.to_lend() if hasattr(weight, "to_lend") else dict(weight.named_parameters())
         )
@@ -241,15 +263,16 @@ def _product_by_chunks(module: nn.Module, method: str, context: Context) -> None
 
 
 def _layer_by_chunks(module: nn.Module, context: Context) -> None:
-    whole_forward: Callable[..., Tensor] = module.forward.__func__  # type: ignore[attr-defined]
+    """Make a module's own forward pass run by chunks, with views of its parameters for each."""
+    plain: Callable[..., Tensor] = module.forward.__func__  # type: ignore[attr-defined]
     names = [each for each, _ in module.named_parameters(recurse=False)]
 
     def forward(self: nn.Module, x: Tensor) -> Tensor:
-        if context.whole:
-            return whole_forward(self, x)
+        if context.is_outside:
+            return plain(self, x)
 
         def run(piece: Tensor, *weights: Tensor) -> Tensor:
-            return whole_forward(_Lent(self, dict(zip(names, weights, strict=True))), piece)
+            return plain(_Lent(self, dict(zip(names, weights, strict=True))), piece)
 
         dim = SEQUENCE if x.dim() > 1 else 0  # positions [T], of a table of them
         return by_pieces(run, x, [getattr(self, each) for each in names], context, dim)

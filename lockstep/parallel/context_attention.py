@@ -1,11 +1,32 @@
 """Chunks of sequences over the axis `context` (`lockstep.parallel.context`), and their attention.
 
-Attention has three ways: `gathered` (Llama 3, arXiv:2407.21783, section 3.3.2), `all_to_all`
-(DeepSpeed-Ulysses, Jacobs et al. 2023, arXiv:2309.14509) and `ring` (Liu et al. 2023,
-arXiv:2310.01889). Where bits count, the first two compute the same: queries chunk by chunk, and the
-gradients of keys and values as one tree over the chunks of queries.
+Attention has three ways. Two ranks share a sequence of 8 tokens, four each, with q, k and v of
+[B, H, 4, D] on either:
 
-Tests: tests/parity/test_context.py, tests/models/test_documents.py
+`gathered` (Llama 3, arXiv:2407.21783, section 3.3.2): keys and values of all tokens, [B, H, 8, D],
+come to every rank, and each chunk of two queries attends to those up to its own end. Queries stay.
+
+`all_to_all` (DeepSpeed-Ulysses, Jacobs et al. 2023, arXiv:2309.14509): a rank gives away half of
+the heads for the other half of the tokens, [B, H, 4, D] → [B, H / 2, 8, D], attends as one process
+does, and takes back [B, H, 4, D].
+
+`ring` (Liu et al. 2023, arXiv:2310.01889): keys and values go round, and no rank has all of them at
+a time. A rank attends to its own, then to those that come, and merges the results by their
+log-sum-exp. One query of width 1, with the scores 0, log 3, log 3, 0 and the values 1, 6, 6, 3 at
+positions 0 to 3; rank 0 has positions 0 and 3, rank 1 positions 1 and 2:
+
+                           rank 0                      rank 1
+    weights of its keys    1 and 1                     3 and 3
+    sum of the weights     2                           6
+    mean of its values     (1 + 3) / 2 = 2             (18 + 18) / 6 = 6
+    merged, on each        (2 · 2 + 6 · 6) / (2 + 6) = 5
+
+Where bits count, the first two compute the same: queries chunk by chunk, and the gradients of keys
+and values as one tree over the chunks of queries. The ring adds up in the order in which keys come,
+which is another one on each rank.
+
+Tests: tests/parity/test_context.py, tests/models/test_documents.py,
+tests/parallel/test_worked_examples.py
 """
 
 import math
@@ -39,10 +60,14 @@ class Context(Cut):
         self.method = method
 
     def order(self, length: int) -> list[int]:
-        """Return the numbers of a sequence's chunks, as they are dealt to ranks, a run to each."""
+        """Return the numbers of a sequence's chunks in the order in which ranks get them.
+
+        Four chunks on two ranks: [0, 3, 1, 2], so rank 0 has chunks 0 and 3, rank 1 has 1 and 2.
+        """
         if self.blocks is not None:
             count = math.gcd(length, self.blocks)
         else:
+            # Without 2 · ranks equal chunks each rank gets one, and causal work is uneven.
             count = self.ranks if length % (2 * self.ranks) else 2 * self.ranks
         if count % self.ranks or length % count:
             what = f"{self.ranks} ranks along the axis context can't share a sequence of {length}"
@@ -55,15 +80,18 @@ class Context(Cut):
         ][:count]
 
     def here(self, length: int) -> list[int]:
+        """Return the numbers of this rank's chunks of a sequence."""
         order = self.order(length)
         share = len(order) // self.ranks
         return order[self.rank * share : (self.rank + 1) * share]
 
-    def part(self, whole: Tensor, dim: int = SEQUENCE) -> Tensor:
-        chunks = whole.chunk(len(self.order(whole.shape[dim])), dim)
-        return torch.cat([chunks[number] for number in self.here(whole.shape[dim])], dim)
+    def part(self, full: Tensor, dim: int = SEQUENCE) -> Tensor:
+        """Return this rank's chunks of complete sequences, one after the other."""
+        chunks = full.chunk(len(self.order(full.shape[dim])), dim)
+        return torch.cat([chunks[number] for number in self.here(full.shape[dim])], dim)
 
     def gathered(self, part: Tensor, dim: int = SEQUENCE) -> Tensor:
+        """Return complete sequences, from the parts of all ranks."""
         return self.in_order(part if self.group is None else super().gathered(part, dim), dim)
 
     def in_order(self, dealt: Tensor, dim: int) -> Tensor:
@@ -72,14 +100,14 @@ class Context(Cut):
         chunks = dict(zip(order, dealt.chunk(len(order), dim), strict=True))
         return torch.cat([chunks[number] for number in range(len(order))], dim)
 
-    def dealt(self, whole: Tensor, dim: int) -> Tensor:
+    def dealt(self, full: Tensor, dim: int) -> Tensor:
         """Return the parts of all ranks side by side."""
-        order = self.order(whole.shape[dim])
-        chunks = whole.chunk(len(order), dim)
+        order = self.order(full.shape[dim])
+        chunks = full.chunk(len(order), dim)
         return torch.cat([chunks[number] for number in order], dim)
 
-    def rows_of_ranks(self, whole: Tensor) -> Tensor:
-        return super().rows_of_ranks(self.dealt(whole, SEQUENCE))
+    def rows_of_ranks(self, full: Tensor) -> Tensor:
+        return super().rows_of_ranks(self.dealt(full, SEQUENCE))
 
     def spread(self, part: Tensor, count: int) -> tuple[Tensor, ...]:
         """Return all ranks' keys or values, in order, for each of `count` chunks of queries.
@@ -90,8 +118,8 @@ class Context(Cut):
         """
 
         def run(part: Tensor) -> tuple[Tensor, ...]:
-            whole = self.gathered(part.transpose(1, 2)).transpose(1, 2)
-            return tuple(whole.view_as(whole) for _ in range(count))
+            full = self.gathered(part.transpose(1, 2)).transpose(1, 2)
+            return tuple(full.view_as(full) for _ in range(count))
 
         def pull_back(*gradients: Tensor) -> Tensor:
             pulls = torch.stack([gradient.transpose(1, 2) for gradient in gradients])
@@ -119,12 +147,13 @@ def cut_attention(module: Attend, context: Context) -> None:
         why = "it merges the softmax of several ranks, and this attends in a way of its own"
         fix = "write context_method: gathered or all_to_all"
         raise UsageError(what, where="distributed.context_method", why=why, fix=fix)
-    plain, alone = type(module).positions, Context(None, context.blocks)
+    plain = type(module).positions
+    alone = Context(None, context.blocks)  # how one rank attends to complete sequences in chunks
 
     def positions(
         self: Attend, length: int, device: torch.device, documents: Tensor | None = None
     ) -> Tensor:
-        if context.whole:
+        if context.is_outside:
             return plain(self, length, device, documents)
         return context.part(
             plain(self, length * context.ranks, device, documents), 0 if documents is None else 1
@@ -133,13 +162,15 @@ def cut_attention(module: Attend, context: Context) -> None:
     def forward(
         self: Attend, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None
     ) -> Tensor:
-        if context.whole:
+        if context.is_outside:
             return self.run(q, k, v, 0, documents)
         if context.group is None or context.method == "gathered":
             return _gathered(self, q, k, v, documents, context)
         if context.method == "ring":
             return _Ring.apply(q, k, v, documents, context, self.causal)  # type: ignore[no-untyped-call,no-any-return]
-        dim, ranks = self.heads_dim, context.ranks
+
+        dim = self.heads_dim
+        ranks = context.ranks
         if q.shape[dim] % ranks or k.shape[dim] % ranks:
             what = (
                 f"{q.shape[dim]} heads of queries and {k.shape[dim]} of keys and values can't be"
@@ -150,10 +181,10 @@ def cut_attention(module: Attend, context: Context) -> None:
             raise UsageError(
                 what, where="distributed.context_method", why="each rank gets whole heads", fix=fix
             )
-        to_heads, to_positions = (
-            partial(_exchanged, given=given, taken=taken, context=context)
-            for given, taken in ((dim, _POSITIONS), (_POSITIONS, dim))
-        )
+
+        # [B, H, T / ranks, D] → [B, H / ranks, T, D], and back: each is the other's gradient.
+        to_heads = partial(_exchanged, given=dim, taken=_POSITIONS, context=context)
+        to_positions = partial(_exchanged, given=_POSITIONS, taken=dim, context=context)
         q, k, v = (with_backward(to_heads, to_positions, each) for each in (q, k, v))
         if context.blocks is not None:
             attended = _gathered(self, q, k, v, documents, alone)
@@ -169,18 +200,23 @@ def cut_attention(module: Attend, context: Context) -> None:
 def _gathered(
     attend: Attend, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, context: Context
 ) -> Tensor:
+    """Let this rank's queries attend chunk by chunk to all ranks' keys and values."""
     numbers = context.here(q.shape[_POSITIONS] * context.ranks)
-    size, count = q.shape[_POSITIONS] // len(numbers), len(numbers)
-    queries, keys, values = (
+    count = len(numbers)
+    size = q.shape[_POSITIONS] // count
+    chunks = zip(
+        numbers,
         q.chunk(count, _POSITIONS),
         context.spread(k, count),
         context.spread(v, count),
+        strict=True,
     )
     attended = []
-    for place, number in enumerate(numbers):
+    for number, queries, keys, values in chunks:
+        # What comes after the chunk's last query would be masked; left out, it costs nothing.
         last = (number + 1) * size if attend.causal else k.shape[_POSITIONS] * context.ranks
-        seen = keys[place][:, :, :last], values[place][:, :, :last]
-        attended.append(attend.run(queries[place], *seen, number * size, documents))
+        seen = keys[:, :, :last], values[:, :, :last]
+        attended.append(attend.run(queries, *seen, number * size, documents))
     return torch.cat(attended, _POSITIONS)
 
 
@@ -222,19 +258,24 @@ def _tiles(
     share = len(order) // context.ranks
     mine, theirs = (order[rank * share : (rank + 1) * share] for rank in (context.rank, source))
     size = length // share
-    whole = None if documents is None else context.dealt(documents, 1).chunk(context.ranks, 1)
-    for place, number in enumerate(mine):
-        for begin in range(place * size, (place + 1) * size, _TILE):
-            rows = slice(begin, min(begin + _TILE, (place + 1) * size))
-            for their_place, their_number in enumerate(theirs):
+    # the documents of each rank's tokens, as its tokens lie
+    numbered = None if documents is None else context.dealt(documents, 1).chunk(context.ranks, 1)
+
+    for position, number in enumerate(mine):
+        for begin in range(position * size, (position + 1) * size, _TILE):
+            rows = slice(begin, min(begin + _TILE, (position + 1) * size))
+            for their_position, their_number in enumerate(theirs):
                 if causal and their_number > number:
                     continue
-                keys, mask = slice(their_place * size, (their_place + 1) * size), None
+                keys = slice(their_position * size, (their_position + 1) * size)
+
+                # A chunk sees all of an earlier one; within itself a query sees up to its own key.
+                mask = None
                 if causal and their_number == number:
                     mask = torch.ones(rows.stop - begin, size, dtype=torch.bool, device=device)
-                    mask = mask.tril(begin - place * size)
-                if whole is not None:
-                    same = whole[context.rank][:, rows, None] == whole[source][:, None, keys]
+                    mask = mask.tril(begin - position * size)
+                if numbered is not None:
+                    same = numbered[context.rank][:, rows, None] == numbered[source][:, None, keys]
                     same = same[:, None, None]
                     mask = same if mask is None else same & mask
                 yield _Tile(rows, keys, mask)
@@ -261,17 +302,20 @@ class _Ring(torch.autograd.Function):
         causal: bool,
     ) -> Tensor:
         queries = _grouped(q, k.shape[1])
-        scale, length = q.shape[-1] ** -0.5, q.shape[_POSITIONS]
+        scale = q.shape[-1] ** -0.5
+        length = q.shape[_POSITIONS]
         out = queries.new_zeros(queries.shape, dtype=torch.float32)
-        logs = out.new_full(out.shape[:-1], -torch.inf)
+        logs = out.new_full(out.shape[:-1], -torch.inf)  # log of the sum of weights so far
         both = torch.stack((k, v))
-        for place in range(context.ranks):
-            source = (context.rank - place) % context.ranks
-            coming = _pass_on(both, context) if place + 1 < context.ranks else None
+        for turn in range(context.ranks):
+            source = (context.rank - turn) % context.ranks
+            coming = _pass_on(both, context) if turn + 1 < context.ranks else None
             for tile in _tiles(source, length, documents, context, causal, q.device):
                 scores = tile.scores(queries, both[0], scale)
                 before = logs[..., tile.rows]
                 after = torch.logaddexp(before, scores.logsumexp(-1))
+                # A query has seen no key yet where all of them are of other documents: then
+                # exp(−inf − 0) is 0, where exp(−inf − (−inf)) would be nan.
                 base = after.masked_fill(after == -torch.inf, 0.0)
                 p = (scores - base.unsqueeze(-1)).exp()
                 made = (p.to(v.dtype).flatten(2, 3) @ both[1][:, :, tile.keys]).view(
@@ -282,7 +326,9 @@ class _Ring(torch.autograd.Function):
                 )
                 logs[..., tile.rows] = after
             both = both if coming is None else coming
-        ctx.context, ctx.causal, ctx.scale = context, causal, scale
+        ctx.context = context
+        ctx.causal = causal
+        ctx.scale = scale
         returned = out.to(q.dtype).view_as(q)
         ctx.save_for_backward(q, k, v, returned, logs, documents)
         return returned
@@ -290,14 +336,17 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
         q, k, v, out, logs, documents = ctx.saved_tensors
-        context, scale = ctx.context, ctx.scale
+        context = ctx.context
+        scale = ctx.scale
         queries, pulls, outs = (_grouped(each, k.shape[1]) for each in (q, gradients[0], out))
+        # The softmax's own gradient is p (pull_p − Σ p pull_p), and that sum over all keys is the
+        # product of the output and its gradient: no rank needs the keys of the others for it.
         dots = (pulls.float() * outs.float()).sum(-1)
         of_q = torch.zeros_like(queries, dtype=torch.float32)
         both = torch.stack((k, v))
         of_both = torch.zeros_like(both, dtype=torch.float32)
-        for place in range(context.ranks):
-            source = (context.rank - place) % context.ranks
+        for turn in range(context.ranks):
+            source = (context.rank - turn) % context.ranks
             for tile in _tiles(
                 source, q.shape[_POSITIONS], documents, context, ctx.causal, q.device
             ):
@@ -313,9 +362,10 @@ class _Ring(torch.autograd.Function):
                     2, 3
                 )
                 of_both[1][:, :, keys] += p.to(q.dtype).flatten(2, 3).transpose(2, 3) @ pull
-            if place + 1 < context.ranks:
+            if turn + 1 < context.ranks:
                 both = _pass_on(both, context)
-            of_both = _pass_on(of_both, context)  # after the last rank they are those of this one
+            # They travel with their keys; after the last turn they are those of this rank's own.
+            of_both = _pass_on(of_both, context)
         of_k, of_v = of_both.to(k.dtype).unbind()
         return of_q.to(q.dtype).view_as(q), of_k, of_v, None, None, None
 
@@ -328,6 +378,7 @@ def _grouped(x: Tensor, groups: int) -> Tensor:
 def _pass_on(x: Tensor, context: Context) -> Tensor:
     """Send a tensor to the next rank, and return the one of the rank before."""
     peers = (context.rank + 1) % context.ranks, (context.rank - 1) % context.ranks
+    # an all-to-all in which each rank has something for the next one alone
     given, taken = (
         [x.numel() if rank == peer else 0 for rank in range(context.ranks)] for peer in peers
     )

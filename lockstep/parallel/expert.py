@@ -5,14 +5,24 @@ holds a run of experts:
 
     rows → all-to-all → the rows of my experts, from each rank → experts → all-to-all → rows
 
-No row is dropped, so the ranks exchange numbers of rows first, for which the host waits. Gradients
-of experts are summed over the ranks that hold the same ones after the last backward pass, or, under
-`reproducible`, up the tree, for which an expert runs the rows of each rank by themselves. The axis
-`tensor` deals out experts first.
+No row is dropped, so the ranks exchange numbers of rows first, for which the host waits. Four
+experts on two ranks, with stacked weights [4, D, D], of which each holds two; each rank routes
+three rows of its own micro-batch, which lie in the order of the experts:
+
+                           rank 0                      rank 1
+    its experts            0 and 1                     2 and 3
+    rows for experts 0 … 3 [1, 0, 2, 0]                [0, 1, 1, 1]
+    sends to ranks 0 and 1 [1, 2]                      [1, 2]
+    receives, by rank      [[1, 0], [0, 1]]            [[2, 0], [1, 1]]
+    so its experts run     1 row and 1 row             3 rows and 1 row
+
+Gradients of experts are summed over the ranks that hold the same ones after the last backward pass,
+or, under `reproducible`, up the tree, for which an expert runs the rows of each rank by themselves.
+The axis `tensor` deals out experts first.
 
 Source: Lepikhin et al. 2020, GShard (arXiv:2006.16668).
 
-Tests: tests/parity/test_mixture.py
+Tests: tests/parity/test_mixture.py, tests/parallel/test_worked_examples.py
 """
 
 import copy
@@ -93,17 +103,17 @@ class PlacedExperts(AroundMicroBatch):
 
     # ---- parameters ----
 
-    def piece(self, name: str, whole: Tensor) -> Tensor:
+    def piece(self, name: str, full: Tensor) -> Tensor:
         """Return this rank's piece of a parameter's value, in memory of its own.
 
-        The whole of what is no expert's.
+        All of it where it is not an expert's.
         """
         if name not in self.shapes:
-            return whole
-        return whole.chunk(self.ranks, 0)[self.rank].clone(memory_format=torch.contiguous_format)
+            return full
+        return full.chunk(self.ranks, 0)[self.rank].clone(memory_format=torch.contiguous_format)
 
     def whole(self, name: str, piece: Tensor) -> DTensor:
-        """Return the whole tensor, of which `piece` is this rank's."""
+        """Return the complete tensor, of which `piece` is this rank's."""
         if name not in self.shapes:  # optimizers take DTensors or plain tensors, not both
             return DTensor.from_local(piece, self._along, [Replicate()], run_check=False)
         shape = self.shapes[name]
@@ -188,14 +198,16 @@ class PlacedExperts(AroundMicroBatch):
             back = partial(self.all_to_all, sent=received, received=sent)
             mine = with_backward(there, back, rows)
             if self.exact:
-                copied = lent(this)
+                # Each rank's rows belong to another micro-batch, a leaf of the tree. So they run by
+                # themselves, each with a view of the parameters whose gradient is that leaf.
+                views = lent(this)
                 parts = []
                 for rank, (part, numbers) in enumerate(
                     zip(torch.split(mine, received), theirs, strict=True)
                 ):
                     held = {
-                        name.partition("@")[0]: copy
-                        for name, copy in copied.items()
+                        name.partition("@")[0]: view
+                        for name, view in views.items()
                         if name.endswith(f"@{rank}")
                     }
                     parts.append(torch.func.functional_call(plain, held, (part, numbers)))
@@ -265,6 +277,7 @@ class PlacedExperts(AroundMicroBatch):
         """Return a parameter for the rows of each rank; their gradients are kept apart."""
 
         def keep(*gradients: Tensor) -> None:
+            # A layer that is called several times in a micro-batch has one leaf, their sum.
             held = self._leaves.setdefault(name, [None] * self.ranks)
             for rank, gradient in enumerate(gradients):
                 before = held[rank]
@@ -319,6 +332,8 @@ class PlacedExperts(AroundMicroBatch):
                         dist.all_reduce(parameter.grad, group=self.replicas)
                     parameter.grad.mul_(self._scale)
             return
+        # Ranks along `expert` have exchanged rows, so a rank has the leaves of all their
+        # micro-batches; those of other replicas are still to be added.
         alone = self.replicas.size() == 1
         for names in sorted(self._partials):  # all ranks in the same order
             partials = self._partials[names]
@@ -346,10 +361,9 @@ class PlacedExperts(AroundMicroBatch):
         ]
         held = [partials.take(node) for node in nodes[self.replicas.rank()]]
         totals: list[Tensor | None] = []
-        for place, parameter in enumerate(map(self._parameter, names)):
-            sums = [
-                None if v is None or (one := v[place]) is None else one.reshape(-1) for v in held
-            ]
+        for position, parameter in enumerate(map(self._parameter, names)):
+            own = [None if values is None else values[position] for values in held]
+            sums = [None if each is None else each.reshape(-1) for each in own]
             out = torch.empty_like(parameter).view(-1)
             tree_all_reduce(sums, out, leaves, self.replicas, nodes)
             totals.append(out.view_as(parameter))
@@ -393,7 +407,11 @@ def apply_experts(
 def _by_expert(
     plain: nn.Module, held: Mapping[str, Tensor], rows: Tensor, counts: list[list[int]]
 ) -> Tensor:
-    """Apply each expert to all ranks' rows at once: [ranks, experts, …] → the same order."""
+    """Apply each expert to all ranks' rows at once: [ranks, experts, …] → the same order.
+
+    Rows come by rank, [r0e0 r0e1 r1e0 r1e1]; experts take theirs side by side,
+    [r0e0 r1e0 r0e1 r1e1]; the result goes back in the order in which rows came.
+    """
     ranks = len(counts)
     experts = len(counts[0])
     parts = torch.split(rows, [number for source in counts for number in source])

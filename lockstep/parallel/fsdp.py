@@ -1,9 +1,19 @@
 """Full sharding by FSDP2: each rank holds a share of parameters, gradients and optimizer states.
 
 A *unit* is gathered at once: a repeated block, or what a wrap policy picks; all other parameters
-belong to the root. Gradients are summed, not averaged. FSDP2 can't cut parameters without a dim
-(CLIP's `logit_scale`), so every rank holds them whole and FSDP2 ignores them (`Scalars`). Source:
-Zhao et al. 2023, "PyTorch FSDP"; torch.distributed.fsdp.
+belong to the root. A weight [4, 6] of a block, on two ranks, through a step of two micro-batches
+under `full_shard`:
+
+    between steps          [2, 6] on each rank: rows 0 and 1, rows 2 and 3
+    before the block       gathered: [4, 6] on both, for the forward pass; then [2, 6] again
+    before its backward    gathered again
+    after it               each rank has a gradient [4, 6] of its micro-batch; a reduce-scatter
+                           leaves the sum of both ranks' in [2, 6], and the rest is freed
+    after the second       the two sums are added, [2, 6], and the optimizer updates [2, 6]
+
+Gradients are summed, not averaged: losses are divided by the step's count already. FSDP2 can't
+shard parameters without a dim (CLIP's `logit_scale`), so every rank holds them complete and FSDP2
+ignores them (`Scalars`). Source: Zhao et al. 2023, "PyTorch FSDP"; torch.distributed.fsdp.
 
 Tests: tests/parallel/test_fsdp.py, tests/parallel/test_memory.py,
 tests/parity/test_data_parallel.py
@@ -56,7 +66,7 @@ from lockstep.torch_compat.tensor_versions import return_no_views
 class FSDP(Strategy):
     """A shard of the model on every rank.
 
-    First values are made one parameter at a time, and cut.
+    First values are made one parameter at a time, and sharded.
     """
 
     topologies = {"fsdp": ("shard",), "hybrid": ("replicate", "shard")}
@@ -65,9 +75,11 @@ class FSDP(Strategy):
     runs_rows = True
 
     def layout(self, config: DistributedConfig, world_size: int, per_node: int) -> Layout:
-        kind, notice = config.fsdp.sharding_strategy, ""
+        kind = config.fsdp.sharding_strategy
+        notice = ""
         if kind == "no_shard":
-            replicate, shard = config.replicate_size or world_size, config.shard_size or 1
+            replicate = config.replicate_size or world_size
+            shard = config.shard_size or 1
         elif config.shard_size or config.replicate_size:
             shard = config.shard_size or max(1, world_size // (config.replicate_size or 1))
             replicate = config.replicate_size or max(1, world_size // shard)
@@ -87,7 +99,8 @@ class FSDP(Strategy):
                 )
             replicate = world_size // shard
         else:
-            replicate, shard = 1, world_size
+            replicate = 1
+            shard = world_size
         sizes = {"replicate": replicate, "shard": shard}
         return replace(
             layout_of_sizes(self.name, sizes, world_size, given_sizes(config)), notice=notice
@@ -172,11 +185,13 @@ class FSDP(Strategy):
         return ["hybrid:2x2"] if config.distributed.fsdp.sharding_strategy == "hybrid_shard" else []
 
     def place(self, placement: PlacementContext) -> ParallelModel:
-        p, mesh, layout = placement, placement.mesh, placement.layout
+        p = placement
+        mesh = placement.mesh
+        layout = placement.layout
         assert mesh is not None
         options = p.config.distributed.fsdp
         if p.has_values:
-            p.model.to(p.device)  # a shard is cut on the device that it stays on
+            p.model.to(p.device)  # FSDP2 makes a shard on the device that it stays on
         p.log_lines += apply_fsdp(
             p.model,
             mesh,
@@ -217,7 +232,7 @@ class FSDP(Strategy):
                 how = partial(assign_in_groups, groups=layout.replicate * groups, even=True)
             tree = ShardTree(p.model, mesh, groups)
         counted = None
-        if scalars.placed and p.rank % layout.shard:  # what all shards hold whole, the first counts
+        if scalars.placed and p.rank % layout.shard:  # what all ranks hold, the first one counts
             counted = {name for name, _ in p.model.named_parameters()} - set(scalars.placed)
         sync = FSDPSync(p.model, accumulate=options.accumulate)
         applied = AppliedStrategy(
@@ -252,7 +267,7 @@ def shard_stage(
 ) -> list[str]:
     """Shard a pipeline's stage, or what stages share.
 
-    Units were chosen before the model was cut.
+    Units were chosen before the model was divided into stages.
     """
     foreign = foreign if experts is None else foreign | set(experts.parameters)
     device_type = device_type or mesh.device_type
@@ -287,7 +302,7 @@ def apply_fsdp(
     foreign: set[nn.Parameter] | None = None,
     device_type: str | None = None,
 ) -> list[str]:
-    """Shard `model`, whole, real or on meta, over the axes `replicate` and `shard` of `mesh`.
+    """Shard a complete `model`, real or on meta, over the axes `replicate` and `shard` of `mesh`.
 
     Return lines to log.
 
@@ -301,11 +316,12 @@ def apply_fsdp(
         if replicas_apart or mesh["replicate"].size() == 1
         else mesh["replicate", "shard"]
     )
-    ranks, frees = mesh["shard"].size(), config.sharding_strategy in ("full_shard", "hybrid_shard")
+    ranks = mesh["shard"].size()
+    frees = config.sharding_strategy in ("full_shard", "hybrid_shard")
 
     def divisible_dim(parameter: nn.Parameter) -> Shard:
-        # BDH's weights have 4 heads in dim 0: cut there, 8 ranks would hold 1.66 or 0.34 of their
-        # share.
+        # BDH's weights have 4 heads in dim 0: sharded along it, half of 8 ranks would hold nothing
+        # of them. [4, 6] is sharded along dim 0 on two ranks, along dim 1 on three.
         return Shard(
             next((dim for dim, size in enumerate(parameter.shape) if size and size % ranks == 0), 0)
         )
@@ -338,10 +354,10 @@ def apply_fsdp(
         [unit for _, unit in units], config, on_cpu=(device_type or mesh.device_type) == "cpu"
     )
     at_root = sum(p.numel() for p in own_parameters(model))
-    whole = sum(p.numel() for p in model.parameters())
-    if whole and at_root > whole / 2 and ranks > 1:
+    in_all = sum(p.numel() for p in model.parameters())
+    if in_all and at_root > in_all / 2 and ranks > 1:
         log_lines.append(
-            f"{at_root / whole:.0%} of the parameters belong to no block: they are sharded at the"
+            f"{at_root / in_all:.0%} of the parameters belong to no block: they are sharded at the"
             " root and gathered whole for each forward and backward pass"
         )
     return log_lines
@@ -391,7 +407,8 @@ class FSDPSync(AroundMicroBatch):
 
     def __init__(self, model: nn.Module, *, accumulate: str) -> None:
         assert isinstance(model, FSDPModule)
-        self._model, self._accumulate = model, accumulate
+        self._model = model
+        self._accumulate = accumulate
 
     def before(self, run: MicroBatchPass) -> None:
         self._model.set_is_last_backward(run.last)
@@ -432,7 +449,15 @@ def scalars_of(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 class Scalars(AroundMicroBatch):
-    """The parameters without a dim of a sharded model, which every rank holds whole."""
+    """The parameters without a dim of a sharded model, which every rank holds.
+
+    A step of three micro-batches with one such parameter, on two ranks: rank 0 ran 0 and 2, rank 1
+    ran 1, which did not use it. The rows (gradient, whether it is there) are summed over ranks:
+
+        rank 0      [0.5, 1]  [0, 0]  [0.25, 1]
+        rank 1      [0, 0]    [0, 0]  [0, 0]
+        the sum     0.5 + 0.25, up the tree over micro-batches
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._own = scalars_of(model)
@@ -464,6 +489,7 @@ class Scalars(AroundMicroBatch):
 
     @torch.no_grad()
     def _reduce(self, micro_batches_per_step: int) -> None:
+        """Sum the step's gradients over all ranks, and give them to the placed parameters."""
         first = self._own[self._trained[0]]
         # Adding zeros changes no bit of a row; each value has a second column that says whether it
         # is there.
@@ -471,25 +497,20 @@ class Scalars(AroundMicroBatch):
             micro_batches_per_step, len(self._trained), 2, dtype=torch.float64, device=first.device
         )
         for index, row in self._rows.items():
-            for place, gradient in enumerate(row):
+            for column, gradient in enumerate(row):
                 if gradient is not None:
-                    table[index, place, 0], table[index, place, 1] = gradient, 1.0
+                    table[index, column, 0] = gradient
+                    table[index, column, 1] = 1.0
         self._rows.clear()
         dist.all_reduce(table)
         there = table[..., 1].bool().tolist()
         sums = Partials(micro_batches_per_step)
         for index in range(micro_batches_per_step):
-            sums.add(
-                index,
-                [
-                    (
-                        table[index, place, 0].to(self._own[name].dtype)
-                        if there[index][place]
-                        else None
-                    )
-                    for place, name in enumerate(self._trained)
-                ],
-            )
+            row = [
+                table[index, column, 0].to(self._own[name].dtype) if there[index][column] else None
+                for column, name in enumerate(self._trained)
+            ]
+            sums.add(index, row)
         for name, total in zip(self._trained, sums.total() or [], strict=True):
             if total is not None:
                 clear_zero_signs([total])

@@ -6,12 +6,28 @@ random) would pair the next unit's messages with this one's. So the ranks agree 
 passes on an order, unit by unit, and follow it from then on without a message: a rank joins the
 gathers and reductions of a unit that it leaves out, with gradients of zeros.
 
+A model of units 1 (text), 2 (images) and 3 (head); 0 is the root, 4 stands for the end. In the
+first step rank 0 has text alone, rank 1 both. They agree by a minimum of the units that they are
+about to call:
+
+    rank 0 is about to call     rank 1     least
+    1                           1          1: both call it
+    3                           2          2: rank 1 calls it, rank 0 joins
+    3                           3          3: both call it
+    4                           4          4: the pass is over
+
+From then on the order is [1, 2, 3] on both. In a step without images each of them joins unit 2
+before it calls 3, and sends nothing to find out. A rank that calls what the order does not have
+there waits until all others do so, too (`_meet`), and then they agree unit by unit again.
+
 FSDP2 reduces a unit's gradients when those of its inputs are there, or, if none of them needs any,
 at the end of the backward pass. A rank that left out what made the inputs has to do as the others:
 its inputs are attached to the token.
 
 What a checkpoint of the model's own gathers once more in the backward pass can't be joined: that is
 an error.
+
+Tests: tests/parallel/test_fsdp_order.py, tests/parallel/test_worked_examples.py
 """
 
 import time
@@ -73,9 +89,13 @@ class UnitOrder(AroundMicroBatch):
         *,
         joins: bool = True,
     ) -> None:
-        self._units, self._device, self._end = list(units), device, len(units)
+        self._units = list(units)
+        self._device = device
+        self._end = len(units)
         self._model = units[0][1]
-        self._groups, self._everyone, self._joins = groups, everyone, joins
+        self._groups = groups
+        self._everyone = everyone
+        self._joins = joins
         # the same on all ranks, which place their models in one order
         self._number = next(self._made)
         self._group: dist.ProcessGroup | None = None  # of this pass
@@ -83,7 +103,9 @@ class UnitOrder(AroundMicroBatch):
         self._orders: dict[bool, list[int]] = {}
         self._learning = {True: True, False: True}
         self._roots: list[Tensor] = []  # of the backward pass, beside the loss
-        self._mode, self._last, self._inside = True, False, False
+        self._mode = True
+        self._last = False
+        self._inside = False
         self._passes: Counter[tuple[int, ...]] = Counter()  # by ranks that exchange messages
         self._called: list[int] = []  # units of this pass, called or joined
         self._inputs: dict[bool, dict[int, _Inputs]] = {True: {}, False: {}}  # of units, by place
@@ -110,7 +132,8 @@ class UnitOrder(AroundMicroBatch):
                 )
 
     def before(self, run: MicroBatchPass) -> None:
-        self._roots, self._last = run.further_roots, run.last
+        self._roots = run.further_roots
+        self._last = run.last
         self._given_token.clear()
 
     def after(self, run: MicroBatchPass) -> None:
@@ -127,7 +150,9 @@ class UnitOrder(AroundMicroBatch):
             return
         self._group = self._everyone if with_everyone else self._groups[self._mode]
         self._passes[self._ranks()] += 1
-        self._called, self._token, self._agrees = [], None, self._learning[self._mode]
+        self._called = []
+        self._token = None
+        self._agrees = self._learning[self._mode]
         self._again.begin()
 
     def _before(self, place: int, _unit: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -196,12 +221,10 @@ class UnitOrder(AroundMicroBatch):
         self._arrive(self._end, _Inputs.NO_BACKWARD)
         self._inside = False
         if self._agrees:
-            if (
-                self._mode
-                and self._gathers
-                and (place := self._again.agree(self._group)) is not None
-            ):
-                raise self._not_recomputed(place)
+            if self._mode and self._gathers:
+                place = self._again.agree(self._group)
+                if place is not None:
+                    raise self._not_recomputed(place)
             self._orders[self._mode] = _merged(self._orders.get(self._mode, []), self._called)
             if not self._joins:
                 self._learning[self._mode] = False
@@ -251,6 +274,8 @@ class UnitOrder(AroundMicroBatch):
 
     def _agree(self, place: int, inputs: _Inputs) -> None:
         """Find out, unit by unit, where the ranks are; those ahead join the others' units."""
+        # One number for a unit and its inputs, so that the least is that of the first unit, and
+        # among its ranks of the least inputs. The second one tells where the last rank is.
         kinds = len(_Inputs)
         while True:
             mine = [place * kinds + inputs, -place]
@@ -261,6 +286,8 @@ class UnitOrder(AroundMicroBatch):
             first, theirs = divmod(found, kinds)
             if first == self._end:
                 return
+            # Ranks are at different units, and `first` was called already: an order would have to
+            # have it twice, and whose second call it is no one can tell.
             if first != -last and (first in self._called or not self._joins):
                 raise self._not_joined(first)
             known = self._inputs[self._mode]
@@ -275,7 +302,8 @@ class UnitOrder(AroundMicroBatch):
 
     def _join(self, place: int, *, alone: bool) -> None:
         """Take part in the messages of a unit; `alone`: it is called once in a pass."""
-        unit, inputs = self._units[place][1], self._inputs[self._mode][place]
+        unit = self._units[place][1]
+        inputs = self._inputs[self._mode][place]
         backward = self._mode and inputs is not _Inputs.NO_BACKWARD
         if self._mode and place in self._again.known:
             raise self._not_recomputed(place)
@@ -312,7 +340,9 @@ class UnitOrder(AroundMicroBatch):
         ranks = self._ranks()
         where = f"{ranks}/{self._mode}/{self._passes[ranks]}/{len(self._called)}/{place}"
         key = f"lockstep/fsdp_order/{self._number}/{where}"
-        store, until = default_store(), time.monotonic() + _PATIENCE
+        store = default_store()
+        until = time.monotonic() + _PATIENCE
+        # By the store, not by a collective: other ranks may be in one of FSDP2's.
         here = store.add(key, 1)
         while here < len(ranks):
             if time.monotonic() > until:
@@ -340,7 +370,8 @@ class UnitOrder(AroundMicroBatch):
         self._learning[with_gradients] = False
         if with_gradients:
             self._merge_replicas()
-        order, known = self._orders[with_gradients], self._inputs[with_gradients]
+        order = self._orders[with_gradients]
+        known = self._inputs[with_gradients]
         for place in range(1, len(self._units)):
             backward = with_gradients and self._trained[place]
             if place in order or not self._can_join(place, backward=backward):
@@ -365,7 +396,8 @@ class UnitOrder(AroundMicroBatch):
         every: list[Any] = [None] * dist.get_world_size(self._everyone)
         mine = (self._orders[True], self._inputs[True], self._again.known)
         dist.all_gather_object(every, mine, group=self._everyone)
-        self._orders[True], self._inputs[True] = [], {}
+        self._orders[True] = []
+        self._inputs[True] = {}
         for order, known, again in every:
             self._again.known |= again
             self._orders[True] = _merged(self._orders[True], order)
@@ -447,7 +479,11 @@ def _in(inner: str, outer: str) -> bool:
 
 
 def _merged(one: list[int], other: list[int]) -> list[int]:
-    """Return an order in which both are contained, with units left out."""
+    """Return an order in which both are contained, with units left out.
+
+    >>> _merged([1, 3, 4], [1, 2, 4])
+    [1, 3, 2, 4]
+    """
     found: list[int] = []
     for kind, begin, end, from_other, to_other in SequenceMatcher(
         None, one, other, autojunk=False

@@ -5,6 +5,9 @@ forward pass is repeated. Around several units it gathers all of them again, bef
 the last one are reduced. A rank that left out one of them has nothing to recompute, and would pair
 other messages with these.
 
+    checkpoint(unit 1), checkpoint(unit 2)    nothing is gathered again
+    checkpoint(units 1 and 2 in a row)        1 and 2 are in one call: both are gathered again
+
 Tests: tests/parallel/test_fsdp_order.py, tests/parity/test_own_recomputation.py
 """
 
@@ -26,7 +29,8 @@ class GatheredAgain:
     """
 
     def __init__(self, units: int, device: torch.device) -> None:
-        self._units, self._device = units, device
+        self._units = units
+        self._device = device
         self.known: set[int] = set()
         self._here: set[int] = set()
         self._previous = 0
@@ -43,6 +47,7 @@ class GatheredAgain:
 
         Return whether it is found to be gathered again, which ranks don't know yet.
         """
+        # Both units ran within one call of a checkpoint: what that recomputes has both.
         calls = open_checkpoints()
         if any(call is before for call in calls for before in self._open):
             self._here |= {self._previous, place}
@@ -50,7 +55,8 @@ class GatheredAgain:
         # recomputation alone.
         if not torch.is_grad_enabled() and any(map(inputs_need_gradients, calls)):
             self._here.add(place)
-        self._previous, self._open = place, calls
+        self._previous = place
+        self._open = calls
         return place in self._here and place not in self.known
 
     def agree(self, group: dist.ProcessGroup | None) -> int | None:
@@ -59,6 +65,8 @@ class GatheredAgain:
         Return a unit that some ranks alone gather, or None.
         """
         self._open.clear()
+        # Rows: gathered again here, and not gathered again here. A unit with 1 in both maxima is
+        # gathered again by some ranks alone.
         mine = torch.zeros(2, self._units, dtype=torch.int64)
         mine[0, sorted(self._here)] = 1
         mine[1] = 1 - mine[0]

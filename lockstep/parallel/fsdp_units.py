@@ -6,6 +6,16 @@ FSDP2 requires that every rank calls the same units in the same order (see
 uses none. (On GPUs, after the first step, ranks compare what they used only where a model left
 something unused: a comparison holds up the host.)
 
+A language model whose output layer is tied to its embedding, with `auto_wrap_policy: transformer`:
+
+    layers.0, layers.1     two units, each gathered while its own forward pass runs
+    embedding, head        one parameter, used outside of either: in the root's unit, with the norm
+
+A mixture of three experts on two ranks, in a step in which rank 0 used experts 0 and 1 and rank 1
+expert 1 alone: the maximum over ranks of [1, 1, 0] and [0, 1, 0] is [1, 1, 0]. Rank 1's gradient of
+expert 0 was zeros when FSDP2 reduced it; expert 2's `.grad` becomes None, as in one process, so
+that an optimizer leaves its weights and moments alone.
+
 Tests: tests/parallel/test_fsdp.py
 """
 

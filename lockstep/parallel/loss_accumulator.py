@@ -3,6 +3,17 @@
 One small all-reduce adds zeros to what each rank wrote, which changes no bit; micro-batches are
 then summed in order, so the loss is the same number on every topology. Two more columns carry the
 number of token ids that were read, votes to stop, and the step that a rank is in.
+
+Step 7 has three micro-batches of four tokens. Rank 0 runs 0 and 2, rank 1 runs 1 and votes to stop:
+
+                 losses of 0, 1, 2   tokens   votes       valid targets      marks
+    rank 0      [6.0, 0.0, 1.0,       8.0,     0.0]      [3.0, 0.0, 1.0,     0.0, 7.0]
+    rank 1      [0.0, 8.0, 0.0,       4.0,     1.0]      [0.0, 4.0, 0.0,     0.0, 7.0]
+    all ranks   [6.0, 8.0, 1.0,       12.0,    1.0]      [3.0, 4.0, 1.0,     0.0, 14.0]
+
+The loss is (6 + 8 + 1) / (3 + 4 + 1) = 1.875; 14 is twice 7, so both ranks are in one step.
+
+Tests: tests/parallel/test_loss_accumulator.py, tests/parallel/test_worked_examples.py
 """
 
 import math
@@ -94,6 +105,7 @@ class LossAccumulator:
         self._begin(micro_batches_per_step + 2, device)
 
     def _begin(self, columns: int, device: torch.device) -> None:
+        # float64 holds sums of float32 losses, and whole numbers up to 2⁵³, as they are.
         self._table = torch.zeros(2, columns, dtype=torch.float64, device=device)
 
     def add(self, micro_batch: MicroBatch, loss: Loss) -> None:
@@ -183,7 +195,8 @@ class HostLossAccumulator(LossAccumulator):
         super().__init__(micro_batches_per_step, torch.device("cpu"), shared=shared, adds=adds)
 
     def _begin(self, columns: int, device: torch.device) -> None:
-        self._losses, self._counts = [0.0] * columns, [0.0] * columns
+        self._losses = [0.0] * columns
+        self._counts = [0.0] * columns
 
     def add(self, micro_batch: MicroBatch, loss: Loss) -> None:
         if micro_batch.real and self._adds:

@@ -1,12 +1,20 @@
 """Loss parallel: the cross entropy of logits whose vocabulary is cut over the axis `tensor`.
 
-No rank has them whole.
+No rank has all of them. For each position the ranks gather two numbers of each: the log-sum-exp of
+its logits, and the logit of the target if it is there (Shoeybi et al. 2019, Megatron-LM,
+section 3). One position with the logits [1, 2, 3, 4] and the target 2, on two ranks:
 
-For each position ranks gather the logarithm of each block's sum of exponentials, and the logit of
-the target if it is there (Shoeybi et al. 2019, Megatron-LM, section 3). The gradient of a rank's
-logits needs no message.
+                           rank 0                      rank 1
+    logits                 [1, 2]                      [3, 4]
+    their log-sum-exp      2.3133                      4.3133
+    the target's logit     0, as it is not here        3
+    loss, on each          log(e^2.3133 + e^4.3133) − (0 + 3) = 1.4402
+    gradient               [0.0321, 0.0871]            [-0.7631, 0.6439]
 
-Tests: tests/parity/test_tensor.py
+The gradient is the softmax of all four logits, less 1 at the target: each rank knows the sum, so it
+needs no message. (`blocks`, where bits count: each block's log-sum-exp is gathered.)
+
+Tests: tests/parity/test_tensor.py, tests/parallel/test_worked_examples.py
 """
 
 from dataclasses import replace
@@ -30,23 +38,25 @@ def cut_token_losses(logits: Tensor, targets: Tensor, cut: Cut) -> Tensor:
 
 
 def with_whole_logits(objective: Objective, cut: Cut) -> Objective:
-    """Return an objective that shows metrics and predictions the logits of the whole vocabulary."""
+    """Return an objective that shows metrics and predictions all logits of the vocabulary."""
     if cut.group is None or not cut.keeps_logits:
         return objective
 
-    def whole(outputs: Any) -> Any:
+    def gathered(outputs: Any) -> Any:
         logits = logits_in(outputs)
-        return objective.whole(cut.gathered(logits, logits.ndim - 1))
+        return objective.gather_outputs(cut.gathered(logits, logits.ndim - 1))
 
-    return replace(objective, whole=whole)
+    return replace(objective, gather_outputs=gathered)
 
 
 class _TokenLosses(torch.autograd.Function):
+    """The loss of each position, and its gradient for the logits that are here."""
+
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, cut: Cut) -> Tensor:
         width = logits.shape[-1]
         blocks = in_blocks(logits, cut.blocks_of(width))
-        here = targets - cut.rank * width
+        here = targets - cut.rank * width  # the target's place among this rank's logits
         found = (here >= 0) & (here < width)
         own = (
             logits.reshape(-1, width).gather(1, torch.where(found, here, 0)[:, None])[:, 0].float()
@@ -54,8 +64,9 @@ class _TokenLosses(torch.autograd.Function):
         sums = [block.float().logsumexp(-1) for block in blocks]
         of_ranks = torch.stack([*sums, torch.where(found, own, 0.0)])[None]
         if cut.group is not None:
-            of_ranks = cut.gathered(of_ranks, 0)
-        total, of_target = of_ranks[:, :-1].flatten(0, 1).logsumexp(0), of_ranks[:, -1].sum(0)
+            of_ranks = cut.gathered(of_ranks, 0)  # [ranks, blocks + 1, B · T]
+        total = of_ranks[:, :-1].flatten(0, 1).logsumexp(0)
+        of_target = of_ranks[:, -1].sum(0)  # one rank's, and zeros
         counted = targets != IGNORED_TARGET
         outside = counted & ((targets < 0) | (targets >= width * cut.ranks))
         ctx.save_for_backward(logits, here, found, counted, total)
@@ -66,6 +77,7 @@ class _TokenLosses(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         logits, here, found, counted, total = ctx.saved_tensors
         scale = torch.where(counted, gradients[0], 0.0)[:, None]
+        # the softmax times the gradient of the loss, and below less that at the target
         pulls = [
             (block.float() - total[:, None]).exp_().mul_(scale).to(logits.dtype)
             for block in in_blocks(logits, ctx.count)

@@ -1,14 +1,35 @@
 """Products, sums and messages of layers that are cut over the axis `tensor`.
 
-Where bits count, products are computed in blocks.
+Two layers in a row on two ranks. Of `up` each rank holds some rows, so it computes some columns of
+x upᵀ; of `down` it holds the columns that belong to these. x [1, 2, 3] is a sequence of two tokens:
 
-Outside the cut layers, activations are whole on every rank, or each rank has a part of the sequence
-(sequence parallel: Korthikanti et al. 2022, arXiv:2205.05198). `enter` brings them into cut layers,
-`leave` sums what those return. As fixed blocks a matrix product has the same bits however the
-blocks are dealt to ranks, and what several blocks add up to is one tree over them. Then each
-product's backward pass sums its own blocks, so that `enter` has nothing left to sum.
+    x    = [[1, 0, 2], [0, 1, 1]]
+    up   = [[1, 0, 0], [0, 1, 0], [0, 0, 1], [1, 1, 1]]
+    down = [[1, 0, 0, 1], [0, 1, 0, 1], [0, 0, 1, 1]]
 
-Tests: tests/parity/test_tensor.py
+                           rank 0                      rank 1
+    of up [4, 3]           rows 0 and 1                rows 2 and 3
+    of down [3, 4]         columns 0 and 1             columns 2 and 3
+    column_linear(x, up)   [[1, 0], [0, 1]]            [[2, 3], [1, 2]]
+    times its part of down [[1, 0, 0], [0, 1, 0]]      [[3, 3, 5], [2, 2, 3]]
+    row_linear             [[4, 3, 5], [2, 3, 3]]      [[4, 3, 5], [2, 3, 3]]
+    … with `sequence`      [[4, 3, 5]]                 [[2, 3, 3]]
+
+Nothing is sent between the two layers. `row_linear` ends with a sum over ranks: an all-reduce, or
+under sequence parallel (Korthikanti et al. 2022, arXiv:2205.05198) a reduce-scatter, after which
+each rank has its own tokens. Then `enter` gathers the tokens again before the next `column_linear`.
+
+The backward pass turns this round. The gradient of y is there on every rank, so `down` sends
+nothing. Each rank's rows of `up` make a part of the gradient of x, here [1, 1, 0] and [3, 3, 4] for
+each token of a y whose gradient is 1 everywhere; the backward pass of `enter` sums them to
+[4, 4, 4].
+
+Where bits count, a layer is computed in `blocks` on any number of ranks. With four blocks above,
+each row of `up` and each column of `down` is a product by itself, and y is (b0 + b1) + (b2 + b3):
+two ranks make one bracket each, one rank makes both. A product's backward pass then sums its own
+blocks by the same tree, so `enter` has nothing left to sum.
+
+Tests: tests/parity/test_tensor.py, tests/parallel/test_worked_examples.py
 """
 
 import math
@@ -48,7 +69,7 @@ OnSend = Callable[[int], None]  # called with the bytes that this rank sends, in
 class Cut:
     """The way in which layers are cut, and the messages between their ranks.
 
-    `blocks` in a whole layer; None: each rank's part is one product, and sums are plain.
+    `blocks` in a complete layer; None: each rank's part is one product, and sums are plain.
     `sequence`: outside of the cut layers a rank has a part of the sequence.
     """
 
@@ -62,41 +83,59 @@ class Cut:
         keeps_logits: bool = False,
         on_send: OnSend | None = None,
     ) -> None:
-        self.group, self.blocks, self.sequence = group, blocks, sequence
-        self.ranks, self.rank = (1, 0) if group is None else (group.size(), group.rank())
-        self._whole: weakref.ref[Tensor] = weakref.ref(torch.empty(0))
+        self.group = group
+        self.blocks = blocks
+        self.sequence = sequence
+        self.ranks = 1 if group is None else group.size()
+        self.rank = 0 if group is None else group.rank()
+        # What entered cut layers last, and what they were given. Only a weak reference to the
+        # former: it must not live longer than the graph that needs it.
+        self._last: weakref.ref[Tensor] = weakref.ref(torch.empty(0))
         self._entered: Tensor | None = None
         self.on_send = on_send
         self.within = within  # how the sequences are cut, of which this cuts a part
         self.keeps_logits = keeps_logits  # the loss takes a rank's part of the logits
-        # the model is called from outside of the step: sequences and logits are whole everywhere
-        self.whole = False
+        # whether the model is called from outside of the step, with complete sequences and logits
+        self.is_outside = False
 
     @contextmanager
     def outside(self) -> Iterator[None]:
         """Call the model, inside of the block, from outside of the step."""
-        self.whole = True
+        self.is_outside = True
         try:
             yield
         finally:
-            self.whole = False
+            self.is_outside = False
+
+    def stay_outside(self) -> None:
+        """Take all further calls of the model as calls from outside of the step."""
+        self.is_outside = True
 
     def blocks_of(self, size: int) -> int:
-        """Return the number of blocks of this rank in a dim of which it holds `size`."""
+        """Return the number of blocks of this rank in a dim of which it holds `size`.
+
+        With 8 `blocks` on 2 ranks a dim of 12, 6 a rank, has gcd(12, 8) = 4 blocks, 2 a rank: the
+        number in all depends on the size and on `blocks`, never on the ranks.
+        """
         return 1 if self.blocks is None else math.gcd(size * self.ranks, self.blocks) // self.ranks
 
     def enter(self, x: Tensor) -> Tensor:
-        """Return whole activations for layers that are cut.
+        """Return complete activations for layers that are cut.
 
         Layers that are given the same ones share one message.
         """
+        # Complete already, and each product sums the gradient of its input by itself.
         if self.group is None or not (self.sequence or self.blocks is None):
             return x
-        if (
-            self._whole() is not x
+
+        # Queries, keys and values take the same x. One node for the three: its gradient arrives as
+        # the sum of theirs, and is summed over ranks once.
+        is_new = (
+            self._last() is not x
             or self._entered is None
             or self._entered.requires_grad != x.requires_grad
-        ):
+        )
+        if is_new:
             self._entered = with_backward(
                 lambda x: self.gathered(x) if self.sequence else x.view_as(x),
                 # Products in blocks have summed their gradients already.
@@ -107,7 +146,7 @@ class Cut:
                 ),
                 x,
             )
-            self._whole = weakref.ref(x)
+            self._last = weakref.ref(x)
         assert self._entered is not None
         return self._entered
 
@@ -121,17 +160,19 @@ class Cut:
             return _tree_sum(parts)
         if self.blocks is None:
             return self._plain_sum(parts[0], cut=cut)
-        leaves, nodes = (
-            count * self.ranks,
-            tree_assignment(count * self.ranks, self.ranks)[self.rank],
-        )
+
+        # The blocks of all ranks are the leaves of one tree. This rank's are neighbours: on a power
+        # of two ranks they are one node of it, whose sum is sent; on three ranks, several.
+        leaves = count * self.ranks
+        nodes = tree_assignment(leaves, self.ranks)[self.rank]
         if len(nodes) == 1:
             sums: list[Tensor | None] = [_tree_sum(parts)]
         else:
             partials = Partials(leaves)
-            for place, part in enumerate(parts):
-                partials.add(self.rank * count + place, [part], owned=False)
+            for number, part in enumerate(parts):
+                partials.add(self.rank * count + number, [part], owned=False)
             sums = [values[0] if (values := partials.take(node)) else None for node in nodes]
+
         like = next(value for value in sums if value is not None)
         if cut:
             rows = [None if value is None else self.rows_of_ranks(value) for value in sums]
@@ -164,18 +205,23 @@ class Cut:
             reduce_scatter_flat(mine, rows.view(-1), group=self.group)
         return mine.view(part.shape[0], -1, *part.shape[2:])
 
-    def count_sent(self, whole: Tensor, times: int = 1) -> None:
+    def count_sent(self, full: Tensor, times: int = 1) -> None:
+        """Report, in a dry run, what a collective over a tensor sends: (ranks − 1) / ranks of it.
+
+        An all-reduce sends that twice (`times`).
+        """
         if self.on_send is not None:
             self.on_send(
-                times * whole.numel() * whole.element_size() * (self.ranks - 1) // self.ranks
+                times * full.numel() * full.element_size() * (self.ranks - 1) // self.ranks
             )
 
-    def rows_of_ranks(self, whole: Tensor) -> Tensor:
+    def rows_of_ranks(self, full: Tensor) -> Tensor:
         """Return [B, T, …] as [ranks, numbers of its part of the sequence]."""
-        return torch.stack(whole.chunk(self.ranks, SEQUENCE)).reshape(self.ranks, -1)
+        return torch.stack(full.chunk(self.ranks, SEQUENCE)).reshape(self.ranks, -1)
 
-    def part(self, whole: Tensor, dim: int = SEQUENCE) -> Tensor:
-        return whole.chunk(self.ranks, dim)[self.rank].contiguous()
+    def part(self, full: Tensor, dim: int = SEQUENCE) -> Tensor:
+        """Return this rank's part of a tensor along `dim`."""
+        return full.chunk(self.ranks, dim)[self.rank].contiguous()
 
     def gathered(self, part: Tensor, dim: int = SEQUENCE) -> Tensor:
         """Return the parts of all ranks side by side."""
@@ -211,8 +257,8 @@ def _tree_sum(parts: Tensor) -> Tensor:
             parts = parts[0::2] + parts[1::2]
         return parts[0]
     partials = Partials(len(parts))
-    for place, part in enumerate(parts):
-        partials.add(place, [part], owned=False)
+    for number, part in enumerate(parts):
+        partials.add(number, [part], owned=False)
     return partials.single()
 
 
@@ -225,33 +271,40 @@ def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, cut: Cut) -> T
 
 
 def repeated_heads(weight: Tensor, heads: int, copies: int, cut: Cut) -> Tensor:
-    """Return this rank's run of heads, with `copies` of each, of a weight [heads · width, …].
+    """Return this rank's heads, with `copies` of each, of a weight [heads · width, …].
+
+    Two heads of keys for eight of queries on four ranks: with two copies of each, [k0, k0, k1, k1],
+    every rank has the one that its two heads of queries attend to.
 
     Its gradient is the sum over copies: of all ranks where bits count, else of this one.
     """
 
-    def repeat(whole: Tensor) -> Tensor:
-        each = whole.view(heads, -1, *whole.shape[1:]).repeat_interleave(copies, 0)
+    def repeat(full: Tensor) -> Tensor:
+        each = full.view(heads, -1, *full.shape[1:]).repeat_interleave(copies, 0)
         return cut.part(each, 0).flatten(0, 1)
 
     def pull_back(pull: Tensor) -> Tensor:
         mine = heads * copies // cut.ranks
         parts = pull.view(mine, -1, *pull.shape[1:])
         if cut.blocks is None:
-            whole = parts.new_zeros(heads * copies, *parts.shape[1:])
-            whole[cut.rank * mine : (cut.rank + 1) * mine] = parts
+            # The weight is complete on every rank, and its gradient a part of the sum: ranks add
+            # them once a step, with those of the other `partial` parameters.
+            full = parts.new_zeros(heads * copies, *parts.shape[1:])
+            full[cut.rank * mine : (cut.rank + 1) * mine] = parts
         else:
-            whole = parts if cut.group is None else cut.gathered(parts, 0)
-        by_copy = whole.view(heads, copies, *parts.shape[1:]).transpose(0, 1)
+            # The order of additions must not depend on which copies a rank has.
+            full = parts if cut.group is None else cut.gathered(parts, 0)
+        by_copy = full.view(heads, copies, *parts.shape[1:]).transpose(0, 1)
         return _tree_sum(by_copy).flatten(0, 1)
 
     return with_backward(repeat, pull_back, weight)
 
 
 def fused_rows(weight: Tensor, sizes: Sequence[int], parts: int, cut: Cut) -> Tensor:
-    """Return this rank's run of `parts` of a weight [Σ sizes, …] that holds several layers.
+    """Return this rank's parts of a weight [Σ sizes, …] that holds several layers.
 
-    A part has some rows of every layer.
+    A part has some rows of every layer. Of queries, keys and values with sizes 4, 2 and 2 in a
+    weight [8, …], two parts are the rows [q0 q1 k0 v0] and [q2 q3 k1 v1].
     """
     layers = [layer.unflatten(0, (parts, -1)) for layer in weight.split(list(sizes))]  # type: ignore[no-untyped-call]
     return repeated_heads(torch.cat(layers, 1).flatten(0, 1), parts, 1, cut)
@@ -293,8 +346,7 @@ def vocabulary_lookup(
     found = F.embedding(torch.where(here, ids - first, 0), weight, padding_idx) * factor.unsqueeze(
         -1
     )
-    # Of the ranks' parts one is not zero, for each element: their sum has the same bits in any
-    # order.
+    # For each element one rank's part is not zero, so the sum has the same bits in any order.
     return with_backward(
         lambda found: _no_view(cut.sum(found[None], cut=cut.sequence)),
         lambda pull: _left(pull, cut),
@@ -308,7 +360,7 @@ def head_linear(x: Tensor, weight: Tensor, bias: Tensor | None, cut: Cut) -> Ten
     Shapes: x [B, T, K], weight [N / ranks, K] → [B, T, N].
     """
     y = column_linear(x, weight, bias, cut)
-    if cut.group is None or (cut.keeps_logits and not cut.whole):
+    if cut.group is None or (cut.keeps_logits and not cut.is_outside):
         return y
     return with_backward(
         lambda y: _no_view(cut.gathered(y, -1 % y.dim())), lambda pull: cut.part(pull, -1), y
@@ -330,7 +382,8 @@ def enter_heads(x: Tensor, heads: int, cut: Cut) -> Tensor:
 
 def leave_heads(parts: Tensor, cut: Cut) -> Tensor:
     """Return the sum over the heads of all ranks, in float32: [heads, …] → […]."""
-    heads, dtype = parts.shape[0], parts.dtype
+    heads = parts.shape[0]
+    dtype = parts.dtype
     run = partial(_over_heads, cut=cut, dtype=torch.float32)
     return with_backward(run, lambda pull: pull.to(dtype).expand(heads, *pull.shape), parts)
 
@@ -340,12 +393,15 @@ def experts_apart(
 ) -> Tensor:
     """Return run(rows, counts), where each rank runs its own experts.
 
-    `rows` [n, D] and the result are complete on every rank.
+    `rows` [n, D] and the result are complete on every rank. With counts [2, 1, 0, 3] on two ranks,
+    rank 0 runs experts 0 and 1 on rows 0 to 2, rank 1 experts 2 and 3 on rows 3 to 5.
     """
     each = len(counts) // cut.ranks
     sizes = [sum(counts[begin : begin + each]) for begin in range(0, len(counts), each)]
 
     def gathered(rows: Tensor) -> Tensor:
+        # An all-gather of unequal parts, which gloo and NCCL have as an all-to-all alone: every
+        # rank sends the same rows to each.
         if cut.on_send is not None:
             cut.on_send((cut.ranks - 1) * rows.numel() * rows.element_size())
         out = rows.new_empty(sum(sizes), *rows.shape[1:])
@@ -369,7 +425,9 @@ def by_pieces(
 ) -> Tensor:
     """Return run(*x, *weights), piece by piece along `dim`.
 
-    Weights' gradients are summed over all ranks' pieces.
+    Weights' gradients are summed over all ranks' pieces. A norm of [1, 8, D] in four pieces of two
+    tokens: one rank runs four of them, two ranks two each, and the gradient of its weight is
+    (p0 + p1) + (p2 + p3) on either.
     """
     given = [x] if isinstance(x, Tensor) else x
     count = cut.blocks_of(given[0].shape[dim])
@@ -384,9 +442,9 @@ def by_pieces(
 
 
 def spread(x: Tensor, cut: Cut, count: int) -> tuple[Tensor, ...]:
-    """Return x, which is whole on all ranks, for each of `count` pieces.
+    """Return x, which is complete on all ranks, for each of `count` pieces.
 
-    Its gradient is summed over all ranks'.
+    Its gradient is summed over the pieces of all ranks.
     """
     return with_backward(
         lambda x: tuple(x.view_as(x) for _ in range(count)),
@@ -402,8 +460,10 @@ def cut_dropout(module: nn.Dropout, cuts: Sequence[tuple[Cut, int]], *, by: str)
     """
 
     def forward(self: nn.Dropout, x: Tensor) -> Tensor:
-        if not (self.training and self.p and cuts) or any(cut.whole for cut, _ in cuts):
+        if not (self.training and self.p and cuts) or any(cut.is_outside for cut, _ in cuts):
             return F.dropout(x, self.p, self.training)
+
+        # Which elements fall out depends on the shape that is drawn, and must not on the ranks.
         shape = list(x.shape)
         for cut, dim in cuts:
             shape[dim] *= cut.ranks
@@ -426,12 +486,19 @@ def _autocast(
 
 
 class _Column(torch.autograd.Function):
+    """This rank's columns of x Wᵀ + b: x [B, T, K], weight [N / ranks, K].
+
+    The gradient of x is a sum over the rows of W on all ranks. One product adds them up within
+    itself, in an order of its own; products of blocks leave that sum to the tree.
+    """
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, cut: Cut) -> Tensor:
         if cut.blocks is not None:
             weight = weight.contiguous()  # a transposed one's strides would depend on the ranks
         ctx.save_for_backward(x, weight)
-        ctx.cut, ctx.count = cut, cut.blocks_of(weight.shape[0])
+        ctx.cut = cut
+        ctx.count = cut.blocks_of(weight.shape[0])
         if cut.blocks is None:
             y = x @ weight.t()
         else:
@@ -466,16 +533,22 @@ class _Column(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             rows = weight.reshape(ctx.count, -1, weight.shape[-1])
             products = _products(pulls, rows).view(-1, *x.shape)
-            # else: by `enter`
+            # without blocks `enter` sums over ranks, once for all layers that took this x
             of_x = products[0] if ctx.cut.blocks is None else ctx.cut.sum(products)
         return of_x, of_weight, of_bias, None
 
 
 class _Row(torch.autograd.Function):
+    """x Wᵀ summed over ranks: x [B, T, K / ranks], weight [N, K / ranks].
+
+    Its backward pass has nothing to sum: a rank's part of x met its part of the weight alone.
+    """
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, cut: Cut) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.cut, ctx.count = cut, cut.blocks_of(weight.shape[1])
+        ctx.cut = cut
+        ctx.count = cut.blocks_of(weight.shape[1])
         products = _products(in_blocks(x, ctx.count), in_blocks(weight, ctx.count).transpose(1, 2))
         return _no_view(
             cut.sum(products.view(-1, *x.shape[:-1], weight.shape[0]), cut=cut.sequence)
@@ -527,6 +600,7 @@ def in_blocks(x: Tensor, count: int) -> Tensor:
 
 
 def _left(gradient: Tensor, cut: Cut) -> Tensor:
+    """Return the complete gradient of what left cut layers, of which a rank may have its tokens."""
     return cut.gathered(gradient) if cut.sequence and cut.group is not None else gradient
 
 

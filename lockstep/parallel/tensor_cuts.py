@@ -1,9 +1,25 @@
 """Tensor parallel: cuts layers over the ranks of the axis `tensor` by a model's `tensor_plan`.
 
-Under `reproducible` the layers of the plan are computed in `tensor_blocks` blocks on any number of
-ranks, also on one, and the blocks' sums are added as one tree.
+A block of width 6 with two heads of 3 on two ranks. Weights are [outputs, inputs]:
 
-Tests: tests/parity/test_tensor.py
+    layer                  way in the plan    complete   here      what rank 1 holds
+    attention.query        heads              [6, 6]     [3, 6]    the rows of head 1
+    attention.out          row                [6, 6]     [6, 3]    the columns 3 to 5
+    mlp.up, mlp.up.bias    column             [4, 6]     [2, 6]    the rows 2 and 3, and their bias
+    mlp.down               row                [6, 4]     [6, 2]    the columns 2 and 3
+    norm                   sequence           [6]        [6]       all of it
+
+An optimizer trains DTensors of the complete shapes (`train_whole`), so that norms, clipping and
+checkpoints see what one process has: [4, 6], of which this rank's piece is two rows.
+
+A complete parameter that saw a part of the work has a part of its gradient (`partial`): `norm`
+under sequence parallel, whose tokens are other ones on each rank, and keys of fewer heads than
+ranks. `sum_over_ranks` adds these up once a step.
+
+Under `reproducible` the layers of the plan are computed in `tensor_blocks` blocks on any number of
+ranks, also on one, and the blocks' sums are added as one tree (`lockstep.parallel.tensor_blocks`).
+
+Tests: tests/parity/test_tensor.py, tests/parallel/test_worked_examples.py
 """
 
 import copy
@@ -44,8 +60,9 @@ class TensorCuts:
     mesh: DeviceMesh | None  # the whole mesh; None where one rank computes in blocks
     cut: Cut  # how
     dims: dict[str, int] = field(default_factory=dict)  # canonical name → the dim that is cut
-    shapes: dict[str, torch.Size] = field(default_factory=dict)  # canonical name → the whole shape
-    # whole parameters, of whose gradient a rank has its part
+    # canonical name → the complete shape
+    shapes: dict[str, torch.Size] = field(default_factory=dict)
+    # complete parameters, of whose gradient a rank has its part
     partial: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -54,14 +71,14 @@ class TensorCuts:
             self._along = self.mesh["tensor"]
             self._along_both = self.mesh["tensor", "shard"]
 
-    def piece(self, name: str, whole: Tensor) -> Tensor:
+    def piece(self, name: str, full: Tensor) -> Tensor:
         """Return this rank's piece of a parameter's value, in memory of its own.
 
-        The whole where it is not cut.
+        All of it where it is not cut.
         """
         if name not in self.dims or self.cut.group is None:
-            return whole
-        piece = whole.chunk(self.cut.ranks, self.dims[name])[self.cut.rank]
+            return full
+        piece = full.chunk(self.cut.ranks, self.dims[name])[self.cut.rank]
         # fused updates run over the memory as it lies
         return piece.clone(memory_format=torch.contiguous_format)
 
@@ -77,6 +94,7 @@ class TensorCuts:
         strides = torch.empty(shape, device="meta").stride()
         mesh = self._along
         placements = [dim]
+        # FSDP2 has sharded this rank's piece: [4, 6] → [2, 6] over tensor → [1, 6] over shard.
         if isinstance(piece, DTensor):
             mesh = self._along_both
             placements = [dim, *piece.placements[-1:]]  # type: ignore[list-item]
@@ -149,7 +167,7 @@ def apply_tensor(
                 continue
         for parameter, dim in _cut_parameters(module, attribute, way):
             full = names[id(parameter)]
-            if full not in cuts.dims:
+            if full not in cuts.dims:  # a tied weight is cut once
                 _check_divides(full, parameter.shape[dim], unit, cut)
                 cuts.dims[full] = dim
                 cuts.shapes[full] = parameter.shape
@@ -176,6 +194,8 @@ def _copies(heads: int, most: int, cut: Cut) -> int:
 
     Heads are repeated where they are fewer than the parts.
     """
+    # In blocks, as many copies as there are blocks of queries, not ranks: what is computed must not
+    # depend on the ranks.
     parts = cut.ranks if cut.blocks is None else math.gcd(most, cut.blocks)
     return parts // heads if heads < parts and parts % heads == 0 and most % cut.ranks == 0 else 0
 
@@ -196,6 +216,7 @@ def _repeat_heads(module: nn.Module, width: int, copies: int, cut: Cut) -> None:
 
 def _fuse(module: Any, name: str, unit: int, cut: Cut) -> None:
     """Keep a weight of several layers complete on each rank; compute this rank's part of each."""
+    # As many parts as all of its layers have: queries of 8 heads, keys and values of 2 have two.
     parts = math.gcd(*(size // unit for size in module.fused_sizes))
     _check_divides(f"{name}.weight", parts * unit, unit, cut)
 
@@ -209,6 +230,7 @@ def _fuse(module: Any, name: str, unit: int, cut: Cut) -> None:
         made = tensor_blocks.column_linear(x, weight, bias, cut).unflatten(
             -1, (parts // cut.ranks, -1)
         )  # type: ignore[no-untyped-call]
+        # [q0 q1 k0 v0] of each part → all queries, then all keys, then all values
         layers = made.split([size // parts for size in self.fused_sizes], -1)
         return torch.cat([layer.flatten(-2) for layer in layers], -1)
 
@@ -276,6 +298,8 @@ def _row(module: nn.Module, cut: Cut) -> None:
         y = tensor_blocks.row_linear(x, given[0] if given else _weight(self), cut)
         if given or self.bias is None:
             return y
+        # After the sum, or each rank would add it. Of a part of the tokens its gradient is a part,
+        # too: where bits count it is summed piece by piece.
         bias: Tensor = self.bias.to(y.dtype)
         if cut.blocks is None or not cut.sequence:
             return y + bias
@@ -363,11 +387,11 @@ def _by_pieces(module: nn.Module, cut: Cut, dim: int) -> None:
     """
     if cut.blocks is None:
         return
-    whole = copy.copy(module)
+    plain = copy.copy(module)  # with the same parameters, and its own forward pass
     names = [name for name, _ in module.named_parameters()]
 
     def run(piece: Tensor, *weights: Tensor) -> Tensor:
-        return torch.func.functional_call(whole, dict(zip(names, weights, strict=True)), (piece,))  # type: ignore[no-any-return]
+        return torch.func.functional_call(plain, dict(zip(names, weights, strict=True)), (piece,))  # type: ignore[no-any-return]
 
     def forward(self: nn.Module, x: Tensor) -> Tensor:
         return tensor_blocks.by_pieces(run, x, [getattr(self, name) for name in names], cut, dim)
@@ -412,9 +436,9 @@ def train_whole(
     whole: Callable[[str, Tensor], DTensor],
     complete: Callable[[], None],
 ) -> ParallelModel:
-    """Let a placed model train whole tensors in place of this rank's pieces.
+    """Let a placed model train complete tensors in place of this rank's pieces.
 
-    `complete` finishes these' gradients.
+    `complete` finishes the gradients of the pieces.
     """
     own = placed.parameters
     trained = {

@@ -1,8 +1,18 @@
 """The plan by which a model's layers are cut over ranks: its ways, and what can't be followed.
 
-docs/how_to/tensor.md lists what each way of a `tensor_plan()` cuts (Shoeybi et al. 2019,
-Megatron-LM, section 3). A fused weight is held whole. Between a column cut and a row cut nothing is
-sent.
+A plan maps patterns of names to ways: {"layers.*.mlp.up": "column", "layers.*.mlp.down": "row"}. A
+`*` stands for one part of a name, so the first is layers.0.mlp.up, layers.1.mlp.up and so on. On
+two ranks a weight [4, 6] (outputs, inputs) is cut so:
+
+    way                    on each rank      its outputs
+    column, heads          [2, 6]            this rank's, [B, T, 2]
+    row                    [4, 3]            all, summed over ranks; its inputs are this rank's
+    vocabulary             [2, 6]            all, of a table of 4 rows
+    head                   [2, 6]            all, gathered; this rank's for a loss in the plan
+    fused, fused_heads     [4, 6], all       this rank's of each layer in it
+
+Between a column cut and a row cut nothing is sent. docs/how_to/tensor.md lists all ways (Shoeybi et
+al. 2019, Megatron-LM, section 3).
 
 Tests: tests/parity/test_tensor.py, tests/parity/test_known_mistakes.py
 """
@@ -46,6 +56,7 @@ def checked_plan(model: nn.Module) -> list[Planned]:
                     " out of the plan"
                 ),
             )
+        # What is made anew in each forward pass has all rows, whatever is cut of its parameters.
         if (computed := _computed_weight(module, way)) is not None:
             what = (
                 f"{f'{name}.{computed}'.strip('.')} is computed from other parameters, so its layer"
@@ -97,6 +108,8 @@ def loss_is_planned(model: nn.Module, plan: list[Planned]) -> bool:
     """Return whether the plan describes the model's `loss`: a subclass may have replaced it."""
     if "loss" not in {way for *_, way in plan} or "loss" in vars(model):
         return False
+    # Of loss and plan, whichever class wrote one last: a loss that came after the plan may want
+    # complete logits.
     first = next(
         (each for each in type(model).__mro__ if {"loss", "tensor_plan"} & vars(each).keys()), None
     )
@@ -118,7 +131,8 @@ def _planned(model: nn.Module) -> Iterator[Planned]:
         fix += f"; the ways are {', '.join(WAYS)}"
         fix = advice_for_object(model, "tensor") or fix
         raise UsageError(what, where="distributed.tensor_size", fix=fix)
-    modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
+    modules = dict(model.named_modules())
+    parameters = dict(model.named_parameters())
     for pattern, way in plan.items():
         expression = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
         found = [name for name in modules if expression.fullmatch(name)]

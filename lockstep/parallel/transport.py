@@ -151,7 +151,8 @@ def programs(
         orders: each rank's passes in the order of the schedule.
         rank_of: of each stage, its pipeline rank.
     """
-    stages, ranks = len(rank_of), len(orders)
+    stages = len(rank_of)
+    ranks = len(orders)
     seconds = {(kind, stage): cost for kind, cost in UNITS.items() for stage in range(stages)}
     line = pipeline(orders, seconds, [0.0] * stages, rank_of=list(rank_of))
     ends = [
@@ -161,6 +162,7 @@ def programs(
     ready = []
     for rank, order in enumerate(orders):
         for one, end in zip(order, ends[rank], strict=True):
+            # Neighbouring stages of one rank, in schedules that give it several, need no message.
             message = made_by(one, stages)
             if message is not None and rank_of[message.stage] != rank:
                 ready.append(_Ready(end, message, rank, rank_of[message.stage]))
@@ -179,6 +181,7 @@ def _program(
     waiting = [each for each in ready if rank in (each.source, each.target)]
     done = 0
     for one, end in zip(order, ends, strict=True):
+        # A message that is ready when this pass ends is not among them: it may be made by it.
         while done < len(waiting) and waiting[done].time < end:
             program.append(_instruction(waiting[done], rank))
             done += 1
@@ -258,6 +261,7 @@ class PeerToPeer:
             # once for each shape of a batch
             # host waits for the device
             sent.append(torch.tensor(strides, dtype=torch.int64, device=self.device))
+        # Kept until they are through: the transport reads the memory while the pass goes on.
         self._leaving += [
             (dist.isend(each, group=self.group, group_dst=peer), each) for each in sent
         ]
@@ -294,11 +298,14 @@ class PeerToPeer:
     def finish(self) -> None:
         """Wait until all that was sent is through."""
         _wait([work for work, _ in self._leaving])
-        self._leaving, self._last = [], 0
+        self._leaving = []
+        self._last = 0
 
     def forget(self) -> None:
         """Forget messages that are under way, after an error."""
-        self._arriving, self._leaving, self._last = {}, [], 0
+        self._arriving = {}
+        self._leaving = []
+        self._last = 0
 
 
 def _wait(works: Sequence[dist.Work | None]) -> None:

@@ -8,7 +8,7 @@ tests/verify/test_updates.py
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -186,25 +186,25 @@ class WholeSequences:
         length = min(lengths)
         context = self._context
         gathered = [context.gathered(leaf) if _has(leaf, length) else leaf for leaf in leaves]
-        whole_args, whole_kwargs = tree_unflatten(gathered, structure)
+        complete_args, complete_kwargs = tree_unflatten(gathered, structure)
         if not self._compared:
             self._compared = True
             self._compare_positions(
                 length, next(leaf.device for leaf in leaves if isinstance(leaf, Tensor))
             )
             if not self.module:
-                self._compare((args, kwargs), (whole_args, whole_kwargs))
-        context.whole = True  # and stays so, for what the backward pass computes again
-        outputs, structure = tree_flatten(self._plain(*whole_args, **whole_kwargs))
+                self._compare((args, kwargs), (complete_args, complete_kwargs))
+        context.stay_outside()  # for what the backward pass computes again, too
+        outputs, structure = tree_flatten(self._plain(*complete_args, **complete_kwargs))
         return tree_unflatten(
             [_part(each, length * context.ranks, context) for each in outputs], structure
         )
 
     def _compare_positions(self, length: int, device: torch.device) -> None:
         for attend in (module for module in self._model.modules() if isinstance(module, Attend)):
-            self._context.whole = True
-            right = self._context.part(attend.positions(length * self._context.ranks, device), 0)
-            self._context.whole = False
+            with self._context.outside():
+                every = attend.positions(length * self._context.ranks, device)
+            right = self._context.part(every, 0)
             wrong = not torch.equal(attend.positions(length, device), right)
             if any(gather_objects(wrong)):  # the first rank's part may begin at 0 in any case
                 self.module = self._names.get(id(attend), "")
@@ -212,11 +212,11 @@ class WholeSequences:
                 return
 
     @torch.no_grad()
-    def _compare(self, part: tuple[Any, Any], whole: tuple[Any, Any]) -> None:
+    def _compare(self, part: tuple[Any, Any], complete: tuple[Any, Any]) -> None:
         """Find the first module whose outputs are others on a part of the sequences."""
         found = []
         calls = dict(self._random.calls)
-        for self._context.whole, (args, kwargs) in ((False, part), (True, whole)):
+        for is_part, (args, kwargs) in ((True, part), (False, complete)):
             seen: list[tuple[str, Tensor]] = []
             inside = [module for module in self._model.modules() if module is not self._model]
             hooks = [partial(_note, self._names.get(id(module), ""), seen) for module in inside]
@@ -224,7 +224,7 @@ class WholeSequences:
                 module.register_forward_hook(hook)
                 for module, hook in zip(inside, hooks, strict=True)
             ]
-            with torch.random.fork_rng():
+            with torch.random.fork_rng(), nullcontext() if is_part else self._context.outside():
                 self._plain(*args, **kwargs)
             self._random.calls = dict(calls)  # each pass draws the same numbers
             for handle in handles:

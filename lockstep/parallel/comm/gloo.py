@@ -5,7 +5,13 @@ all-reduce of which a part is kept. Here parameters are gathered in pieces and w
 are used; a unit's gradient goes by an all-to-all in pieces, which a rank adds up when the next
 unit's gradient is there.
 
-Tests: tests/parallel/test_traffic.py, tests/parity/test_data_parallel.py
+Two ranks, a unit with a weight [4, 6] of which each holds two rows. After its backward pass a rank
+has a gradient of 24 numbers, rows of ranks [2, 12]: it keeps row 0 or 1, its own, and sends the
+other. What it receives is [2, 12] again, its share of both gradients, and their sum [12] is its
+rows' gradient. Sent: 12 numbers a rank, where an all-reduce sends 24.
+
+Tests: tests/parallel/test_traffic.py, tests/parity/test_data_parallel.py,
+tests/parallel/test_worked_examples.py
 """
 
 from collections.abc import Iterator, Sequence
@@ -39,16 +45,17 @@ class GlooMessages(AroundMicroBatch):
         self._under_way: tuple[AllToAll, Tensor, Sequence[nn.Parameter]] | None = None
         # over the step's micro-batches, all but the last
         self._sums: dict[nn.Parameter, Tensor] = {}
-        self._may_wait, self._last = may_wait, True
+        self._may_wait = may_wait
+        self._last = True
         for module in model.modules():
             if isinstance(module, FSDPModule):
-                cut = [
+                sharded = [
                     parameter
                     for parameter in own_parameters(module)
                     if isinstance(parameter, DTensor)
                 ]
                 module.set_custom_all_gather(_Gather())  # type: ignore[arg-type]
-                module.set_custom_reduce_scatter(_ReduceScatter(self, cut))  # type: ignore[arg-type]
+                module.set_custom_reduce_scatter(_ReduceScatter(self, sharded))  # type: ignore[arg-type]
 
     def before(self, run: MicroBatchPass) -> None:
         self._last = run.last
@@ -83,9 +90,11 @@ class GlooMessages(AroundMicroBatch):
             exchange.add_up(output)
 
     def wait(self) -> None:
+        """Complete the reduce-scatter that is under way, if there is one."""
         if self._under_way is None:
             return
-        (exchange, output, parameters), self._under_way = self._under_way, None
+        exchange, output, parameters = self._under_way
+        self._under_way = None
         exchange.add_up(output)
         # add them to those of the micro-batches before
         for parameter in parameters if self._may_wait else ():
@@ -95,7 +104,8 @@ class GlooMessages(AroundMicroBatch):
             if before is not None:
                 local(parameter.grad).add_(local(before))
             if not self._last:
-                self._sums[parameter], parameter.grad = parameter.grad, None
+                self._sums[parameter] = parameter.grad
+                parameter.grad = None
 
 
 class AllToAll:
@@ -103,17 +113,21 @@ class AllToAll:
 
     def __init__(self, rows: Tensor, group: dist.ProcessGroup) -> None:
         sent = rows.view(group.size(), -1)
-        whole = sent.device.type != "cpu"  # NCCL cuts messages itself
         # works, with what they send and receive
         self._under_way: list[tuple[Any, Tensor, Tensor]] = []
-        for piece in [sent] if whole else [sent[:, cut].contiguous() for cut in _pieces(sent[0])]:
+        if sent.device.type == "cpu":
+            pieces = [sent[:, piece].contiguous() for piece in _pieces(sent[0])]
+        else:
+            pieces = [sent]  # NCCL divides messages itself
+        for piece in pieces:
             got = torch.empty_like(piece)
             work = dist.all_to_all_single(got.view(-1), piece.view(-1), group=group, async_op=True)
             self._under_way.append((work, piece, got))
 
     def received(self) -> Iterator[Tensor]:
         """Yield the received rows, [W, a part of the share], part by part, as they arrive; once."""
-        under_way, self._under_way = self._under_way, []
+        under_way = self._under_way
+        self._under_way = []
         for work, _, got in under_way:
             work.wait()
             yield got
@@ -139,16 +153,16 @@ class _Gather:
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work:
-        cuts = list(_pieces(input_tensor))
-        if len(cuts) == 1:
+        pieces = list(_pieces(input_tensor))
+        if len(pieces) == 1:
             return all_gather_flat(output_tensor, input_tensor, group=group, async_op=True)  # type: ignore[no-any-return]
         rows = output_tensor.view(group.size(), -1)
         return _Works(
             [
                 dist.all_gather(
-                    list(rows[:, cut].unbind()), input_tensor[cut], group=group, async_op=True
+                    list(rows[:, piece].unbind()), input_tensor[piece], group=group, async_op=True
                 )
-                for cut in cuts
+                for piece in pieces
             ]
         )
 
@@ -157,7 +171,8 @@ class _ReduceScatter:
     """FSDP2's reduce-scatter, which always sums."""
 
     def __init__(self, messages: GlooMessages, parameters: Sequence[nn.Parameter]) -> None:
-        self._messages, self._parameters = messages, parameters
+        self._messages = messages
+        self._parameters = parameters
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -174,6 +189,8 @@ class _ReduceScatter:
 
 
 class _Works(dist.Work):
+    """Several messages, which are through when all of them are."""
+
     def __init__(self, works: list[Any]) -> None:
         super().__init__()
         self._works = works

@@ -1,9 +1,17 @@
 """Settings for the same bits on any ranks: deterministic kernels, one expression for each gradient.
 
 This holds among processors of one kind: a CPU with wider vectors, or another GPU, has other
-kernels. FSDP2 passes a unit's inputs through one autograd node, where the contributions of several
-uses inside the unit are added before those of other units: (v2 + k2) + (v1 + k1) where one process
-adds v2, k2, v1, k1 in a row. `join_uses_of_inputs` gives each unit such a node on every topology.
+kernels.
+
+Two layers that take the same x, each in two ways, as keys and values do: x.grad is a sum of four.
+Autograd adds them as the backward pass comes by, from the last layer to the first:
+
+    one process    ((v2 + k2) + v1) + k1
+    FSDP2          (v2 + k2) + (v1 + k1)
+
+FSDP2 passes a unit's inputs through one autograd node, where the uses inside the unit are added up
+before they go on. `join_uses_of_inputs` gives each unit such a node on every topology, so all of
+them add as the second line does.
 
 Tests: tests/parallel/test_tree.py, tests/parity/test_same_bits.py
 """
@@ -28,13 +36,16 @@ def switch_on(device: torch.device) -> list[str]:
 
     Return lines to log at start.
     """
-    os.environ.setdefault(_WORKSPACE, ":4096:8")  # read when cuBLAS starts
+    # Else cuBLAS may take another workspace, and with it another order of additions, where several
+    # streams run. It reads the variable when it starts.
+    os.environ.setdefault(_WORKSPACE, ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # nothing here reads it
     torch.backends.cudnn.benchmark = False
     if device.type != "cpu":
         return ["reproducible: deterministic kernels"]
-    # Reductions (LayerNorm's and embedding's gradients, sums) are cut by the number of threads.
+    # Each thread reduces a slice (of LayerNorm's and embedding's gradients, of sums): another
+    # number of threads is another order of additions.
     torch.set_num_threads(1)
     return ["reproducible: deterministic kernels, one thread a rank"]
 

@@ -7,8 +7,17 @@ float64 adds up 2^15 exactly): a square is rounded to hi · 2^(2e − b), and wh
 · 2^(2e − 2b). For n = 2³⁰ that is 64 bits below the largest square. Squares of float32 are exact in
 float64.
 
+Two ranks with the gradients [3] and [4], so n = 2 in all. The largest is 4 < 2³, so e = 3; b = 36.
+The squares 9 and 16 become 9 · 2³⁰ and 16 · 2³⁰, of which nothing is left over. Each rank adds its
+own, an all-reduce adds those of the ranks, exactly, and the norm is √(25 · 2³⁰ / 2³⁰) = 5.
+
+    in float32   (2²⁴ + 1) + 1 = 2²⁴, and (1 + 1) + 2²⁴ = 2²⁴ + 2
+    as integers  2²⁴ + 2, in any order
+
 Source: the idea of pre-rounding, Demmel and Nguyen 2013, "Fast Reproducible Floating-Point
 Summation".
+
+Tests: tests/parallel/test_exact_norm.py, tests/parallel/test_worked_examples.py
 """
 
 import math
@@ -48,8 +57,10 @@ def exact_norm(
     bits = min(36, 62 - math.ceil(math.log2(max(2, elements))))
     exponent = torch.frexp(largest.nan_to_num(posinf=0.0))[1].long()
     # A power of two in float64, exactly: its exponent, bits − 2 · exponent, is one of −1022 … 1023.
-    coarse, finer = ((bits - 2 * exponent + 1023) << 52).view(torch.float64), float(2**bits)
-    totals = torch.zeros(2, dtype=torch.int64, device=device)
+    # Made from its bits, as the host would have to wait for the exponent.
+    coarse = ((bits - 2 * exponent + 1023) << 52).view(torch.float64)
+    finer = float(2**bits)
+    totals = torch.zeros(2, dtype=torch.int64, device=device)  # of hi, of lo
     for squares, high in _squares(gradients, device):
         torch.round(squares.mul_(coarse), out=high)
         totals[0] += _exact_sum(high)

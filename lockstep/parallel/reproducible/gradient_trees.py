@@ -1,9 +1,26 @@
 """Sums of gradients up the tree, while backward passes run: one process, ddp, and FSDP2.
 
-In round k of a step, the S shards of an FSDP2 replica run S neighbouring micro-batches: the
-reduce-scatter of a unit's gradients is an all-to-all, which brings a rank its shard of these S
-leaves in as many bytes. FSDP2 gets the shard axis alone: its all-reduce over replicas can't be
-replaced, but a hook after the reduce-scatter takes its place.
+The step's sum is one tree over micro-batches (`lockstep.parallel.reproducible.tree`). Four of them
+on two ranks, a weight [4, 6]:
+
+`ddp:2`, where a rank reduces once a step: rank 0 runs micro-batches 0 and 1 and adds g0 + g1
+[4, 6], rank 1 adds g2 + g3. A bucket's communication hook exchanges halves of these sums, and each
+rank adds (g0 + g1) + (g2 + g3) of its half.
+
+`fsdp:2`, where a rank holds two rows of the weight and reduces after each micro-batch:
+
+                           rank 0                      rank 1
+    round 0, runs          micro-batch 0               micro-batch 1
+      receives             g0[0:2] and g1[0:2]         g0[2:4] and g1[2:4]
+      holds                (g0 + g1)[0:2]              (g0 + g1)[2:4]
+    round 1, runs          micro-batch 2               micro-batch 3
+      receives             g2[0:2] and g3[0:2]         g2[2:4] and g3[2:4]
+      holds                the step's sum[0:2]         the step's sum[2:4]
+
+So the reduce-scatter is an all-to-all here, which brings a rank its shard of each leaf in as many
+bytes; a plain one would add leaves in an order that depends on the ranks. FSDP2 gets the axis shard
+alone: its all-reduce over replicas can't be replaced, but a hook after the reduce-scatter does what
+it would do.
 
 Tests: tests/parallel/test_tree.py, tests/parity/test_same_bits.py,
 tests/parity/test_shared_inputs.py
@@ -119,13 +136,13 @@ class ReplicaTree(GradientTree):
 
     def __init__(self, model: DistributedDataParallel, group: dist.ProcessGroup) -> None:
         super().__init__([p for p in model.parameters() if p.requires_grad])
-        self._places = {id(p): place for place, p in enumerate(self.parameters)}
+        self._positions = {id(p): position for position, p in enumerate(self.parameters)}
         self._group = group
         self._partials = Partials(0)
         self._micro_batch: MicroBatch | None = None
         # whether a backward pass may leave parameters out
         self._may_miss = model.find_unused_parameters
-        # places of those that earlier micro-batches of the step used
+        # positions of those that earlier micro-batches of the step used
         self._used_before: set[int] = set()
         self._folding: tuple[TreeAllReduce, Tensor] | None = None  # the all-to-all runs
         self._gathering: list[tuple[TreeAllReduce, Tensor]] = []  # the all-gather runs
@@ -138,8 +155,8 @@ class ReplicaTree(GradientTree):
         if run.last:
             # DDP remembers what earlier micro-batches of the step used, and wants a gradient of it
             # to reduce.
-            for place in self._used_before:
-                self.parameters[place].grad = torch.zeros_like(self.parameters[place])
+            for position in self._used_before:
+                self.parameters[position].grad = torch.zeros_like(self.parameters[position])
             self._used_before.clear()
 
     def after(self, run: MicroBatchPass) -> None:
@@ -149,12 +166,13 @@ class ReplicaTree(GradientTree):
             return
         if run.micro_batch.real:
             self._partials.add(run.micro_batch.index, [p.grad for p in self.parameters])
-        for place, parameter in enumerate(self.parameters):
+        for position, parameter in enumerate(self.parameters):
             if parameter.grad is not None and self._may_miss:
-                self._used_before.add(place)
+                self._used_before.add(position)
             parameter.grad = None
 
     def _reduce(self, _state: None, bucket: GradBucket) -> Future[Tensor]:
+        """Start a bucket's exchange, and go on with that of the bucket before."""
         flat = bucket.buffer()
         sums = self._sums(bucket)
         self._fold()
@@ -179,7 +197,7 @@ class ReplicaTree(GradientTree):
     def _sums(self, bucket: GradBucket) -> list[Tensor | None]:
         """Return the sums over this rank's nodes for a bucket, in the layout of the bucket."""
         assert self._micro_batch is not None
-        partials = self._partials.move_out([self._places[id(p)] for p in bucket.parameters()])
+        partials = self._partials.move_out([self._positions[id(p)] for p in bucket.parameters()])
         if self._micro_batch.real:
             partials.add(self._micro_batch.index, [*_views(bucket.buffer(), bucket)], owned=False)
         nodes = tree_assignment(partials.leaves, self._group.size())[self._group.rank()]
@@ -203,13 +221,13 @@ def _views(flat: Tensor, bucket: GradBucket) -> list[Tensor]:
     `bucket.gradients()` takes the memory of a parameter in `channels_last` for one that lies row by
     row.
     """
-    places = [
+    offsets = [
         gradient.storage_offset() - bucket.buffer().storage_offset()
         for gradient in bucket.gradients()
     ]
     return [
-        flat.as_strided(parameter.shape, parameter.stride(), flat.storage_offset() + place)
-        for parameter, place in zip(bucket.parameters(), places, strict=True)
+        flat.as_strided(parameter.shape, parameter.stride(), flat.storage_offset() + offset)
+        for parameter, offset in zip(bucket.parameters(), offsets, strict=True)
     ]
 
 
@@ -224,7 +242,8 @@ class ShardTree(GradientTree):
     def __init__(self, model: nn.Module, mesh: DeviceMesh, groups: int = 1) -> None:
         super().__init__(list(model.parameters()))
         self._groups = groups
-        self.shards, self.replicas = mesh["shard"].get_group(), mesh["replicate"].get_group()
+        self.shards = mesh["shard"].get_group()
+        self.replicas = mesh["replicate"].get_group()
         self._units = []
         for name, module in model.named_modules():
             if isinstance(module, FSDPModule):
@@ -239,13 +258,20 @@ class ShardTree(GradientTree):
         self._rounds = 0
 
     def before(self, run: MicroBatchPass) -> None:
-        self.leaves, self.last = run.micro_batches_per_step, run.last
+        """Find which micro-batches the shards of this replica run in this round."""
+        self.leaves = run.micro_batches_per_step
+        self.last = run.last
         each = self.shards.size() // self._groups
-        places = range(self._rounds * each, (self._rounds + 1) * each)
-        runs = [leaves_of(nodes) for nodes in self._of_replica(self.replicas.rank())]
-        self.round = [run[place] if place < len(run) else None for run in runs for place in places]
+        now = range(self._rounds * each, (self._rounds + 1) * each)
+        of_groups = [leaves_of(nodes) for nodes in self._of_replica(self.replicas.rank())]
+        self.round = [
+            leaves[position] if position < len(leaves) else None
+            for leaves in of_groups
+            for position in now
+        ]
 
     def after(self, run: MicroBatchPass) -> None:
+        """Leave the sums to the units' trees; refuse a step in which one of them misses leaves."""
         self._rounds = 0 if run.last else self._rounds + 1
         if not run.last:
             for parameter in self.parameters:
@@ -297,6 +323,7 @@ class _Unit:
         op: Any,
         async_op: bool = False,
     ) -> None:
+        """Exchange this round's leaves; in a step's last round, write the sum if it is complete."""
         self._add(list(torch.cat(list(AllToAll(input_tensor, group).received()), dim=1)))
         if self._tree.last and self._tree.replicas.size() == 1:
             output_tensor.copy_(self.partials.single())

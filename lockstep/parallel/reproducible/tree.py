@@ -2,18 +2,42 @@
 
 Its leaves are the micro-batches' gradients, in order.
 
-Additions of floats do not associate, so a sum is the same in every bit only where it is the same
-expression. The tree depends on M, the number of micro-batches in the step, alone: a *node* is a run
-of neighbours [lo, hi); a run of more than one splits into halves, the first of which is the longer
-one where they differ. M = 7: ((0+1)+(2+3)) + ((4+5)+6). Ranks that reduce once a step (ddp,
-replicas, pipelines) run whole nodes: one each on 2ⁿ ranks, because the n-th level of the tree has
-2ⁿ nodes whose sizes differ by one at most. Ranks that reduce each micro-batch (fsdp) run every S-th
-one.
+Additions of floats do not associate:
+
+    >>> a, b, c, d = torch.tensor([1e8, -1e8, 1.0, 1.0])
+    >>> ((a + b) + (c + d)).item(), (((a + c) + b) + d).item()
+    (2.0, 1.0)
+
+so a sum is the same in every bit only where it is the same expression. The tree depends on M, the
+number of micro-batches in the step, alone: a *node* is a run of neighbours [lo, hi); a run of more
+than one splits into halves, the first of which is the longer one where they differ. M = 7 is
+((0+1)+(2+3)) + ((4+5)+6), whoever adds it up:
+
+    >>> children((0, 7))
+    ((0, 4), (4, 7))
+    >>> children((4, 7))
+    ((4, 6), (6, 7))
+
+Ranks that reduce once a step (ddp, replicas, pipelines) run complete nodes: one each on 2ⁿ ranks,
+because the n-th level of the tree has 2ⁿ nodes whose sizes differ by one at most. On other numbers
+of ranks some run several. Ranks that reduce each micro-batch (fsdp) run every S-th one of a node.
+
+    >>> tree_assignment(7, 2)
+    (((0, 4),), ((4, 7),))
+    >>> tree_assignment(6, 3)
+    (((0, 2),), ((2, 3), (5, 6)), ((3, 5),))
+
+Two ranks with a gradient of 24 numbers, [4, 6], and M = 7: rank 0 has added up (0, 4), rank 1
+(4, 7). An all-to-all brings rank 0 the first 12 numbers of both sums, [2, 12], rank 1 the last 12.
+Each adds (0, 4) + (4, 7), and an all-gather brings the halves together: the bytes of a ring
+all-reduce, with additions whose order is known.
 
 Missing leaves (a dummy; a parameter that a micro-batch did not use) are left out, or stand as +0
 where a buffer has a place for them: the sign of a zero may differ, and `clear_zero_signs` makes it
 +. A dummy's gradient is never added: 0 × inf is nan. Weights that several segments use have one
 leaf a micro-batch, added from the last use to the first.
+
+Tests: tests/parallel/test_tree.py, tests/parallel/test_worked_examples.py
 """
 
 from collections.abc import Iterable, Sequence, Set
@@ -43,21 +67,26 @@ def children(node: Node) -> tuple[Node, Node]:
 
 
 def path_to(index: int, leaves: int) -> list[tuple[Node, Node]]:
-    """Return (node, its sibling) for each addition from the leaf `index` up to the root."""
-    steps = []
+    """Return (node, its sibling) for each addition from the leaf `index` up to the root.
+
+    >>> path_to(4, 7)
+    [((4, 5), (5, 6)), ((4, 6), (6, 7)), ((4, 7), (0, 4))]
+    """
+    additions = []
     node = (0, leaves)
     while node[1] - node[0] > 1:
         left, right = children(node)
         node, other = (left, right) if index < right[0] else (right, left)
-        steps.append((node, other))
-    return steps[::-1]
+        additions.append((node, other))
+    return additions[::-1]
 
 
 @lru_cache(maxsize=256)
 def tree_assignment(leaves: int, ranks: int) -> tuple[tuple[Node, ...], ...]:
     """Return the nodes that each rank runs: every leaf once, as evenly as possible, in few nodes.
 
-    One on 2ⁿ ranks.
+    One on 2ⁿ ranks. The largest node goes to the fullest rank that has room for it; one that fits
+    nowhere is split.
     """
     room = [leaves // ranks + (rank < leaves % ranks) for rank in range(ranks)]
     mine: list[list[Node]] = [[] for _ in range(ranks)]
@@ -87,7 +116,11 @@ def leaves_of(nodes: Iterable[Node]) -> list[int]:
 
 
 def nodes_that_cover(indices: Set[int], leaves: int) -> list[Node]:
-    """Return the fewest nodes that have these leaves and no others."""
+    """Return the fewest nodes that have these leaves and no others.
+
+    >>> nodes_that_cover({0, 1, 2, 3, 6}, 7)
+    [(0, 4), (6, 7)]
+    """
 
     def within(node: Node) -> list[Node]:
         held = indices & set(range(*node))
@@ -120,6 +153,9 @@ def assign_tree(
 
     With `even` it is the same number on each rank, for collectives in each micro-batch; dummies
     come last.
+
+    >>> [assign_tree(3, rank, 2, even=True) for rank in range(2)]
+    [[(0, True), (1, True)], [(2, True), (2, False)]]
     """
     assignment = tree_assignment(micro_batches, ranks)
     mine = leaves_of(assignment[rank])
@@ -135,24 +171,33 @@ def assign_in_groups(
 
     A group (a replica, of shards) runs nodes of the tree; each of its S ranks runs every S-th
     micro-batch of them, and those with fewer run a dummy at the end. With `even` it is the same
-    number in each group.
+    number in each group. Seven micro-batches, two replicas of two shards:
+
+    >>> [[index for index, real in assign_in_groups(7, rank, 4, 2) if real] for rank in range(4)]
+    [[0, 2], [1, 3], [4, 6], [5]]
     """
     size = ranks // groups
     group, first = divmod(rank, size)
     assignment = tree_assignment(micro_batches, groups)
     mine = leaves_of(assignment[group])
     most = max(len(leaves_of(nodes)) for nodes in assignment) if even else len(mine)
-    places = range(first, max(1, -(-most // size)) * size, size)
+    rounds = max(1, -(-most // size))  # a group without a micro-batch runs one of dummies
     return [
-        (mine[place], True) if place < len(mine) else (mine[0] if mine else 0, False)
-        for place in places
+        (mine[position], True) if position < len(mine) else (mine[0] if mine else 0, False)
+        for position in range(first, rounds * size, size)
     ]
 
 
 class Partials:
     """Partial sums of one step's `leaves` over all ranks.
 
-    They are added as soon as both sides of an addition are present.
+    They are added as soon as both sides of an addition are present, in whichever order they come:
+
+    >>> partials = Partials(4)
+    >>> for index in (2, 0, 3):
+    ...     partials.add(index, [torch.tensor(10.0**index)])
+    >>> len(partials), partials.take((2, 4))
+    (2, [tensor(1100.)])
     """
 
     def __init__(self, leaves: int) -> None:
@@ -172,7 +217,8 @@ class Partials:
             if other not in self._held:
                 break
             # Which side is left does not matter: a + b = b + a, in every bit.
-            values, owned = _added(self._held.pop(other), values, owned), True
+            values = _added(self._held.pop(other), values, owned)
+            owned = True
             node = (min(at[0], other[0]), max(at[1], other[1]))
         assert node not in self._held, f"micro-batch {index} was added twice"
         self._held[node] = values if owned else [None if v is None else v.clone() for v in values]
@@ -211,13 +257,13 @@ class Partials:
         assert total is not None
         return total
 
-    def move_out(self, places: Sequence[int]) -> "Partials":
+    def move_out(self, positions: Sequence[int]) -> "Partials":
         """Move what is held for some of the parameters to an object of its own, and return it."""
         moved = Partials(self.leaves)
         for node, values in self._held.items():
-            moved._held[node] = [values[place] for place in places]
-            for place in places:
-                values[place] = None
+            moved._held[node] = [values[position] for position in positions]
+            for position in positions:
+                values[position] = None
         return moved
 
     def __len__(self) -> int:
@@ -225,6 +271,7 @@ class Partials:
 
 
 def _added(into: Values, values: Values, owned: bool) -> Values:
+    """Add `values` to `into`, in place; where one of the two is missing, the other is the sum."""
     both = [
         i
         for i, (a, b) in enumerate(zip(into, values, strict=True))
@@ -251,6 +298,9 @@ def clear_zero_signs(gradients: Sequence[Tensor]) -> None:
 class TreeReduceScatter:
     """A reduce-scatter under way. Every rank of the group makes the same calls in the same order.
 
+    Seven leaves on two ranks, nodes (0, 4) and (4, 7), a sum of 24 numbers: rank 0 gives rows
+    [[2, 12]], rank 1 as well; each receives [2, 12], a row for each node, and returns [12].
+
     Args:
         rows: this rank's nodes' sums, [W, share] each, None where all leaves of a node are missing;
             row w is rank w's.
@@ -269,12 +319,15 @@ class TreeReduceScatter:
     ) -> None:
         self._leaves = leaves
         self._nodes: Nodes = tree_assignment(leaves, group.size()) if nodes is None else nodes
-        mine, each = len(rows), [len(nodes) for nodes in self._nodes]
+        mine = len(rows)
+        each = [len(nodes) for nodes in self._nodes]
         assert mine == each[group.rank()]
+        # Zeros where all leaves of a node are missing: ranks must send what others expect. A sum
+        # with +0 has other bits only if it is −0, which `clear_zero_signs` mends.
         self._sent = like.new_zeros(group.size(), mine, share)
-        for place, values in enumerate(rows):
+        for number, values in enumerate(rows):
             if values is not None:
-                self._sent[:, place].copy_(values)
+                self._sent[:, number].copy_(values)
         self._received = like.new_empty(sum(each), share)
         self._work: Any = dist.all_to_all_single(
             self._received.view(-1),
@@ -317,17 +370,18 @@ class TreeAllReduce:
         group: dist.ProcessGroup,
         nodes: Nodes | None = None,
     ) -> None:
-        self._group, ranks = group, group.size()
+        self._group = group
+        ranks = group.size()
         at_once = (
             MESSAGE // like.element_size() * ranks if like.device.type == "cpu" else like.numel()
         )
         self._size = max(1, at_once)  # elements that are sent at once; NCCL cuts messages itself
         self._scatters = []
-        cut = [None if value is None else torch.split(value, self._size) for value in sums]
-        for place, part in enumerate(torch.split(like, self._size)):
+        slices = [None if value is None else torch.split(value, self._size) for value in sums]
+        for number, part in enumerate(torch.split(like, self._size)):
             share = -(-part.numel() // ranks)
             filled = ranks * share - part.numel()  # with zeros, at the end
-            parts = [None if each is None else each[place] for each in cut]
+            parts = [None if each is None else each[number] for each in slices]
             if filled:
                 parts = [None if each is None else F.pad(each, (0, filled)) for each in parts]
             rows = [None if each is None else each.view(ranks, share) for each in parts]
