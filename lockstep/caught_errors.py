@@ -16,7 +16,8 @@ import time
 from collections.abc import Collection
 
 from lockstep.errors import RunError
-from lockstep.heartbeat import Call, FailedCall, own_heartbeat
+from lockstep.heartbeat.files import Call, FailedCall
+from lockstep.heartbeat.writer import own_heartbeat
 from lockstep.run_files import printable
 
 # for a script to end after an error of a call in which the others wait

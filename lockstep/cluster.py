@@ -29,7 +29,7 @@ from lockstep.config import DistributedConfig
 from lockstep.cores import threads_per_rank
 from lockstep.environment import RankFacts, check_numbers, rank_facts, set_rank_facts
 from lockstep.errors import UsageError
-from lockstep.heartbeat import own_heartbeat, share_calls, stop_sharing_calls
+from lockstep.heartbeat.writer import own_heartbeat, share_calls, stop_sharing_calls
 from lockstep.rendezvous import (
     StoredDepartures,
     choose_interface,

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from lockstep import accelerator
 from lockstep.environment import facts_for_group, rank_facts
 from lockstep.errors import UsageError
-from lockstep.heartbeat import called_by_all_ranks
+from lockstep.heartbeat.writer import called_by_all_ranks
 
 ReduceOp = Literal["mean", "sum", "max", "min"]
 _OPERATIONS = {

@@ -29,7 +29,7 @@ from lockstep import accelerator, scratch
 from lockstep.config import DistributedConfig
 from lockstep.environment import RankFacts, facts_for_group, machine_id, parent_identity
 from lockstep.errors import RunError, UsageError
-from lockstep.heartbeat import Call
+from lockstep.heartbeat.files import Call
 from lockstep.network import (
     DEFAULT_PORT,
     interface_variables,

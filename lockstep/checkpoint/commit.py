@@ -51,7 +51,7 @@ from lockstep.checkpoint.storage import (
 from lockstep.checkpoint.write import Format, WrittenFiles, writer_of
 from lockstep.collectives import create_once, new_group
 from lockstep.errors import RunError, UsageError
-from lockstep.heartbeat import own_heartbeat, went_forward
+from lockstep.heartbeat.writer import own_heartbeat, went_forward
 
 _log = logging.getLogger(__name__)
 

@@ -31,7 +31,7 @@ from typing import Any, BinaryIO
 import psutil
 
 from lockstep.checkpoint.storage import MANIFEST, Checkpoint, Directory, Location, Storage
-from lockstep.heartbeat import went_forward
+from lockstep.heartbeat.writer import went_forward
 from lockstep.paths import local_path
 from lockstep.run_files import open_file
 

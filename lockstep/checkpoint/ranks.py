@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lockstep.checkpoint.snapshot import Part, TensorBlock, part_of
 from lockstep.errors import LockstepError, RunError, UsageError, listed
-from lockstep.heartbeat import went_forward
+from lockstep.heartbeat.writer import went_forward
 
 T = TypeVar("T")
 R = TypeVar("R")

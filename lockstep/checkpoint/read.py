@@ -49,7 +49,7 @@ from lockstep.checkpoint.ranks import Ranks, narrow
 from lockstep.checkpoint.snapshot import TensorBlock
 from lockstep.checkpoint.storage import Location
 from lockstep.errors import LockstepError, UsageError
-from lockstep.heartbeat import went_forward
+from lockstep.heartbeat.writer import went_forward
 from lockstep.torch_compat.checkpoint_format import read_items
 
 

@@ -23,7 +23,7 @@ from typing import Any, BinaryIO, Protocol
 from lockstep.config import ObjectSpec
 from lockstep.config.schema_training import build_object, check_object
 from lockstep.errors import UsageError
-from lockstep.heartbeat import went_forward
+from lockstep.heartbeat.writer import went_forward
 from lockstep.progress import Advance
 from lockstep.registry import require_methods
 

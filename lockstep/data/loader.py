@@ -48,7 +48,7 @@ from lockstep.data.generators import can_be_seeded, generators_of, preserve, see
 from lockstep.data.mistakes import advice, collate_by_default, users_line, workers_not_started
 from lockstep.data.order import Order, StepSamples, preserve_states, seed_from
 from lockstep.errors import RunError, UsageError, listed
-from lockstep.heartbeat import recorder_of_work, went_forward
+from lockstep.heartbeat.writer import recorder_of_work, went_forward
 from lockstep.torch_compat.data_workers import end_workers, workers_of
 
 INLINE_LIMIT = 256 * 1024  # bytes; above about this size shared memory is faster

@@ -20,7 +20,7 @@ from lockstep.data.fingerprint import alike, summary
 from lockstep.data.mistakes import advice, reason, users_line
 from lockstep.data.order import preserve_states, seed_from, set_epoch
 from lockstep.errors import LockstepError, RunError, UsageError
-from lockstep.heartbeat import went_forward
+from lockstep.heartbeat.writer import went_forward
 
 # items that are compared; a random choice between two sources can restore one by chance
 WITNESSES = 8

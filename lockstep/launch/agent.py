@@ -30,7 +30,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
 from lockstep import signals
 from lockstep.errors import EXIT_FAILED, EXIT_PREEMPTED, RunError
-from lockstep.heartbeat import delete_beats
+from lockstep.heartbeat.watcher import delete_beats
 from lockstep.launch.failures import (
     Failure,
     done_mark,

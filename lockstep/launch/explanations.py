@@ -12,10 +12,10 @@ import sys
 from types import TracebackType
 from typing import Any
 
-from lockstep import heartbeat
 from lockstep.diagnose import recognise
 from lockstep.environment import rank_facts
 from lockstep.errors import LockstepError, UsageError, only_user_code
+from lockstep.heartbeat import writer
 
 _MARK = "lockstep: "
 
@@ -25,9 +25,9 @@ def install() -> None:
 
     A script's own `sys.excepthook` is called as before.
     """
-    if heartbeat.on_error is add_explanation:
+    if writer.on_error is add_explanation:
         return
-    heartbeat.on_error = add_explanation
+    writer.on_error = add_explanation
     before = sys.excepthook
 
     def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> Any:
@@ -49,7 +49,7 @@ def add_explanation(error: BaseException) -> None:
         return
     if any(note.startswith(_MARK) for note in getattr(error, "__notes__", ())):
         return
-    explained = heartbeat.own_heartbeat().explained(error)
+    explained = writer.own_heartbeat().explained(error)
     if explained is not None:
         error.add_note(f"{_MARK}{explained}")
         return

@@ -38,7 +38,7 @@ from lockstep.errors import (
     lost_a_peer,
     only_user_code,
 )
-from lockstep.heartbeat import own_heartbeat
+from lockstep.heartbeat.writer import own_heartbeat
 from lockstep.run_files import replace_file
 from lockstep.signals import name_of
 

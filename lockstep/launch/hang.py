@@ -24,7 +24,8 @@ from statistics import median
 from typing import Any
 
 from lockstep.caught_errors import CAUGHT_SECONDS, caught_error
-from lockstep.heartbeat import DUMP, Beat, Call, read_beats, read_limits
+from lockstep.heartbeat.files import DUMP, Beat, Call
+from lockstep.heartbeat.watcher import read_beats, read_limits
 from lockstep.launch import failures
 from lockstep.launch.failures import Failure, Stack, Stopped, is_stopped, send_signal, stacks_file
 from lockstep.run_files import replace_file

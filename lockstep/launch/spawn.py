@@ -24,7 +24,7 @@ from typing import Any
 from lockstep import cores
 from lockstep.environment import rank_facts
 from lockstep.errors import EXIT_USAGE, UsageError
-from lockstep.heartbeat import own_heartbeat
+from lockstep.heartbeat.writer import own_heartbeat
 from lockstep.launch.failures import Failure, first_cause, from_exception, from_exit_code, read_all
 from lockstep.launch.worker import FAILURES, LAUNCHER_PID, die_with_parent, environment_with
 from lockstep.network import DEFAULT_PORT

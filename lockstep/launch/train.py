@@ -22,10 +22,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep import heartbeat, signals
+from lockstep import signals
 from lockstep.cores import threads_per_rank
 from lockstep.environment import RANK_0_OF_1, check_numbers, rank_facts
 from lockstep.errors import EXIT_PREEMPTED, LockstepError, RunError, UsageError, refuse
+from lockstep.heartbeat.files import FOLDER
 from lockstep.launch.failures import Failure, exit_code, first_cause
 from lockstep.launch.hang import HangWatch
 from lockstep.launch.options import (
@@ -260,7 +261,7 @@ def launch(job: LaunchJob, options: LaunchOptions, processes: int) -> int:
     variables = {
         LAUNCHER_PID: str(os.getpid()),
         FAILURES: str(failures.absolute()),
-        heartbeat.FOLDER: str(beats),
+        FOLDER: str(beats),
     }
     # else torch's handlers replace ours, and raise
     variables["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"

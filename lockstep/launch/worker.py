@@ -26,9 +26,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
-from lockstep import cores, heartbeat, scratch, signals
+from lockstep import cores, scratch, signals
 from lockstep.environment import parent_identity, rank_facts
 from lockstep.errors import EXIT_DONE, EXIT_PREEMPTED, LockstepError, UsageError
+from lockstep.heartbeat.files import FOLDER
 from lockstep.launch.failures import Failure, done_mark, from_exception, preempted, stacks_file
 from lockstep.launch.hang import STACKS_SIGNAL
 from lockstep.run_files import open_to_append, printable
@@ -290,7 +291,7 @@ def run_as_worker(
             if launched:
                 faulthandler.enable(file=os.fdopen(open_to_append(log), "a"))
                 # SIGQUIT makes it write all stacks, even while Python waits in C
-                if heartbeat.FOLDER in os.environ:
+                if FOLDER in os.environ:
                     file = os.fdopen(open_to_append(stacks_file(logs, facts.rank)), "a")
                     faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True)
             code = work() or EXIT_DONE

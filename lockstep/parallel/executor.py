@@ -28,7 +28,7 @@ from torch import Tensor
 
 from lockstep.costs.steps import ScheduledPass
 from lockstep.data.batches import MicroBatch
-from lockstep.heartbeat import went_forward
+from lockstep.heartbeat.writer import went_forward
 from lockstep.parallel.backward import Gradients, backward, first_half, whole_second_half
 from lockstep.parallel.loss_accumulator import Loss, LossAccumulator
 from lockstep.parallel.passes import AroundMicroBatch, MicroBatchPass

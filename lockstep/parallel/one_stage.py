@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lockstep.data.batches import MicroBatch
-from lockstep.heartbeat import went_forward
+from lockstep.heartbeat.writer import went_forward
 from lockstep.models.protocol import Objective
 from lockstep.parallel.executor import Stage
 from lockstep.parallel.loss_accumulator import Loss, LossAccumulator

@@ -14,7 +14,7 @@ from lockstep import checkpoint
 from lockstep.bad_numbers import BadNumbersError
 from lockstep.config import CheckpointConfig
 from lockstep.errors import RunError
-from lockstep.heartbeat import called_by_all_ranks, own_heartbeat
+from lockstep.heartbeat.writer import called_by_all_ranks, own_heartbeat
 from lockstep.monitor import Monitor
 from lockstep.records import RunDirectory, read_lines
 from lockstep.trainer import saved_state

@@ -8,7 +8,7 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
-from lockstep.heartbeat import DUMP
+from lockstep.heartbeat.files import DUMP
 from lockstep.torch_compat import flight_recorder
 
 _LOOK_SECONDS = 0.5

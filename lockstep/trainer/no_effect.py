@@ -21,7 +21,7 @@ from torch.utils.data import DistributedSampler as TorchDistributedSampler
 from lockstep.config import Config
 from lockstep.data import DistributedSampler, usual_order
 from lockstep.errors import NoEffectWarning, UsageError, listed
-from lockstep.heartbeat import own_heartbeat
+from lockstep.heartbeat.writer import own_heartbeat
 from lockstep.layout import Layout
 from lockstep.strategy import OPTIONS_OF
 

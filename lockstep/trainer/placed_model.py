@@ -29,7 +29,7 @@ from lockstep.config import Config, apply_flags
 from lockstep.config.names import foreign_key
 from lockstep.data import StepBatches
 from lockstep.errors import UsageError
-from lockstep.heartbeat import called_by_all_ranks, write_limits
+from lockstep.heartbeat.writer import called_by_all_ranks, write_limits
 from lockstep.mesh import layout_of
 from lockstep.models.protocol import objective_of
 from lockstep.parallel.loss_accumulator import at_least, at_most, mean_of, tensor_of

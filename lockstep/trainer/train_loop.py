@@ -8,7 +8,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from shlex import quote
 
-from lockstep.heartbeat import own_heartbeat
+from lockstep.heartbeat.writer import own_heartbeat
 from lockstep.records import StepRecord
 from lockstep.trainer.evaluator import Evaluator
 from lockstep.trainer.run_state import RunState

@@ -23,7 +23,7 @@ from lockstep.config import Config, MonitorConfig, apply_flags
 from lockstep.config.names import advice_for_method
 from lockstep.data import StepSource
 from lockstep.errors import UsageError
-from lockstep.heartbeat import called_by_all_ranks, own_heartbeat, write_limits
+from lockstep.heartbeat.writer import called_by_all_ranks, own_heartbeat, write_limits
 from lockstep.mesh import layout_of
 from lockstep.models.hf_cache import switch_cache_off
 from lockstep.models.protocol import blocks_of, objective_of

@@ -20,7 +20,7 @@ from typing import Any
 from lockstep.bad_numbers import ALL_IGNORED, Anomaly, BadNumbersError
 from lockstep.data import StepBatches, StepLoader, StepSource
 from lockstep.errors import RunError, listed
-from lockstep.heartbeat import own_heartbeat
+from lockstep.heartbeat.writer import own_heartbeat
 from lockstep.monitor import Monitor
 from lockstep.monitor.meters import waits_counted
 from lockstep.records import StepRecord

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.heartbeat import Heartbeat
+from lockstep.heartbeat.writer import Heartbeat
 from lockstep.report.page import make_server
 from tests.launch.shared import environment
 from tests.report.shared import write_run

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import RunError
-from lockstep.heartbeat import DUMP, read_beats
+from lockstep.heartbeat.files import DUMP
+from lockstep.heartbeat.watcher import read_beats
 from lockstep.launch.failures import Failure
 from lockstep.launch.hang import HangWatch
 from lockstep.launch.rendezvous_handlers import Membership
@@ -22,7 +23,7 @@ from tests.launch.shared import environment, wait_for
 _RANK = """
 import ctypes, faulthandler, os, signal, sys, time
 from pathlib import Path
-from lockstep.heartbeat import Heartbeat
+from lockstep.heartbeat.writer import Heartbeat
 folder, logs, rank, how = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 mine = Heartbeat(folder, rank)
 beat = mine.beat

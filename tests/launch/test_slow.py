@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import HashStore
 
-from lockstep.heartbeat import Beat, Write
+from lockstep.heartbeat.files import Beat, Write
 from lockstep.launch.hang import OtherMachines
 from tests.faults.tiny import events, steps
 from tests.launch.shared import finish, start, wait_for

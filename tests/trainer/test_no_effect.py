@@ -15,8 +15,10 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
 import lockstep
-from lockstep import Trainer, cluster, heartbeat
+from lockstep import Trainer, cluster
 from lockstep.errors import NoEffectWarning, UsageError
+from lockstep.heartbeat import writer
+from lockstep.heartbeat.watcher import read_limits
 
 X = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
 DATA = TensorDataset(X, X.sum(1, keepdim=True))
@@ -258,9 +260,9 @@ def test_what_the_process_has_settled_is_not_ignored_in_a_second_trainer(
 def test_limits_of_a_hang_are_told_to_the_launcher_by_place_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(heartbeat, "_mine", heartbeat.Heartbeat(tmp_path, 0))
+    monkeypatch.setattr(writer, "_mine", writer.Heartbeat(tmp_path, 0))
     placed(hang={"seconds": 3.0}, timeout_seconds=cluster._timeout or 1800.0)
-    limits = heartbeat.read_limits(tmp_path)
+    limits = read_limits(tmp_path)
     assert limits is not None
     assert limits[1] == 3.0
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lockstep
-from lockstep import heartbeat
 from lockstep.errors import RunError, UsageError
+from lockstep.heartbeat import writer
 from tests.ranks import run_ranks
 
 VOCAB, WIDTH, STEPS = 11, 8, 3
@@ -167,7 +167,7 @@ def _misuse() -> None:
     """What ranks do wrong together is one error on all of them, and nobody waits."""
     rank = dist.get_rank()
     # as ranks of two machines: those of one are told by the calls that they compare
-    heartbeat.stop_sharing_calls()
+    writer.stop_sharing_calls()
     placed = lockstep.place(tied(), "fsdp", LOSS)
     with pytest.raises(UsageError, match="rank 1 brings no micro-batch, and has had none before"):
         placed.backward(*micro_batches(0)[: 1 - rank])
