@@ -83,7 +83,8 @@ def data_parallel_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
     They hold the same stages, and have the same position along `context` and `tensor`.
     """
     pipeline, replicate, context, tensor, shard = mesh.shape
-    each, apart = replicate * shard, context * tensor
+    each = replicate * shard
+    apart = context * tensor
     firsts = [stage * each * apart + piece for stage in range(pipeline) for piece in range(apart)]
     return create_group("columns", [range(first, first + each * apart, apart) for first in firsts])
 

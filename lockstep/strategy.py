@@ -31,9 +31,12 @@ if TYPE_CHECKING:
 
 AUTO = "auto"
 # the strategies of layouts without an axis that shares out micro-batches
-TENSOR, CONTEXT = "tensor", "context"
+TENSOR = "tensor"
+CONTEXT = "context"
 EXPERT = "expert"  # in a topology: how many of the ranks before it share out experts
-SINGLE, REPLICAS = "single", "ddp"  # the meaning of `auto` in Python: on one rank, and on several
+# the meaning of `auto` in Python: on one rank, and on several
+SINGLE = "single"
+REPLICAS = "ddp"
 # Sections of options under `distributed` → the strategies that read them.
 OPTIONS_OF = {
     REPLICAS: (REPLICAS, "accelerate", "pipeline", TENSOR, CONTEXT, EXPERT),
@@ -269,7 +272,8 @@ def resolve(
         raise UsageError(what, where=f"distributed.{next(iter(written))}", fix=fix)
     per_node = max(1, (local_world_size or world_size) // same_batch)
     layout = replace(strategy.layout(config, world_size // same_batch, per_node), **sizes)
-    size, ranks = config.expert_size or 1, layout.data_parallel_size
+    size = config.expert_size or 1
+    ranks = layout.data_parallel_size
     if ranks % size:
         what = f"expert_size={size} does not divide the data-parallel size, {ranks}"
         why = "experts are spread over ranks that share out the micro-batches"
@@ -304,12 +308,14 @@ def parse_topology(text: str) -> tuple[dict[str, Any], int]:
         fix="write single, ddp:2, fsdp:4, hybrid:2x2, pipeline:2 or pipeline:2*fsdp:2",
     )
     values: dict[str, Any] = {}
-    ranks, may_fill = 1, frozenset(AXES)
+    ranks = 1
+    may_fill = frozenset(AXES)
     for place, part in enumerate(text.strip().split("*")):
         match = re.fullmatch(r"(.+?)(?::(\d+(?:x\d+)*))?", part.strip())
         if match is None:
             raise wrong
-        name, sizes = match[1], [int(size) for size in (match[2] or "").split("x") if size]
+        name = match[1]
+        sizes = [int(size) for size in (match[2] or "").split("x") if size]
         if (
             name == EXPERT
             and place

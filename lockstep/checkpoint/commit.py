@@ -59,7 +59,8 @@ _log = logging.getLogger(__name__)
 SHARED_MARK = ".shared"
 _FIRST_PAUSE = 0.5  # seconds before the second try; doubled for each further one
 # a network file system may show a new folder a moment later
-_ATTEMPTS, _SECONDS_BETWEEN_ATTEMPTS = 5, 0.2
+_ATTEMPTS = 5
+_SECONDS_BETWEEN_ATTEMPTS = 0.2
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,8 @@ def save(
     exists; a RunError, on every rank, if the storage failed: the draft is deleted, and older
     checkpoints are untouched.
     """
-    ranks, target = Ranks(group), Location(storage_at(directory), step_name(step))
+    ranks = Ranks(group)
+    target = Location(storage_at(directory), step_name(step))
     staged = ranks.run(_failure(step), lambda: stage(snapshot))
     write_staged(target, step, staged, config_yaml, options or SaveOptions(), ranks)
     return target.path
@@ -201,7 +203,8 @@ def is_shared(directory: Directory) -> bool:
 
     Every rank calls it.
     """
-    ranks, storage = Ranks(), storage_at(directory)
+    ranks = Ranks()
+    storage = storage_at(directory)
     failure = f"the folder {storage} could not be tested"
 
     def appears(draft: str) -> bool:
@@ -330,7 +333,8 @@ class AsyncSaver:
         """Wait for the save in flight, and return its checkpoint; None if there is none."""
         if self._save is None:
             return None
-        (target, step, thread), self._save = self._save, None
+        target, step, thread = self._save
+        self._save = None
 
         def result() -> None:
             thread.join()
@@ -355,7 +359,8 @@ class AsyncSaver:
 
         def copied(part: str, name: str, block: TensorBlock) -> TensorBlock:
             nonlocal device
-            source, key = block.tensor, (part, name)
+            source = block.tensor
+            key = (part, name)
             device = source.device if source.device.type not in ("cpu", "meta") else device
             buffer = self._buffers.get(key)
             if buffer is None or buffer.shape != source.shape or buffer.dtype != source.dtype:

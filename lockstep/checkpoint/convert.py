@@ -172,8 +172,10 @@ def export_safetensors(path: Checkpoint, output: str | Path) -> Path:
 
     Its metadata has tied names.
     """
-    checkpoint, target = locate(path), local_path(output, "the file to write")
-    manifest, of_loss = verified_manifest(checkpoint, MODEL), _of_loss(checkpoint)
+    checkpoint = locate(path)
+    target = local_path(output, "the file to write")
+    manifest = verified_manifest(checkpoint, MODEL)
+    of_loss = _of_loss(checkpoint)
     of_model = {name: info for name, info in manifest.parameters.items() if name not in of_loss}
     _warn_of_own_form(checkpoint)
     header = _safetensors_header(replace(manifest, parameters=of_model))
@@ -197,7 +199,8 @@ def export_torch(path: Checkpoint, output: str | Path) -> Path:
 
 def rewrite_full(path: Checkpoint, output: Checkpoint) -> CheckpointPath:
     """Write the same checkpoint with one file of full tensors per part, and commit it."""
-    checkpoint, target = locate(path), locate(output)
+    checkpoint = locate(path)
+    target = locate(output)
     manifest = verified_manifest(checkpoint)
     state = read_state(checkpoint)
     with progress_of(f"writing {target.name}", manifest.num_bytes) as advance:
@@ -283,7 +286,8 @@ def _safetensors_header(manifest: Manifest) -> bytes:
                 ),
             )
         size = torch.Size(info.shape).numel() * dtype_of(info.dtype).itemsize
-        dtype, offsets = _SAFETENSORS_DTYPES[info.dtype], [position, position + size]
+        dtype = _SAFETENSORS_DTYPES[info.dtype]
+        offsets = [position, position + size]
         header[name] = {"dtype": dtype, "shape": list(info.shape), "data_offsets": offsets}
         position += size
     if aliases := _aliases(manifest):

@@ -60,7 +60,8 @@ def resume_point(directory: Directory) -> CheckpointPath | None:
 
     Every rank reads a share, and rank 0 warns.
     """
-    ranks, storage = Ranks(), storage_at(directory)
+    ranks = Ranks()
+    storage = storage_at(directory)
     damaged: dict[str, str] = {}
     warned: set[str] = set()
 
@@ -174,12 +175,11 @@ def copy_to_hosts(path: Checkpoint | None) -> CheckpointPath | None:
     if path is None:
         return None
     checkpoint = locate(path)
-    storage, failure = (
-        checkpoint.storage,
-        f"the checkpoint {checkpoint} could not be copied to other hosts",
-    )
+    storage = checkpoint.storage
+    failure = f"the checkpoint {checkpoint} could not be copied to other hosts"
     files = ranks.broadcast(failure, lambda: [*read_manifest(checkpoint).files])
-    name, place = checkpoint.name, (socket.gethostname(), os.path.abspath(str(storage)))
+    name = checkpoint.name
+    place = (socket.gethostname(), os.path.abspath(str(storage)))
 
     def receivers(places: list[tuple[str, str, bool]]) -> list[int]:
         first: dict[tuple[str, str], int] = {}

@@ -189,7 +189,8 @@ def _place(record: Any) -> StoredAt:
     path = text_of(_field(record, "relative_path"))
     if not _TENSOR_FILE.fullmatch(path):
         raise ValueError(f"it points at {path!r}, which is not one of its own tensor files")
-    offset, length = count_of(_field(record, "offset")), count_of(_field(record, "length"))
+    offset = count_of(_field(record, "offset"))
+    length = count_of(_field(record, "length"))
     if record.__dict__.get("transform_descriptors"):
         raise ValueError("its blocks are transformed (compressed or encrypted)")
     return StoredAt(path, offset, length)

@@ -173,7 +173,8 @@ def _is_dead_draft(folder: Path) -> bool:
 
     For a writer on another host: whether nothing has touched the draft for an hour.
     """
-    match, here = _DRAFT.fullmatch(folder.name), _DRAFT.fullmatch(draft_name("step-00000000"))
+    match = _DRAFT.fullmatch(folder.name)
+    here = _DRAFT.fullmatch(draft_name("step-00000000"))
     if match is None or here is None:
         return False
     if match[1] == here[1]:
@@ -228,7 +229,9 @@ class UncachedFile(io.RawIOBase):
         super().__init__()
         # O_EXCL: no file is ever overwritten.
         self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        self._buffer, self._other = mmap.mmap(-1, _BUFFER), mmap.mmap(-1, _BUFFER)  # page-aligned
+        # page-aligned
+        self._buffer = mmap.mmap(-1, _BUFFER)
+        self._other = mmap.mmap(-1, _BUFFER)
         self._thread = ThreadPoolExecutor(1)  # starts with the first full buffer
         self._pending_write: Future[None] | None = None
         self._buffered = 0  # bytes in the buffer
@@ -270,12 +273,14 @@ class UncachedFile(io.RawIOBase):
             os.close(self._handle)
 
     def _finish(self) -> None:
-        held, self._buffered = self._buffered, 0
+        held = self._buffered
+        self._buffered = 0
         self._wait()
         self._write_out(self._buffer, held, direct=False)
 
     def _wait(self) -> None:
-        pending, self._pending_write = self._pending_write, None
+        pending = self._pending_write
+        self._pending_write = None
         if pending is not None:
             pending.result()
 

@@ -206,7 +206,9 @@ def gather(
 
     Every rank calls it.
     """
-    ranks, failure, part = Ranks(), "the model was not gathered", part_of(tensors, aliases)
+    ranks = Ranks()
+    failure = "the model was not gathered"
+    part = part_of(tensors, aliases)
     held = ranks.all_reduce(
         failure, lambda: (held_blocks(part), part.aliases), lambda shares: shares
     )
@@ -227,7 +229,9 @@ def scatter(
 
     A UsageError on all if they don't fit.
     """
-    ranks, failure, mine = Ranks(), "the model was not loaded", part_of(tensors, aliases)
+    ranks = Ranks()
+    failure = "the model was not loaded"
+    mine = part_of(tensors, aliases)
     shapes = {name: block.shape for name, block in mine.blocks.items()}
 
     def check(
@@ -235,10 +239,8 @@ def scatter(
     ) -> list[str]:
         wanted = {name: shape for here, _ in held for name, shape in here.items()}
         others = {other for _, ties in held for tied in ties.values() for other in tied}
-        missing, unknown = (
-            sorted(set(wanted) - set(whole)),
-            sorted(set(whole) - set(wanted) - others),
-        )
+        missing = sorted(set(wanted) - set(whole))
+        unknown = sorted(set(whole) - set(wanted) - others)
         whys = [f"it lacks {listed(missing)}"] * bool(missing)
         whys += [f"the model has no {listed(unknown)}"] * bool(unknown)
         given = {name: tuple(whole[name].shape) for name in wanted if name in whole}

@@ -76,7 +76,8 @@ class ShardedReader(FileSystemReader):
 
     def __init__(self, checkpoint: Location, manifest: Manifest, part: str) -> None:
         super().__init__(Path(part))
-        self.checkpoint, self.part = checkpoint, part
+        self.checkpoint = checkpoint
+        self.part = part
         self.fs = _CheckpointFiles(checkpoint)
         self.stored = read_stored_part(checkpoint, manifest, part)
         self.storage_data = dict(self.stored.places)
@@ -189,7 +190,10 @@ def check_block(stream: BinaryIO, offset: int, length: int) -> None:
 
 class _FileSlice(io.RawIOBase):
     def __init__(self, stream: BinaryIO, offset: int, length: int) -> None:
-        self._stream, self._offset, self._length, self._at = stream, offset, length, 0
+        self._stream = stream
+        self._offset = offset
+        self._length = length
+        self._at = 0
 
     def readable(self) -> bool:
         return True
@@ -236,7 +240,8 @@ class LocalReader:
     """
 
     def __init__(self, checkpoint: Location, manifest: Manifest, part: str) -> None:
-        self._checkpoint, self._part = checkpoint, part
+        self._checkpoint = checkpoint
+        self._part = part
         self.by_rank: list[dict[str, RawBlock]] = []
         try:
             for rank in range(manifest.ranks or 0):
@@ -290,7 +295,8 @@ class LocalReader:
     ) -> None:
         """Refuse these raw shards unless each rank loads exactly the blocks that it saved."""
         whole = f"{self._checkpoint.name}-full"
-        there, new = quote(str(self._checkpoint)), quote(str(whole))
+        there = quote(str(self._checkpoint))
+        new = quote(str(whole))
         fix = f"lockstep checkpoint convert {there} --to full --output {new}, then --resume {new}"
         if len(self.by_rank) != ranks.size:
             what = (

@@ -59,7 +59,8 @@ def load(
     A UsageError is raised if there is no checkpoint, or it has other names, shapes, dtypes or ties
     than the snapshot, and a DamagedError for a file that is not what was written.
     """
-    ranks, checkpoint = Ranks(), locate(path)
+    ranks = Ranks()
+    checkpoint = locate(path)
     manifest = verify_together(checkpoint, ranks)
     targets: dict[str, _Target] = {}
 

@@ -168,7 +168,8 @@ class Location:
 
         Call `advance` with the bytes of each chunk.
         """
-        size, crc = 0, 0
+        size = 0
+        crc = 0
         with self.open(file) as stream:
             while chunk := stream.read(_CHUNK):
                 size += len(chunk)
@@ -198,7 +199,9 @@ class ChecksumStream(io.RawIOBase):
 
     def __init__(self, target: ByteSink) -> None:
         super().__init__()
-        self._target, self._size, self._crc = target, 0, 0
+        self._target = target
+        self._size = 0
+        self._crc = 0
 
     @property
     def info(self) -> FileInfo:

@@ -62,7 +62,9 @@ class FormatWriter(ABC):
     raw_ranks: int | None = None  # `Manifest.ranks`
 
     def __init__(self, staged: Staged, ranks: Ranks, failure: str) -> None:
-        self.staged, self.ranks, self.failure = staged, ranks, failure
+        self.staged = staged
+        self.ranks = ranks
+        self.failure = failure
 
     def describe(self) -> Any:
         """Return what `plan` needs to know of this rank's blocks, without their values."""
@@ -178,7 +180,8 @@ class _DraftFiles(FileSystem):
     """
 
     def __init__(self, draft: Location, info: dict[str, FileInfo]) -> None:
-        self._draft, self._file_info = draft, info
+        self._draft = draft
+        self._file_info = info
 
     @contextmanager
     def create_stream(

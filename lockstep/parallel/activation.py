@@ -107,7 +107,8 @@ def apply_activation_checkpointing(
 def _checkpointed(
     block: nn.Module, random_state: RandomState, *, selective: bool, compiled: bool
 ) -> Callable[..., Any]:
-    forward, buffers = block.forward, _ChangingBuffers(block)
+    forward = block.forward
+    buffers = _ChangingBuffers(block)
 
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -219,7 +220,8 @@ def _in_place(buffers: _Copies) -> Iterator[None]:
 @contextmanager
 def drawing_from(state: Tensor, random_state: RandomState) -> Iterator[None]:
     """Draw the device's random numbers in the block from `state`, and restore the outer state."""
-    generator, outer = default_generator(random_state.device), _state(random_state)
+    generator = default_generator(random_state.device)
+    outer = _state(random_state)
     generator.set_state(state)
     try:
         yield
@@ -261,7 +263,8 @@ class _Runs:
         self._returned: list[weakref.ref[Tensor]] = []  # by the block that ran last
 
     def over(self, block: nn.Module, *, starts: bool) -> Callable[..., Any]:
-        forward, buffers = block.forward, _ChangingBuffers(block)
+        forward = block.forward
+        buffers = _ChangingBuffers(block)
 
         def recomputed(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
@@ -272,7 +275,8 @@ class _Runs:
             if run is None or starts or not continues:
                 run = self._open = _Run(self._random_state)
                 arguments = (args, kwargs)
-            generator, captured = _state(self._random_state), self._random_state.capture()
+            generator = _state(self._random_state)
+            captured = self._random_state.capture()
             before = buffers.copied()
             run.calls.append(
                 _Call(block, forward, tree_map(_detached, arguments), generator, captured, before)
@@ -306,7 +310,8 @@ class _Run:
         kind = self.random_state.device.type
         self._precision: AbstractContextManager[Any] = nullcontext()
         if torch.is_autocast_enabled(kind):
-            dtype, cached = torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()
+            dtype = torch.get_autocast_dtype(kind)
+            cached = torch.is_autocast_cache_enabled()
             self._precision = torch.autocast(kind, dtype, cache_enabled=cached)
 
     def pack(self, _tensor: Tensor) -> int:

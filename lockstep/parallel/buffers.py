@@ -144,7 +144,9 @@ class RunningBuffers(AroundMicroBatch):
 
     def __post_init__(self) -> None:
         found = explained_buffers(self.model)
-        self._norms, self._vectors, self._counting = found.norms, found.vectors, found.counting
+        self._norms = found.norms
+        self._vectors = found.vectors
+        self._counting = found.counting
         # without values nothing can be compared
         combined = self.ways if self.has_values else BufferWays({})
         self._combined = CombinedBuffers(combined, self.model, self.group, self.ranks)
@@ -187,7 +189,8 @@ class RunningBuffers(AroundMicroBatch):
 
         Keep its buffers, which the backward pass may write to.
         """
-        index, real = run.micro_batch.index, run.micro_batch.real
+        index = run.micro_batch.index
+        real = run.micro_batch.real
         self._iterated = [getattr(module, name) for module, name in self._vectors]
         if self._counting and real:
             counts = torch.cat([module.get_buffer(COUNTS) for module in self._counting])
@@ -218,7 +221,8 @@ class RunningBuffers(AroundMicroBatch):
         Recomputation by `training.gradient_checkpointing` leaves statistics alone. Under a schedule
         with two halves a backward pass may recompute twice, of which the first counts.
         """
-        active, index = self._active(), run.micro_batch.index
+        active = self._active()
+        index = run.micro_batch.index
         recorded = run.micro_batch.real and index in self._records and index not in self._repeated
         if active and recorded and _calls_of(active) != self._calls[run.position]:
             self._repeated.add(index)
@@ -250,7 +254,8 @@ class RunningBuffers(AroundMicroBatch):
             return
         for module, name, buffer in self._own:
             setattr(module, name, buffer)
-        self._own, self._inside = [], False
+        self._own = []
+        self._inside = False
         if self._combined.any:
             self._combined.end()
 
@@ -320,14 +325,13 @@ class RunningBuffers(AroundMicroBatch):
         if self.ranks == 1:
             return torch.stack([self._records[index] for index in sorted(self._records)])
         rows = -(-micro_batches_per_step // self.ranks)
-        width, device = (
-            sum(2 * module.num_features + 1 for module in active),
-            _averages(active[0])[0].device,
-        )
+        width = sum(2 * module.num_features + 1 for module in active)
+        device = _averages(active[0])[0].device
         # the last column: micro-batch + 1
         mine = torch.zeros(rows, width + 1, dtype=torch.float64, device=device)
         for row, (index, record) in enumerate(self._records.items()):
-            mine[row, :-1], mine[row, -1] = record, index + 1
+            mine[row, :-1] = record
+            mine[row, -1] = index + 1
         theirs = [torch.empty_like(mine) for _ in range(self.ranks)]
         dist.all_gather(theirs, mine, group=self.group)
         table = torch.cat(theirs)
@@ -361,7 +365,8 @@ def keeping(buffers: Sequence[RunningBuffers], evaluate: Evaluate, *, apart: boo
 
 
 def _averages(module: BatchNorm) -> tuple[Tensor, Tensor]:
-    mean, variance = module.running_mean, module.running_var
+    mean = module.running_mean
+    variance = module.running_var
     assert mean is not None
     assert variance is not None
     return mean, variance
@@ -399,7 +404,8 @@ def _appending(
     spread = partial(torch.repeat_interleave, repeats=widths, output_size=width)
 
     def append(state: Tensor, row: Tensor) -> Tensor:
-        calls, now = state[width:], row[width:]
+        calls = state[width:]
+        now = row[width:]
         share = torch.where(calls + now > 0, now / (calls + now).clamp(min=1), 0.0)
         kept = torch.where(cumulative, 1.0 - share, (1.0 - momentum) ** now)
         added = torch.where(cumulative, share, 1.0)
@@ -414,7 +420,8 @@ def _replay(modules: list[BatchNorm], records: Tensor) -> None:
     append = _appending(modules, state.device)
     for row in records:
         state = append(state, row)
-    averages, calls = state[: -len(modules)], state[-len(modules) :]
+    averages = state[: -len(modules)]
+    calls = state[-len(modules) :]
     begin = 0
     for module, counted in zip(modules, calls, strict=True):
         for average in _averages(module):

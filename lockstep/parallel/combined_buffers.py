@@ -192,7 +192,9 @@ class CombinedBuffers:
     def __init__(
         self, ways: BufferWays, model: nn.Module, group: dist.ProcessGroup | None, ranks: int
     ) -> None:
-        self._ways, self._group, self._ranks = ways, group, ranks
+        self._ways = ways
+        self._group = group
+        self._ranks = ranks
         self._mean, self._first, gathered = (
             ways.places(model, way) for way in ("mean", "rank0", "gather")
         )
@@ -235,7 +237,8 @@ class CombinedBuffers:
     def take(self, index: int) -> None:
         """Take what the forward pass of a micro-batch has made of the copies."""
         for place in self._places:
-            before, after = self._began[place.name], place.tensor
+            before = self._began[place.name]
+            after = place.tensor
             if after.shape != before.shape:
                 what = (
                     f"{KEY}: the forward pass changes the shape of {place.name},"
@@ -287,7 +290,8 @@ class CombinedBuffers:
         for index in sorted(self._results):
             partials.add(index, [_flat(buffers, self._results[index][: len(buffers)])])
         total = self._summed(partials, like, micro_batches)
-        written, sums = total[: len(buffers)], total[len(buffers) :]
+        written = total[: len(buffers)]
+        sums = total[len(buffers) :]
         pieces = torch.split(sums / micro_batches, [_numbers(buffer).numel() for buffer in buffers])
         for buffer, piece, times in zip(buffers, pieces, written, strict=True):
             if buffer.is_complex():
@@ -310,7 +314,8 @@ class CombinedBuffers:
             for node in nodes[dist.get_rank(self._group)]
             if (values := partials.take(node))
         ]
-        total, group = torch.empty_like(like), self._group or dist.group.WORLD
+        total = torch.empty_like(like)
+        group = self._group or dist.group.WORLD
         assert group is not None
         tree_all_reduce(sums, total, micro_batches, group, nodes)
         return total

@@ -350,7 +350,8 @@ class _Ring(torch.autograd.Function):
             for tile in _tiles(
                 source, q.shape[_POSITIONS], documents, context, ctx.causal, q.device
             ):
-                rows, keys = tile.rows, tile.keys
+                rows = tile.rows
+                keys = tile.keys
                 p = (tile.scores(queries, both[0], scale) - logs[..., rows].unsqueeze(-1)).exp()
                 pull = pulls[..., rows, :].flatten(2, 3)
                 pull_p = (pull @ both[1][:, :, keys].transpose(2, 3)).float().view_as(p)

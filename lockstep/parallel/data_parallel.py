@@ -73,7 +73,8 @@ class DP(Strategy):
             raise UsageError(what, where="distributed.buffers, distributed.strategy", fix=fix)
         refuse_mean_losses(p.model, p.objective, num_gpus(p.device))
         runs = apply_dp(p.model, p.config, p.random_state, p.log_lines)
-        assign, objective = shared_out(assign_contiguous, p), over_parts(p.objective)
+        assign = shared_out(assign_contiguous, p)
+        objective = over_parts(p.objective)
         tree = LocalTree(list(p.model.parameters())) if p.reproducible else None
         return placed_in_order(
             p, AppliedStrategy(assign, runs=runs, objective=objective, tree=tree)

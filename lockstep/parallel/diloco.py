@@ -30,7 +30,8 @@ class DiLoCo(Strategy):
     own_loops = False
 
     def layout(self, config: DistributedConfig, world_size: int, per_node: int) -> Layout:
-        ranks, workers = world_size, config.diloco.workers or world_size
+        ranks = world_size
+        workers = config.diloco.workers or world_size
         if max(config.shard_size or 1, config.pipeline_size or 1) > 1:
             what = "under diloco each worker's model is whole on one rank"
             fix = "leave them out, or choose strategy fsdp or pipeline"
@@ -56,7 +57,8 @@ class DiLoCo(Strategy):
     def contradictions(
         self, config: StepConfig, layout: Layout | None = None
     ) -> Iterator[Contradiction]:
-        diloco, training = config.distributed.diloco, config.training
+        diloco = config.distributed.diloco
+        training = config.training
         if diloco.fragments > diloco.inner_steps:
             what = (
                 f"{diloco.fragments} fragments can't be spread over {diloco.inner_steps} steps, one"
@@ -123,7 +125,8 @@ class DiLoCo(Strategy):
         return self
 
     def place(self, placement: PlacementContext) -> ParallelModel:
-        p, config = placement, placement.config.distributed.diloco
+        p = placement
+        config = placement.config.distributed.diloco
         placed = self.rehearse(p)
         mine, total = _worker_numbers(p)
         assert placed.micro_step is not None

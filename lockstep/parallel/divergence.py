@@ -183,7 +183,9 @@ def _diverged(
     place = f"after step {step}, on host{'s' * (len(where) > 1)} {', '.join(where)}"
     error = ReplicasDifferError(what, where=place, why=f"{how}: {why}", fix=fix)
     good = [rank for rank in ranks if rank not in involved]
-    error.apart, error.is_flip, error.ranks = apart, few and bool(good), frozenset(involved)
+    error.apart = apart
+    error.is_flip = few and bool(good)
+    error.ranks = frozenset(involved)
     error.good = good[0] if good else -1
     return error
 
@@ -197,7 +199,8 @@ def _elements_apart(tensors: list[Tensor], group: dist.ProcessGroup) -> tuple[bo
     for tensor in tensors:
         stacked = _gathered(_integers(local(tensor)).clone(), group)
         places = (stacked != stacked[0]).any(0).nonzero().flatten().tolist()
-        differ, total = differ + len(places), total + stacked.shape[1]
+        differ = differ + len(places)
+        total = total + stacked.shape[1]
         if len(places) == 1:
             column = stacked[:, places[0]].tolist()
             changed = {a ^ b for a in column for b in column} - {0}

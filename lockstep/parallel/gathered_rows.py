@@ -78,7 +78,8 @@ def in_sample_order(
         return [rows.get(index, none) for index in range(micro_batches)]
     table = torch.zeros(2, micro_batches, dtype=torch.int64)
     for index, own in rows.items():
-        table[0, index], table[1, index] = len(own), dist.get_rank(group)
+        table[0, index] = len(own)
+        table[1, index] = dist.get_rank(group)
     table = table.to(like.device)
     dist.all_reduce(table, group=group)  # each micro-batch is run by one rank, the others add zeros
     counts, owners = table.tolist()  # host waits for the device
@@ -97,7 +98,8 @@ def in_sample_order(
     theirs = torch.empty(ranks * most * width, dtype=torch.uint8, device=like.device)
     all_gather_flat(theirs, mine.view(-1), group=group)
     theirs = theirs.view(ranks, most, width)
-    found, at = [], [0] * ranks
+    found = []
+    at = [0] * ranks
     for count, owner in zip(counts, owners, strict=True):
         piece = theirs[owner, at[owner] : at[owner] + count]
         found.append(piece.clone().view(like.dtype).view(count, *like.shape[1:]) if count else none)
@@ -116,7 +118,9 @@ class GatheredRows:
     def __init__(
         self, places: Sequence[BufferPlace], group: dist.ProcessGroup | None, ranks: int
     ) -> None:
-        self._places, self._group, self._ranks = list(places), group, ranks
+        self._places = list(places)
+        self._group = group
+        self._ranks = ranks
         self._numbers = [place for place in self._places if _is_number(place.tensor)]
         self._queues: list[tuple[BufferPlace, BufferPlace]] = []  # with their pointers
         self._banks: list[BufferPlace] = []
@@ -259,7 +263,8 @@ class GatheredRows:
         rows = {index: written.slots[place][dim] for index, written in self._written.items()}
         like = buffer.movedim(dim, 0)
         laid = torch.cat(in_sample_order(rows, like, len(counts), self._group, self._ranks))
-        size, total = len(like), len(laid)
+        size = len(like)
+        total = len(laid)
         kept = min(size, total)  # of more, the last ones
         slots = torch.arange(start + total - kept, start + total, device=buffer.device) % size
         like[slots] = laid[total - kept :]
@@ -303,7 +308,8 @@ def slots_written(before: Tensor, after: Tensor, start: int, end: int) -> dict[i
 
     A pointer that is where it was has passed no slot if nothing differs, and else all of them.
     """
-    changed, found = differs(before, after), {}
+    changed = differs(before, after)
+    found = {}
     anything = bool(changed.any())  # host waits for the device
     for dim, size in enumerate(before.shape):
         if not (0 <= start <= size and 0 <= end <= size and size):

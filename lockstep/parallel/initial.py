@@ -152,7 +152,8 @@ def materialise(model: nn.Module, first: FirstValues) -> None:
     for name, parameter in model.named_parameters():
         whole = first.parameter(name)
         if isinstance(parameter, DTensor):
-            mesh, coordinate = parameter.device_mesh, parameter.device_mesh.get_coordinate()
+            mesh = parameter.device_mesh
+            coordinate = parameter.device_mesh.get_coordinate()
             assert coordinate is not None
             for axis, placement in enumerate(parameter.placements):
                 if isinstance(placement, Shard):
@@ -197,7 +198,8 @@ def broadcast_values(model: nn.Module) -> bool:
         else torch.zeros(1, dtype=torch.float64)
     )
     mine = torch.nan_to_num(mine)
-    low, high = mine.clone(), mine.clone()
+    low = mine.clone()
+    high = mine.clone()
     dist.all_reduce(low, op=dist.ReduceOp.MIN)
     dist.all_reduce(high, op=dist.ReduceOp.MAX)
     if torch.equal(low, high):

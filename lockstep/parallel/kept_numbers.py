@@ -121,9 +121,12 @@ class RecordedReads:
         return False
 
     def _replace(self, number: KeptNumber, names: dict[Any, str]) -> None:
-        holder, owner, attribute = number.holder, number.owner, number.attribute
+        holder = number.holder
+        owner = number.owner
+        attribute = number.attribute
         copy = (_RecordingDict if isinstance(holder, dict) else _RecordingList)(holder)
-        copy.names, copy.read = names, self.read
+        copy.names = names
+        copy.read = self.read
         vars(owner)[attribute] = copy
 
         def undo() -> None:

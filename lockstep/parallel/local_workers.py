@@ -62,7 +62,8 @@ def decode(coded: Tensor, kind: str) -> Tensor:
     if kind not in LARGEST:
         return coded.view(DTYPES[kind]).float()
     border = coded.shape[-1] - 4 * (coded.shape[-1] // _block_bytes(kind))
-    packed, scale = coded[..., :border], coded[..., border:].contiguous().view(torch.float32)
+    packed = coded[..., :border]
+    scale = coded[..., border:].contiguous().view(torch.float32)
     rounded = packed.view(torch.int8)
     if kind == "int4":
         rounded = torch.cat([packed & 15, packed >> 4], -1).view(torch.int8) - 8
@@ -86,7 +87,8 @@ class QuantizedAllReduce:
     """
 
     def __init__(self, kind: str, group: dist.ProcessGroup | None) -> None:
-        self._kind, self._group = kind, group
+        self._kind = kind
+        self._group = group
         self._rank, self._ranks = (0, 1) if group is None else (group.rank(), group.size())
 
     def mean(self, rows: Tensor, kind: str | None = None) -> tuple[Tensor, Tensor]:
@@ -98,7 +100,8 @@ class QuantizedAllReduce:
         each row, and of the mean in the worker's own share: added to the next rows, they correct
         both. `kind` replaces the object's own.
         """
-        kind, (held, numbers) = kind or self._kind, rows.shape
+        kind = kind or self._kind
+        held, numbers = rows.shape
         workers = held * self._ranks
         share = BLOCK * -(-numbers // (BLOCK * workers))
         padded = F.pad(rows, (0, workers * share - numbers)).view(held, workers, share)
@@ -115,10 +118,8 @@ class QuantizedAllReduce:
         whole = decode(
             self._exchanged(coded_mean, all_gather_flat, self._ranks).view(workers, -1), kind
         )
-        lost, lost_of_mean = (
-            padded - decode(coded, kind),
-            workers * (mean - decode(coded_mean, kind)),
-        )
+        lost = padded - decode(coded, kind)
+        lost_of_mean = workers * (mean - decode(coded_mean, kind))
         for place in range(held):
             lost[place, self._rank * held + place] += lost_of_mean[place]
         return whole.view(-1)[:numbers], lost.view(held, -1)[:, :numbers]
@@ -141,7 +142,8 @@ class FlatParameters:
     """
 
     def __init__(self, parameters: dict[str, nn.Parameter]) -> None:
-        first, size = next(iter(parameters.values())), 0
+        first = next(iter(parameters.values()))
+        size = 0
         starts = {}
         for name, parameter in parameters.items():
             starts[name] = size
@@ -232,9 +234,13 @@ class OuterStep:
         config: DiLoCoConfig,
         all_reduce: QuantizedAllReduce,
     ) -> None:
-        self._common, self._momentum, self._buffers = common, momentum, buffers
-        self._config, self._all_reduce = config, all_reduce
-        blocks, parts = common.data.numel() // BLOCK, config.fragments
+        self._common = common
+        self._momentum = momentum
+        self._buffers = buffers
+        self._config = config
+        self._all_reduce = all_reduce
+        blocks = common.data.numel() // BLOCK
+        parts = config.fragments
         bounds = [BLOCK * (blocks * k // parts) for k in range(parts + 1)]
         self._pieces = [slice(*ends) for ends in pairwise(bounds)]
 
@@ -250,7 +256,8 @@ class OuterStep:
     @torch.no_grad()
     def _step(self, piece: slice, workers: Sequence[Worker]) -> None:
         config = self._config
-        common, momentum = self._common.data[piece], self._momentum.data[piece]
+        common = self._common.data[piece]
+        momentum = self._momentum.data[piece]
         changes = torch.stack([(common - worker.values.data[piece]).float() for worker in workers])
         errors = [worker.error.data[piece] for worker in workers if worker.error is not None]
         if errors:
@@ -277,7 +284,8 @@ class OuterStep:
         mean, _ = self._all_reduce.mean(torch.stack(rows), "fp32")
         begin = 0
         for name, common in self._buffers.items():
-            values, begin = mean[begin : begin + common.numel()], begin + common.numel()
+            values = mean[begin : begin + common.numel()]
+            begin = begin + common.numel()
             common.copy_(
                 (values if common.is_floating_point() else values.round()).view(common.shape)
             )
@@ -301,14 +309,13 @@ class LocalWorkers:
         all_reduce: QuantizedAllReduce,
     ) -> None:
         self.total = total
-        self._placed, self._micro_step = placed, micro_step
+        self._placed = placed
+        self._micro_step = micro_step
         self._parameters = {name: p for name, p in placed.parameters.items() if p.requires_grad}
         self._live_buffers = dict(placed.buffers)
         require_one_type(self._parameters)
-        self._values, self._momentum = (
-            FlatParameters(self._parameters),
-            FlatParameters(self._parameters),
-        )
+        self._values = FlatParameters(self._parameters)
+        self._momentum = FlatParameters(self._parameters)
         for name, parameter in self._parameters.items():
             self._values.views[name].copy_(parameter.detach())
         self._common_buffers = buffers = {
@@ -414,7 +421,8 @@ class LocalWorkers:
         for parameter, gradient in zip(parameters, worker.gradients, strict=False):
             parameter.grad = gradient
         if optimizer is not None:
-            outside, optimizer.state = optimizer.state, worker.optimizer
+            outside = optimizer.state
+            optimizer.state = worker.optimizer
         try:
             yield
         finally:

@@ -43,11 +43,13 @@ class LossWeights(AroundMicroBatch):
 
     def __init__(self, module: nn.Module, model: nn.Module, *, reproducible: bool) -> None:
         self.module = module
-        self.own, self.buffers = own_weights(module, model), own_buffers(module, model)
+        self.own = own_weights(module, model)
+        self.buffers = own_buffers(module, model)
         self.scale = 1.0
         # DTensors where the model's parameters are
         self.placed: dict[str, nn.Parameter] = dict(self.own)
-        self._reproducible, self._leaves = reproducible, 0
+        self._reproducible = reproducible
+        self._leaves = 0
         self._alone = False  # gradients stay in `.grad`, as backward passes add them up
         self._ranks = 1  # whose gradients are summed
         self._group: dist.ProcessGroup | None = None  # of these; None: all ranks
@@ -70,7 +72,8 @@ class LossWeights(AroundMicroBatch):
         whose own reduction is a mean.
         """
         self.scale = scale
-        each, self._alone = layout.same_batch_size, alone
+        each = layout.same_batch_size
+        self._alone = alone
         self._ranks = 1 if alone else layout.world_size // each
         if self._ranks > 1 and each > 1:
             self._group = create_group(
@@ -169,7 +172,8 @@ class LossWeights(AroundMicroBatch):
         if self._ranks == 1:
             totals = self._partials.total() or [None] * len(self.own)
         else:
-            me, first = dist.get_rank(self._group), next(iter(self.own.values()))
+            me = dist.get_rank(self._group)
+            first = next(iter(self.own.values()))
             whose = torch.zeros(
                 self._leaves + len(self.own), dtype=torch.int64, device=first.device
             )

@@ -219,7 +219,8 @@ class ParallelModel:
         """Return an empty accumulator for a step, or for a window of an evaluation."""
         if self.local_training is not None:
             return self.local_training.loss_accumulator(micro_batches_per_step)
-        device, shared = self.random_state.device, self.layout.world_size > 1
+        device = self.random_state.device
+        shared = self.layout.world_size > 1
         if device.type == "cpu" or accelerator.widest_float(device) is not torch.float64:
             return HostLossAccumulator(micro_batches_per_step, shared=shared, adds=self.adds_losses)
         return LossAccumulator(micro_batches_per_step, device, shared=shared, adds=self.adds_losses)
@@ -328,7 +329,8 @@ def local(tensor: Tensor) -> Tensor:
 
 def assign_contiguous(micro_batches: int, rank: int, ranks: int) -> list[tuple[int, bool]]:
     """Assign runs of neighbours, as evenly as possible; a rank without any runs one dummy."""
-    first, last = (micro_batches * rank) // ranks, (micro_batches * (rank + 1)) // ranks
+    first = (micro_batches * rank) // ranks
+    last = (micro_batches * (rank + 1)) // ranks
     return [(i, True) for i in range(first, last)] or [(0, False)]
 
 

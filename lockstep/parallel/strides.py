@@ -105,7 +105,8 @@ def copied_to(values: Tensor, strides: Sequence[int]) -> Tensor:
     target = new
     for dim, (size, stride) in enumerate(zip(values.shape, strides, strict=True)):
         if size > 1 and stride == 0:
-            target, values = target.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
+            target = target.narrow(dim, 0, 1)
+            values = values.narrow(dim, 0, 1)
     if _overlaps_itself(target):
         return torch.empty_like(new, memory_format=torch.contiguous_format).copy_(values)
     target.copy_(values)
@@ -202,7 +203,8 @@ def _refuse_shared_memory(
     trained = {name for name, parameter in parameters.items() if parameter.requires_grad}
     for name in trained & there.keys():
         if _overlaps_itself(there[name]):
-            shape, strides = list(there[name].shape), tuple(there[name].stride())
+            shape = list(there[name].shape)
+            strides = tuple(there[name].stride())
             raise UsageError(
                 f"elements of the parameter {name} lie in the same memory: its shape is {shape},"
                 f" its strides {strides}",
@@ -216,7 +218,8 @@ def _refuse_shared_memory(
     # of those before that reach further: device, end, name
     begun: list[tuple[torch.device, int, str]] = []
     for name, tensor in sorted(there.items(), key=lambda item: item[1].data_ptr()):
-        begin, device = tensor.data_ptr(), tensor.device
+        begin = tensor.data_ptr()
+        device = tensor.device
         begun = [earlier for earlier in begun if earlier[1] > begin]
         for other in [
             other for where, _, other in begun if where == device and {name, other} & trained
@@ -258,7 +261,8 @@ def _overlaps_itself(tensor: Tensor) -> bool:
 
 def _share_elements(one: Tensor, other: Tensor) -> bool:
     """Return whether two tensors, the second of which begins later, have an element in common."""
-    apart, size = other.data_ptr() - one.data_ptr(), one.element_size()
+    apart = other.data_ptr() - one.data_ptr()
+    size = one.element_size()
     if size != other.element_size() or apart % size:
         return True
     taken = torch.zeros(max(_extent(one), apart // size + _extent(other)), dtype=torch.bool)

@@ -140,7 +140,8 @@ class UnexplainedBuffers:
 
     def _look(self, step: int) -> None:
         """Compare bits, and tell all ranks what this one has seen."""
-        names, now = list(self.places), self._bits_now()
+        names = list(self.places)
+        now = self._bits_now()
         if now is not None and self._bits is not None:
             hidden = (
                 f" in step {step}"
@@ -151,7 +152,8 @@ class UnexplainedBuffers:
             for name, differs in zip(names, (now != self._bits).tolist(), strict=True):
                 if differs and name not in self._by_step and name not in self._copies:
                     self._when.setdefault(name, hidden)
-        self._bits, self._looked = now, step
+        self._bits = now
+        self._looked = step
         seen = [name for name in names if name in self._when]
         if self.ranks > 1:
             flags = torch.tensor([name in self._when for name in names], dtype=torch.int32)
@@ -171,7 +173,8 @@ class UnexplainedBuffers:
 
         Checkpoints have the buffer.
         """
-        place, own = self.places[name], self._registered[name]
+        place = self.places[name]
+        own = self._registered[name]
         now = place.tensor
         if now is own:
             return

@@ -74,7 +74,8 @@ def typical_shape(params: float, vocabulary: int = 32_000) -> Shape:
     while 12 * layers * (128 * layers) ** 2 + 2 * vocabulary * 128 * layers < params:
         layers += 1
     # The depth is fixed; the width takes the remaining parameters.
-    a, b = 12 * layers, 2 * vocabulary
+    a = 12 * layers
+    b = 2 * vocabulary
     width = (-b + math.sqrt(b * b + 4 * a * params)) / (2 * a)
     width = max(64, round(width / 64) * 64)
     return Shape(layers, width, max(1, width // 128), vocabulary)
@@ -108,7 +109,8 @@ def calculate_resources(
     Raises:
         UsageError: a size is below 1.
     """
-    s, b = sequence_length, batch_size
+    s = sequence_length
+    b = batch_size
     sizes = {
         "model_params": model_params,
         "sequence_length": float(s),
@@ -134,5 +136,6 @@ def calculate_resources(
         gathered += 4 * unit * 2
     # fp32 weights: autocast keeps bf16 copies of used weights until the end of the forward pass.
     casts = 2.0 * model_params if n == 1 or sharding == "gradients" else 2.0 * unit
-    held, working = 4.0 * model_params / n, gathered + casts + logits
+    held = 4.0 * model_params / n
+    working = gathered + casts + logits
     return Resources(held, held, optimizer_bytes * model_params / n, kept, working, headroom, shape)

@@ -248,7 +248,8 @@ def evaluate_layout(
 
     Raises ValuesNeededError: the model reads values of its batch.
     """
-    layout, config = layout_of(config, cluster, changes), with_layout(config, changes)
+    layout = layout_of(config, cluster, changes)
+    config = with_layout(config, changes)
     strategy = strategy_named(config.distributed.strategy)
     candidate = Candidate(layout, changes, limit=cluster.usable_memory)
     try:
@@ -311,7 +312,9 @@ def pieces_of(
     facts: ModelSize, rehearsal: Rehearsal, seconds: Callable[[Cost], float], layout: Layout
 ) -> Pieces:
     """Return the parts of a step; `seconds` returns a rank's time for a cost."""
-    computed, each, (dense, _) = rehearsal.work, 4 / layout.tensor, apart(facts, layout)
+    computed = rehearsal.work
+    each = 4 / layout.tensor
+    dense, _ = apart(facts, layout)
     rest = facts.parameters - facts.units * facts.unit_parameters
     return Pieces(
         facts.units,
@@ -347,10 +350,8 @@ def _evaluate_data_parallel(
         return cluster.seconds(cost) + along_axes(cost, layout, cluster).seconds
 
     pieces = pieces_of(facts, rehearsal, seconds, layout)
-    groups, alone = (
-        cluster.of_batch_groups(layout.same_batch_size),
-        replace(layout, context=1, tensor=1),
-    )
+    groups = cluster.of_batch_groups(layout.same_batch_size)
+    alone = replace(layout, context=1, tensor=1)
     step = strategy.step_time(pieces, config.step, alone, groups, count)
     each = along_axes(rehearsal.work.forward.plus(rehearsal.work.backward), layout, cluster)
     waited = along_axes(rehearsal.work.update, layout, cluster).plus(each, count)
@@ -386,7 +387,8 @@ def _evaluate_pipeline(
     fullest = max(found.values(), key=lambda rehearsal: rehearsal.peak.total)
     candidate.memory = dict(fullest.peak.parts)
     stages: list[StageTime] = []
-    flops, waited = 0, Sent()
+    flops = 0
+    waited = Sent()
 
     def seconds(cost: Cost) -> float:
         return cluster.seconds(cost) + along_axes(cost, layout, cluster).seconds
@@ -403,13 +405,12 @@ def _evaluate_pipeline(
         halves = None
         if computed.halves is not None:
             halves = (seconds(computed.halves[0]), seconds(computed.halves[1]))
-        forward, backward = seconds(computed.forward), seconds(computed.backward)
+        forward = seconds(computed.forward)
+        backward = seconds(computed.backward)
         stages.append(StageTime(forward, backward, float(fullest.sent[stage]), stage_bytes, halves))
     update = max(cluster.seconds(rehearsal.work.update) for rehearsal in found.values())
-    groups, alone = (
-        cluster.of_batch_groups(layout.same_batch_size),
-        replace(layout, context=1, tensor=1),
-    )
+    groups = cluster.of_batch_groups(layout.same_batch_size)
+    alone = replace(layout, context=1, tensor=1)
     step = pipeline_step(stages, config.step, alone, groups, count, update)
     candidate.step = with_sent(step, waited, sums_of_experts(facts, layout, cluster))
     candidate.model_flops = 3.0 * flops * count * layout.data_parallel_size * layout.same_batch_size
@@ -425,7 +426,8 @@ def largest_batch(
 
     0 if even 1 does not fit.
     """
-    facts, limit = model_size_of(work, config), cluster.usable_memory
+    facts = model_size_of(work, config)
+    limit = cluster.usable_memory
     with progress_of("finding the largest batch", _MOST_TRIES, unit="tries at most") as advance:
 
         def needs(size: int) -> float:
@@ -439,7 +441,8 @@ def largest_batch(
         one = needs(1)
         if one > limit:
             return 0
-        fits, size = 1, 2
+        fits = 1
+        size = 2
         for _ in range(_MOST_TRIES - 1):
             needed = needs(size)
             # activations grow with the batch

@@ -118,9 +118,11 @@ def print_first(candidate: Candidate) -> None:
 def cluster_for(options: PlanOptions) -> tuple[GpuCluster, list[str]]:
     """Return the requested cluster, or this machine's, and notices about it."""
     notices = []
-    gpu, number = options.gpu_type, options.gpus
+    gpu = options.gpu_type
+    number = options.gpus
     if gpu is None or number is None:
-        kind, here = accelerator.found(), accelerator.count()
+        kind = accelerator.found()
+        here = accelerator.count()
         if gpu is None:
             known = (
                 known_gpu(accelerator.name_of(torch.device(kind, 0)))
@@ -388,12 +390,14 @@ def as_dict(candidate: Candidate, cluster: GpuCluster) -> dict[str, Any]:
 def as_svg(found: Sequence[Candidate]) -> str:
     """Return a chart of each layout's memory by kind, with a line at the GPU's memory."""
     shown = [c for c in found if c.memory is not None]
-    height, width = 26, 560
+    height = 26
+    width = 560
     left = 20 + max(7 * len(c.name()) for c in shown) if shown else 20
     limit = shown[0].limit if shown else 1.0
     scale = width / max(limit * 1.15, *(min(c.needed, 2 * limit) for c in shown), 1.0)
     bottom = height * len(shown) + 30
-    across, down = left + width + 90, bottom + 40
+    across = left + width + 90
+    down = bottom + 40
     parts = [
         (
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{across}" height="{down}" viewBox="0 0'
@@ -402,7 +406,8 @@ def as_svg(found: Sequence[Candidate]) -> str:
         '<rect width="100%" height="100%" fill="white"/>',
     ]
     for row, c in enumerate(shown):
-        x, y = float(left), 20 + row * height
+        x = float(left)
+        y = 20 + row * height
         parts.append(
             f'<text x="{left - 8}" y="{y + 14}" text-anchor="end">{escape(c.name())}</text>'
         )
@@ -513,7 +518,8 @@ def _cluster_here(config: Config, world_size: int, local_world_size: int) -> Gpu
     kind = accelerator.found()
     if kind is not None and config.distributed.device != "cpu":
         device = torch.device(kind, 0)
-        name, total = accelerator.name_of(device), accelerator.memory_of(device)[3]
+        name = accelerator.name_of(device)
+        total = accelerator.memory_of(device)[3]
         guessed = Gpu(name, total / GIB, 100, 20, 1000, "PCIe 4", "this device; speeds are guessed")
         gpu = known_gpu(name) or guessed
         return GpuCluster(gpu, world_size, per_node, LINKS[gpu.inside], LINKS["InfiniBand HDR"])

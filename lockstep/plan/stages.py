@@ -105,7 +105,8 @@ def rehearse_rank(
 
 def _work_of(changes: Changes, stage: int) -> Work:
     """Return the costs of a stage's passes, of which the first of each kind is left out."""
-    forward, backward = changes["F", stage, False].cost, changes["B", stage, False].cost
+    forward = changes["F", stage, False].cost
+    backward = changes["B", stage, False].cost
     if ("I", stage, False) not in changes:
         return Work(forward, backward, Cost())
     return Work(
@@ -143,7 +144,8 @@ def _shortened(work: Workload, config: Config, layout: Layout, rank: int, most: 
         blocks = [place_of[name] for name in names if name in place_of]
         keeps = most if plan.parts.ranks[stage] == rank else 1
         if len(blocks) > keeps + 1:
-            repeated[stage], left_out[stage] = len(kept) + REPEATED, len(blocks) - keeps
+            repeated[stage] = len(kept) + REPEATED
+            left_out[stage] = len(blocks) - keeps
             blocks = blocks[:keeps]
         kept += blocks
         begin = spans[-1].stop if spans else 0
@@ -220,10 +222,8 @@ def _metas(
                         keywords | lent(model, facts.borrowed.get(name, {})),
                         inputs,
                     )
-                values, keywords = (
-                    (known[key] if isinstance(known[key], tuple) else (known[key],)),
-                    {},
-                )
+                values = known[key] if isinstance(known[key], tuple) else (known[key],)
+                keywords = {}
             found.append(tuple(Meta.of(value) for value in values))
     return found
 
@@ -243,7 +243,8 @@ def _run(
 
     Return the changes, and the bytes by kind before the step.
     """
-    plan, batch = short.plan, work.batch(config.training.batch_size)
+    plan = short.plan
+    batch = work.batch(config.training.batch_size)
     mark_blocks(tracker, blocks_of(short.model))
     placement = prepared(
         facts_of(short.model, split=True),
@@ -256,7 +257,8 @@ def _run(
         rehearsal.dry_run_of(tracker, mesh, device_type),
     )
     here = local_stages(placement, mesh, plan)
-    own, experts = here.held.named_parameters(), placement.experts
+    own = here.held.named_parameters()
+    experts = placement.experts
     # The optimizer takes DTensors or plain tensors, not both.
     trained = {
         parameter: (
@@ -291,7 +293,8 @@ def _run(
             and experts is not None
             and parameter.grad is not None
         ):
-            trained[parameter].grad, parameter.grad = experts.whole(name, parameter.grad), None
+            trained[parameter].grad = experts.whole(name, parameter.grad)
+            parameter.grad = None
     rehearsal.update(optimizer)
     passes.close("update")
     start = tracker.start
@@ -343,7 +346,8 @@ class _Passes:
 
     def close(self, kind: str, stage: int = 0, *, first: bool = True) -> None:
         """Keep what has happened since the last call as an action."""
-        items, self.tracker.items = self.tracker.items, []
+        items = self.tracker.items
+        self.tracker.items = []
         labels = (f"{kind}{self.short.repeated.get(stage, 0)}",) if kind in ("F", "B") else ()
         self._without[kind, stage] = _joined(regions_of(items, (), 0)).cost
         self.changes[kind, stage, first] = _joined(
@@ -355,7 +359,8 @@ class _Passes:
 
         Blocks that are left out cost as much more, relative to the pass at once, as those that run.
         """
-        at_once, all_of_it = self._without["B", stage], self.changes["B", stage, False]
+        at_once = self._without["B", stage]
+        all_of_it = self.changes["B", stage, False]
         if not apart:
             self.changes["I", stage, False] = all_of_it
             self.changes["W", stage, False] = Region("", [], Cost())

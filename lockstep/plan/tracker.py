@@ -95,7 +95,8 @@ def peak_over(start: Sequence[int], regions: Iterable[Region]) -> Peak:
             live[kind] += size
             total += size
             if total > highest:
-                highest, parts = total, tuple(live)
+                highest = total
+                parts = tuple(live)
     return Peak(highest, dict(zip(KINDS, parts, strict=True)))
 
 
@@ -187,7 +188,8 @@ class Tracker(UntracedDispatchMode):
 
     def restart(self) -> None:
         """Clear the record and the peak; live tensors stay live."""
-        self.items, self.start = [], tuple(self.live)
+        self.items = []
+        self.start = tuple(self.live)
         self.peak = sum(self.live)
 
     def mark(self, label: str) -> None:
@@ -267,7 +269,8 @@ class Tracker(UntracedDispatchMode):
     def _resized(self, storage: Any) -> None:
         if id(storage) in self._storages:
             entry = self._storages[id(storage)][1]
-            before, entry[0] = entry[0], storage.nbytes()
+            before = entry[0]
+            entry[0] = storage.nbytes()
             self._change(entry[1], entry[0] - before)
 
 

@@ -98,7 +98,8 @@ class Workload:
 
         Return None if it does not list them alone.
         """
-        names, model = self.equal_blocks, self.description
+        names = self.equal_blocks
+        model = self.description
         left_out = [place for place in range(len(names)) if place not in set(kept)]
         blocks = [model.get_submodule(names[place]) for place in left_out]
         short = copy.deepcopy(model, {id(block): block for block in blocks})  # those are not copied
@@ -151,7 +152,8 @@ def workload_of(config: Config) -> Workload:
     sample: Any = None
     if config.data.name is not None:
         data = build_data(config.data, seed=config.training.seed)
-        facts, sample = data.facts, data.train[0]
+        facts = data.facts
+        sample = data.train[0]
 
     loss_fn: Any = None
     if config.loss_fn is not None:
@@ -167,7 +169,8 @@ def workload_of(config: Config) -> Workload:
                 "nothing says what a sample looks like", where="data.name", fix="set data.name"
             )
         ids = torch.zeros(length, dtype=torch.int64)
-        described, work = work.description, replace(work, sample={"input_ids": ids, "targets": ids})
+        described = work.description
+        work = replace(work, sample={"input_ids": ids, "targets": ids})
         vars(work)["description"] = described  # it is the same model: no need to build it twice
     return work
 
@@ -247,7 +250,8 @@ def measure_segments(
         found.append(Measured(name, size, *_timed(run, values, model, device, rounds)))
         with torch.no_grad():
             outputs = run_segment(segment, values, own, inputs)
-        values, keywords = outputs if isinstance(outputs, tuple) else (outputs,), {}
+        values = outputs if isinstance(outputs, tuple) else (outputs,)
+        keywords = {}
     return found
 
 
@@ -259,7 +263,9 @@ def _timed(
     rounds: int,
 ) -> tuple[float, float, int]:
     """Return (seconds forward, seconds backward, bytes kept)."""
-    forward, backward, kept = [], [], 0
+    forward = []
+    backward = []
+    kept = 0
     owned = {p.untyped_storage().data_ptr() for p in (*model.parameters(), *model.buffers())}
     for number in range(rounds + 1):  # the first one warms up
         inputs = tuple(
@@ -318,7 +324,8 @@ def plan_stages(config: Config, count: int) -> str:
     device = torch.device((config.distributed.device != "cpu" and accelerator.found()) or "cpu")
     measured = measure_segments(workload_of(config), config, device)
     parts, spec = equal_stages(measured, count)
-    names, width = [one.name for one in measured], max(len(one.name) for one in measured)
+    names = [one.name for one in measured]
+    width = max(len(one.name) for one in measured)
     where = (
         accelerator.name_of(device)
         if device.type != "cpu"

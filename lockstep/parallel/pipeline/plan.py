@@ -125,8 +125,10 @@ def balanced_cuts(costs: Sequence[float], stages: int) -> list[int]:
                 largest, squares = best[k - 1][begin]
                 candidate = (max(largest, piece), squares + piece * piece)
                 if candidate < best[k][n]:
-                    best[k][n], begins[k][n] = candidate, begin
-    cuts, n = [], count
+                    best[k][n] = candidate
+                    begins[k][n] = begin
+    cuts = []
+    n = count
     for k in range(stages, 1, -1):
         n = begins[k][n]
         cuts.append(n)
@@ -140,7 +142,8 @@ def table(
     total = sum(costs) or 1.0
     rows = [("stage", "rank", "segments", unit, "share")]
     for stage, (positions, rank) in enumerate(zip(parts.stages, parts.ranks, strict=True)):
-        first, last = names[positions[0]], names[positions[-1]]
+        first = names[positions[0]]
+        last = names[positions[-1]]
         cost = sum(costs[i] for i in positions)
         span = first if len(positions) == 1 else f"{first} … {last} ({len(positions)})"
         number = f"{cost:,.0f}" if cost >= 100 or cost == int(cost) else f"{cost:.3g}"
@@ -187,7 +190,8 @@ class PipelinePlan:
 
     def across(self) -> dict[str, list[int]]:
         """Return parameter → the pipeline ranks that use it, where there are several."""
-        ranks, stages = self.parts.ranks, self.stage_of
+        ranks = self.parts.ranks
+        stages = self.stage_of
         found = {
             name: sorted({ranks[stages[user]] for user in users})
             for name, users in self.model.users.items()

@@ -239,7 +239,8 @@ def picture_of(config: StepConfig, ranks: int | None = None) -> str:
 
     It is drawn for as many ranks as the config's sizes multiply to, or two.
     """
-    distributed, training = config.distributed, config.training
+    distributed = config.distributed
+    training = config.training
     kind = distributed.pipeline
     if distributed.strategy == AUTO or not strategy_named(distributed.strategy).splits_model:
         what = f"strategy {distributed.strategy} has no schedule"

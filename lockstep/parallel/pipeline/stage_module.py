@@ -68,14 +68,16 @@ class StageModule(nn.Module):
     ) -> None:
         super().__init__()
         self.index = index
-        self.is_first, self.is_last = index == 0, index == count - 1
+        self.is_first = index == 0
+        self.is_last = index == count - 1
         self.segments_here = nn.ModuleList(module for _, module in segments)
         self.owns = owns
         self._segments = [(module, borrowed.get(name, {})) for name, module in segments]
         self._names = [name for name, _ in segments]
         self._blocks = list(blocks)
         self._earlier = dict(earlier)
-        self._precision, self._observes = precision, observes
+        self._precision = precision
+        self._observes = observes
 
     def blocks(self) -> list[tuple[str, nn.Module]]:
         return list(self._blocks)
@@ -120,7 +122,8 @@ class StageModule(nn.Module):
                     keyword: registration.tensor() for keyword, registration in borrowed.items()
                 }
                 outputs = run_segment(segment, values, {**keywords, **lent}, inputs)
-                values, keywords = outputs if isinstance(outputs, tuple) else (outputs,), {}
+                values = outputs if isinstance(outputs, tuple) else (outputs,)
+                keywords = {}
         if self.is_last:
             with self._precision.autocast():
                 return call.finish(outputs, calls)

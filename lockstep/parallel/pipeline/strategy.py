@@ -50,8 +50,10 @@ class Pipeline(Strategy):
     def contradictions(
         self, config: StepConfig, layout: Layout | None = None
     ) -> Iterator[Contradiction]:
-        distributed, pipeline = config.distributed, config.distributed.pipeline
-        facts, sharding = SCHEDULES[pipeline.schedule], distributed.fsdp.sharding_strategy
+        distributed = config.distributed
+        pipeline = config.distributed.pipeline
+        facts = SCHEDULES[pipeline.schedule]
+        sharding = distributed.fsdp.sharding_strategy
         if facts.splits_backward and config.training.compile:
             what = f"{facts.name} splits the backward pass, which a compiled block can't"
             fix = "write compile: false, or schedule: 1F1B"
@@ -87,7 +89,8 @@ class Pipeline(Strategy):
     def layouts_to_plan(
         self, model: ModelSize, config: StepConfig, cluster: GpuCluster
     ) -> Iterator[dict[str, Any]]:
-        gpus, most = cluster.num_gpus, min(model.blocks, model.segments)
+        gpus = cluster.num_gpus
+        most = min(model.blocks, model.segments)
         sizes = [ranks for ranks in (2, 4, 8, 16, 32, 64) if gpus % ranks == 0 and ranks <= most]
         # The fewest whose stages' parameters and gradients fit whole.
         for ranks in [

@@ -78,7 +78,8 @@ class StageTrees:
     leaves: int = 0  # micro-batches in the step, over all ranks
 
     def __post_init__(self) -> None:
-        self._replicas, self._shards = self.mesh["replicate"], self.mesh["shard"].size()
+        self._replicas = self.mesh["replicate"]
+        self._shards = self.mesh["shard"].size()
         # Of a stage: whose leaves are complete there.
         self._complete = {
             s: [n for n in self.uses.of(s) if self.uses.stages[n][0] == s] for s in self.stages
@@ -116,7 +117,8 @@ class StageTrees:
         for name in self.uses.of(stage):
             parameter = self._parameter(name)
             if parameter.grad is not None:
-                sums[name], parameter.grad = parameter.grad, None
+                sums[name] = parameter.grad
+                parameter.grad = None
         micro_batch = self.run[position]
         if micro_batch.real:
             self._partials[stage].add(
