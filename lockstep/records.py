@@ -179,7 +179,8 @@ class RunDirectory:
             with kept.open("x", encoding="utf-8") as file:
                 # one at a time: a long run has gigabytes of them
                 for row in read_lines(self.metrics):
-                    if isinstance(at := row.get("step", 0), int | float) and at <= step:
+                    at = row.get("step", 0)
+                    if isinstance(at, int | float) and at <= step:
                         file.write(json.dumps(row) + "\n")
             kept.replace(self.metrics)
         finally:

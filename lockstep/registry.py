@@ -101,7 +101,8 @@ def require_arguments(
     It is not called.
     """
     accepted = keywords_of(found)
-    if accepted is not None and (unknown := [key for key in keywords if key not in accepted]):
+    unknown = [] if accepted is None else [key for key in keywords if key not in accepted]
+    if accepted is not None and unknown:
         what = f"{name} takes no argument {unknown[0]!r}{did_you_mean(unknown[0], accepted)}"
         raise UsageError(
             what, where=f"{where}.{unknown[0]}", fix=f"it takes {', '.join(accepted) or 'none'}"

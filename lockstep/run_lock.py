@@ -174,9 +174,8 @@ class RunLock:
                     # without kernel locks, the last of several writers has the lock
                     if locked is None:
                         time.sleep(5 * _LOOK)
-                    if locked is not None or (
-                        (found := _read(handle)) is not None and found.token == me.token
-                    ):
+                    found = None if locked is not None else _read(handle)
+                    if locked is not None or (found is not None and found.token == me.token):
                         return handle
             except BaseException:
                 os.close(handle)

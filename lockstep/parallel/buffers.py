@@ -151,13 +151,12 @@ class RunningBuffers(AroundMicroBatch):
         combined = self.ways if self.has_values else BufferWays({})
         self._combined = CombinedBuffers(combined, self.model, self.group, self.ranks)
         known = found.registrations | set(self.ways.ways)
-        others = {
-            name: BufferPlace(name, module, attribute)
-            for path, module in self.model.named_modules()
-            for attribute, _ in module.named_buffers(recurse=False, remove_duplicate=False)
-            if (id(module), attribute) not in known
-            and (name := f"{path}.{attribute}" if path else attribute)
-        }
+        others = {}
+        for path, module in self.model.named_modules():
+            for attribute, _ in module.named_buffers(recurse=False, remove_duplicate=False):
+                if (id(module), attribute) not in known:
+                    name = f"{path}.{attribute}" if path else attribute
+                    others[name] = BufferPlace(name, module, attribute)
         self._others = UnexplainedBuffers(
             others, self.ranks, self.group, self.reproducible, self.looks_every, self.has_values
         )
@@ -289,7 +288,8 @@ class RunningBuffers(AroundMicroBatch):
 
         All ranks come here after their last backward pass.
         """
-        if (active := self._active()) and (self.ranks > 1 or self._records):
+        active = self._active()
+        if active and (self.ranks > 1 or self._records):
             _replay(active, self._gathered(micro_batches_per_step, active))
             self._records.clear()
             self._repeated.clear()

@@ -115,7 +115,8 @@ class Workload:
         The block REPEATED stands for the blocks that were left out.
         """
         number = len(self.equal_blocks)
-        if number > most + 1 and (short := self.with_blocks(range(most))) is not None:
+        short = self.with_blocks(range(most)) if number > most + 1 else None
+        if short is not None:
             return short, number - most
         return self.model(), 0
 

@@ -191,10 +191,10 @@ def _call_of(func: Any, args: Any, kwargs: Any) -> tuple[tuple[Any, ...] | None,
         kwargs and not _describe(kwargs.items(), key, tensors)
     ):
         return None, tensors
-    if len(tensors) > 1 and len(
-        places := {id(one): place for place, one in enumerate(tensors)}
-    ) < len(tensors):
-        key.append(tuple(places[id(one)] for one in tensors))  # the same tensor twice
+    if len(tensors) > 1:
+        positions = {id(one): position for position, one in enumerate(tensors)}
+        if len(positions) < len(tensors):
+            key.append(tuple(positions[id(one)] for one in tensors))  # the same tensor twice
     return tuple(key), tensors
 
 
