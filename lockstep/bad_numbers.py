@@ -202,6 +202,7 @@ class AnomalyDetector:
         out_of_step: float,
         targets: float = 1.0,
     ) -> StepCheck:
+        """Return what becomes of a step: it stands, is skipped, or ends the run."""
         if out_of_step != 0:
             why = (
                 "a rank made a collective call that the others did not make, and theirs were taken"
@@ -227,6 +228,7 @@ class AnomalyDetector:
         return StepCheck(stop_votes > 0, Anomaly(step, what, loss, norm, no_targets=targets == 0))
 
     def _problem(self, step: int, loss: float, norm: float) -> str | None:
+        """Return what is wrong with a step's loss or norm; None if nothing is."""
         if not math.isfinite(loss):
             return f"the loss of step {step} is {loss}"
         if not math.isfinite(norm):

@@ -91,6 +91,7 @@ class _Units:
 
     @classmethod
     def of(cls, parameter: nn.Parameter) -> "_Units":
+        """Return a parameter's units as they lie on this rank."""
         assert parameter.grad is not None
         weight = local(parameter.detach())
         gradient = local(parameter.grad)

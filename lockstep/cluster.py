@@ -227,6 +227,7 @@ def environment(config: DistributedConfig) -> dict[str, str]:
 
 
 def _choose_device(wanted: str, facts: RankFacts) -> torch.device:
+    """Return this rank's device: the CPU, or the GPU of its local rank."""
     kind = accelerator.found() if wanted == "auto" else wanted
     if kind is None or kind == "cpu":
         return torch.device("cpu")
@@ -246,6 +247,7 @@ def _choose_device(wanted: str, facts: RankFacts) -> torch.device:
 
 
 def _require_device(kind: str, facts: RankFacts) -> None:
+    """Raise a UsageError if torch can't use an accelerator of this kind here."""
     found = accelerator.found()
     if not accelerator.is_known(kind):
         what = f"distributed.device is {kind}, and torch knows no accelerator of that name"
@@ -275,6 +277,7 @@ def _require_device(kind: str, facts: RankFacts) -> None:
 
 
 def _choose_backend(wanted: str, device: torch.device, *, alone: bool = False) -> str:
+    """Return the backend for a device; refuse one that this torch or the device lacks."""
     if wanted == "mpi" and not dist.is_mpi_available():
         why = "the wheels of torch never have it; it needs a torch compiled where MPI is installed"
         fix = (

@@ -199,6 +199,7 @@ def facts_for_group(
 
 
 def _facts(env: Mapping[str, str], source: _Source) -> RankFacts:
+    """Return a rank's place from the variables that one launcher sets."""
     rank = _number(env, source.rank)
     world = _number(env, source.world_size)
     if not 0 <= rank < world:

@@ -46,6 +46,7 @@ def progress_of(
     due = start + PATIENCE_SECONDS
 
     def advance(amount: int) -> None:
+        """Note that more is done, and write a line if the last one is old enough."""
         nonlocal done, shown, due
         done += amount
         now = clock()

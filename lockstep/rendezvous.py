@@ -102,6 +102,7 @@ def choose_interface(config: DistributedConfig, facts: RankFacts) -> None:
 def _tcp_store(
     host: str, port: int, facts: RankFacts, timeout: datetime.timedelta, *, hosted_elsewhere: bool
 ) -> Store:
+    """Return the store at which the ranks meet, hosted by rank 0 or by the launcher."""
     try:
         if hosted_elsewhere:
             return TCPStore(host, port, facts.world_size, False, timeout)

@@ -184,6 +184,7 @@ class RunLock:
             time.sleep(_LOOK)
 
     def _beat(self) -> None:
+        """Renew the lock's time in a thread, until it is released or another process has it."""
         assert self._me is not None
         assert self._handle is not None
         beat = 0

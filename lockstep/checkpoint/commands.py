@@ -64,6 +64,7 @@ def _list(path: Path) -> str:
 
 
 def _inspect(path: Path) -> str:
+    """Return what stands in a checkpoint, as text: parts, versions, state and tensors."""
     checkpoint = newest_at(path)
     manifest = read_manifest(checkpoint)
     elements = sum(prod(info.shape) for info in manifest.parameters.values())

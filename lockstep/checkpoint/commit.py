@@ -140,6 +140,7 @@ def write_once(
     with ExitStack() as stack:
 
         def plan(described: list[Description]) -> list[tuple[str, object]]:
+            """Decide on rank 0 who writes what, and open the draft; return each rank's share."""
             plan = merge(described)
             shares = writer.plan(plan, described)
             if target.storage.exists(target.name) and not options.sets_aside:
@@ -158,6 +159,7 @@ def write_once(
             return [(draft.name, share) for share in shares]
 
         def finish(written: list[WrittenFiles]) -> None:
+            """Write the state and the config on rank 0, and make the checkpoint visible."""
             plan, draft = decided[0]
             files = writer.finish(draft, written)
             # Floats are exact to the bit; NaN and Infinity are in Python's notation.
@@ -355,9 +357,11 @@ class AsyncSaver:
                 self._save[2].join()
 
     def _copy(self, staged: Staged) -> tuple[Staged, tuple[torch.device, torch.Event] | None]:
+        """Copy the tensors to host memory; return them, and the event that ends the copying."""
         device: torch.device | None = None
 
         def copied(part: str, name: str, block: TensorBlock) -> TensorBlock:
+            """Copy one block into the buffer that the save before used for it."""
             nonlocal device
             source = block.tensor
             key = (part, name)

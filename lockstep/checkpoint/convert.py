@@ -422,6 +422,7 @@ def _file_of(source: Path) -> Path:
 
 
 def _safetensors(file: Path) -> tuple[Weights, dict[str, str]]:
+    """Read weights from a safetensors file, and which names share one tensor."""
     try:
         with safe_open(file, "pt") as opened:
             weights = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
@@ -444,6 +445,7 @@ def _safetensors(file: Path) -> tuple[Weights, dict[str, str]]:
 
 
 def _pickled(file: Path) -> Weights:
+    """Read weights that `torch.save` wrote, without running code that is in them."""
     try:
         with file.open("rb") as opened:
             check_block(opened, 0, file.stat().st_size)

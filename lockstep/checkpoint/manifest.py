@@ -213,6 +213,7 @@ class Manifest:
         return manifest
 
     def _check(self) -> None:
+        """Raise a ValueError if files are missing, or if some do not belong to a checkpoint."""
         stray = [part for part in self.parts if not _PART.fullmatch(part)]
         for path in self.files:
             part, _, name = path.rpartition("/")

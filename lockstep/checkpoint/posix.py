@@ -96,6 +96,7 @@ class PosixStorage(Storage):
 
     @contextmanager
     def write(self, draft: str, file: str) -> Generator["UncachedFile", None, None]:
+        """Write a file of a draft, past the page cache; it is durable when the block ends."""
         changed = {folder := self.root / draft}
         for part in Path(file).parent.parts:
             folder /= part
@@ -241,6 +242,7 @@ class UncachedFile(io.RawIOBase):
         return True
 
     def write(self, data: Any) -> int:
+        """Take bytes: one buffer is filled while a thread writes the other."""
         view = memoryview(data).cast("B")
         done = 0
         while done < len(view):
@@ -285,6 +287,7 @@ class UncachedFile(io.RawIOBase):
             pending.result()
 
     def _write_out(self, buffer: mmap.mmap, held: int, *, direct: bool) -> None:
+        """Write a buffer, past the page cache as far as pages are complete."""
         done = 0
         while done < held:  # a write may be short, just before the disk is full
             self._at_page_end = self._at_page_end and (held - done) % mmap.PAGESIZE == 0

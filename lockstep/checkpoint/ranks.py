@@ -96,6 +96,7 @@ class Ranks:
     def _attempt(
         self, failure: str, work: Callable[[], T]
     ) -> tuple[T | LockstepError, Exception | None]:
+        """Do some work; return its result, or an error that names this rank, and what caused it."""
         try:
             return work(), None
         except LockstepError as error:
@@ -237,6 +238,7 @@ def scatter(
     def check(
         held: list[tuple[dict[str, tuple[int, ...]], dict[str, tuple[str, ...]]]],
     ) -> list[str]:
+        """Compare all ranks' parameters with the tensors; return what to say where they differ."""
         wanted = {name: shape for here, _ in held for name, shape in here.items()}
         others = {other for _, ties in held for tied in ties.values() for other in tied}
         missing = sorted(set(wanted) - set(whole))

@@ -83,6 +83,7 @@ class ShardedReader(FileSystemReader):
         self.storage_data = dict(self.stored.places)
 
     def read_into(self, blocks: dict[str, TensorBlock]) -> None:
+        """Fill the blocks from the files of the ranks that wrote parts of them."""
         items: list[ReadItem] = []
         for name, block in blocks.items():
             if block.tensor.numel():
@@ -267,6 +268,7 @@ class LocalReader:
             raise unreadable_error(f"{checkpoint}/{part}", error) from None
 
     def _without_replicas(self) -> dict[str, list[RawBlock]]:
+        """Return each tensor's blocks, each once though several ranks wrote it."""
         found: dict[str, dict[tuple[int, ...], RawBlock]] = {}
         for blocks in self.by_rank:
             for name, block in blocks.items():
@@ -347,6 +349,7 @@ def _read_header(checkpoint: Location, file: str, size: int) -> dict[str, RawBlo
 
 
 def _copy_overlap(checkpoint: Location, raw: RawBlock, block: TensorBlock) -> None:
+    """Copy what a saved block and a wanted block have in common, if anything."""
     low = [max(a, b) for a, b in zip(raw.offset, block.offset, strict=True)]
     ends = zip(low, raw.offset, raw.block, block.offset, block.tensor.shape, strict=True)
     lengths = [min(a + n, b + m) - start for start, a, n, b, m in ends]

@@ -135,6 +135,7 @@ class _Target:
 def _targets(
     checkpoint: Location, manifest: Manifest, snapshot: Snapshot, only: Collection[str] | None
 ) -> dict[str, _Target]:
+    """Return what to read into which tensors, for each part; refuse what does not fit."""
     tensors = snapshot.tensors()
     wanted = {part for part in (*manifest.parts, *tensors) if only is None or part in only}
     stray = [f"{part}: not in the checkpoint" for part in sorted(wanted - set(manifest.parts))]

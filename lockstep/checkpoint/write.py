@@ -230,6 +230,7 @@ class FullWriter(ShardedWriter):
         return [*alone, *({} for _ in ranks[1:])]
 
     def write(self, draft: Location, share: dict[str, SavePlan]) -> WrittenFiles:
+        """Gather tensors on rank 0, which writes them; the other ranks only send."""
         if not self.ranks.is_main:
             while self._gather(None):
                 pass
@@ -297,6 +298,7 @@ class LocalWriter(FormatWriter):
         return [None] * len(ranks)
 
     def write(self, draft: Location, share: None) -> WrittenFiles:
+        """Write this rank's blocks one after the other into a file, after a header."""
         _require_seen(draft)
         files = {}
         for part, content in self.staged.parts.items():

@@ -82,6 +82,7 @@ class Heartbeat:
         self._share(folder, rank, ranks)
 
     def _share(self, folder: Path | None, rank: int, ranks: int) -> None:
+        """Begin to write into a folder, with no calls so far; None: stop."""
         self._shared = folder
         self.rank = rank
         self._ranks = ranks

@@ -180,6 +180,7 @@ class Events:
             self._send("on_train_begin")
 
     def _send(self, event: str, **facts: Any) -> None:
+        """Call the callback's method for an event, if it has one, with the state of the run."""
         call = getattr(self._callback, event, None)
         if call is None:
             return

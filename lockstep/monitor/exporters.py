@@ -80,6 +80,7 @@ class TensorBoard:
         self._append(self._event(step=step, wall_time=time.time(), session_log=start))
 
     def on_media(self, step: int, media: Mapping[str, Media]) -> None:
+        """Write images, histograms and texts as TensorBoard's protocol has them."""
         values = []
         for name, one in media.items():
             value = self._summary.Value(tag=name)
@@ -219,6 +220,7 @@ class Mlflow:
             self._client.set_terminated(self._id)
 
     def _connected(self) -> Any:
+        """Return the client, connected to the experiment at its first use."""
         if self._client is None:
             address = os.environ.get("MLFLOW_TRACKING_URI")
             if address is None:

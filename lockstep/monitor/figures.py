@@ -134,6 +134,7 @@ class Figures:
         return table
 
     def row(self, table: Table) -> dict[str, Any]:
+        """Return what a record says of all ranks: phases, memory, seconds and FLOPs."""
         ranks = len(table["step"])
         fields: dict[str, Any] = {
             "phases": {name: spread(table[name]) for name in PHASES if any(table[name])},
@@ -253,6 +254,7 @@ def peak_flops(device: Any, mode: str) -> tuple[float, str]:
 
 
 def _measured(device: Any, mode: str) -> float:
+    """Return the FLOPs in a second that a matrix product reaches on this device."""
     import torch
 
     from lockstep import accelerator
@@ -283,6 +285,7 @@ def first_step_counted(into: Figures) -> Callable[[], AbstractContextManager[Non
 
 @contextmanager
 def _counted(into: Figures) -> Iterator[None]:
+    """Count the FLOPs of the operations in the block."""
     from torch.utils.flop_counter import flop_registry
 
     from lockstep.torch_compat.dispatch_mode import TorchDispatchMode

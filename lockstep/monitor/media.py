@@ -59,6 +59,7 @@ def sorted_values(values: Mapping[str, Any]) -> tuple[dict[str, float], dict[str
 
 
 def _understood(name: str, value: Any) -> float | Media:
+    """Return a value as a number, text, image or histogram; refuse what is none of them."""
     if isinstance(value, str):
         return Media("text", text=value)
     if hasattr(value, "savefig") or (hasattr(value, "save") and hasattr(value, "getbands")):

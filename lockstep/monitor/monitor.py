@@ -206,6 +206,7 @@ class Monitor:
             self._write_events()
 
     def _build_sinks(self, context: SinkContext) -> list[Guarded | Background]:
+        """Return the sinks of the config; those whose libraries are missing are left out."""
         config = context.config
         run = context.run
         made: list[Guarded | Background] = []

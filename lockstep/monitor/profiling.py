@@ -289,6 +289,7 @@ class Profiler:
         self._summary = summarise(profile.events(), self._rank, self._config.active)
 
     def _finish(self, step: int) -> None:
+        """End the recording, and write a summary over all recorded ranks."""
         self._stop()  # it holds the trace, and its own callback holds it
         summaries = gather_objects(self._summary)
         found = [summary for summary in summaries if summary is not None]

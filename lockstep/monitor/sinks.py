@@ -248,6 +248,7 @@ class Background:
         self._event("sink_failed", sink=self._names, reason=text)
 
     def _run(self) -> None:
+        """Write rows as they come, in a thread, until the sinks are closed."""
         while not self._closing:
             self._there_are_rows.wait()
             self._hurry.wait(PAUSE_SECONDS)
@@ -303,6 +304,7 @@ def scalars(row: dict[str, Any]) -> dict[str, float]:
 
 
 def _numbers_in(name: str, value: Any) -> Iterator[tuple[str, float]]:
+    """Yield (name, number) for all numbers in a record's field; of a spread, median and most."""
     if isinstance(value, (int, float)):
         yield name, value
     elif isinstance(value, dict):

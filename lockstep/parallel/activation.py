@@ -107,10 +107,12 @@ def apply_activation_checkpointing(
 def _checkpointed(
     block: nn.Module, random_state: RandomState, *, selective: bool, compiled: bool
 ) -> Callable[..., Any]:
+    """Return a block's forward pass, recomputed in the backward pass."""
     forward = block.forward
     buffers = _ChangingBuffers(block)
 
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
+        """Run the block; keep its inputs, its random state and its changing buffers."""
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         repeat: Any = partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=True)
@@ -263,10 +265,12 @@ class _Runs:
         self._returned: list[weakref.ref[Tensor]] = []  # by the block that ran last
 
     def over(self, block: nn.Module, *, starts: bool) -> Callable[..., Any]:
+        """Return a block's forward pass as a part of a run of blocks, or as the first of one."""
         forward = block.forward
         buffers = _ChangingBuffers(block)
 
         def recomputed(*args: Any, **kwargs: Any) -> Any:
+            """Run the block, keep nothing that autograd saves, and note the call."""
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
             arguments = tree_map(self._linked, (args, kwargs))
@@ -325,6 +329,7 @@ class _Run:
         return self._values.pop(place)
 
     def _recompute(self) -> None:
+        """Run all blocks of the run again with a graph, and take what autograd saves."""
         found: list[Tensor] = []
         outputs: list[Any] = []
 

@@ -163,6 +163,7 @@ def warn_of_unwritten(placed: ParallelModel, ways: BufferWays) -> None:
     calls = 0
 
     def check(_step: int) -> None:
+        """Warn, after the second step, of patterns whose buffers no rank has written."""
         nonlocal calls
         calls += 1
         if calls != 2:  # the first call comes before the first step, or after it
@@ -301,6 +302,7 @@ class CombinedBuffers:
             buffer.copy_(torch.where(times > 0, mean.to(buffer.dtype), buffer))
 
     def _summed(self, partials: Partials, like: Tensor, micro_batches: int) -> Tensor:
+        """Return the sum over a step's micro-batches, up the tree over all ranks."""
         if self._ranks == 1:
             return partials.single()
         whose = torch.zeros(micro_batches, dtype=torch.int64, device=like.device)

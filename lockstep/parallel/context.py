@@ -241,6 +241,7 @@ def _product_by_chunks(module: nn.Module, method: str, context: Context) -> None
     dim = getattr(module, "sequence_dim", SEQUENCE)
 
     def by_chunks(self: nn.Module, *given: Any) -> Tensor:
+        """Run the method by chunks, with views of its parameters for each."""
         *x, weight = given
         if context.is_outside:
             return inner(self, *given)

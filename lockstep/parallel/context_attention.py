@@ -162,6 +162,7 @@ def cut_attention(module: Attend, context: Context) -> None:
     def forward(
         self: Attend, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None
     ) -> Tensor:
+        """Attend from this rank's positions to those of all ranks, in the chosen way."""
         if context.is_outside:
             return self.run(q, k, v, 0, documents)
         if context.group is None or context.method == "gathered":
@@ -301,6 +302,7 @@ class _Ring(torch.autograd.Function):
         context: Context,
         causal: bool,
     ) -> Tensor:
+        """Attend to the keys of one rank after the other, and merge as they come."""
         queries = _grouped(q, k.shape[1])
         scale = q.shape[-1] ** -0.5
         length = q.shape[_POSITIONS]
@@ -335,6 +337,7 @@ class _Ring(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
+        """Send keys round once more, with their gradients, which add up on the way."""
         q, k, v, out, logs, documents = ctx.saved_tensors
         context = ctx.context
         scale = ctx.scale

@@ -62,6 +62,7 @@ class DP(Strategy):
         return num_gpus(device) == 1
 
     def place(self, placement: PlacementContext) -> ParallelModel:
+        """Copy the model to this process's GPUs, or leave it where there is one."""
         p = placement
         p.materialise()
         if p.ways.patterns and num_gpus(p.device) > 1:

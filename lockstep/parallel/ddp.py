@@ -86,6 +86,7 @@ class Replicas(Strategy):
         """Wrap a whole model, on its device, its values already equal on all ranks of the group."""
 
     def place(self, placement: PlacementContext) -> ParallelModel:
+        """Wrap the model for DDP, with the assignment and the reduction of the config."""
         p = placement
         mesh = placement.mesh
         assert mesh is not None
@@ -206,6 +207,7 @@ class DDPSync(AroundMicroBatch):
         return UsageError(what, where="the model's forward pass", why=why, fix=fix)
 
     def after(self, run: MicroBatchPass) -> None:
+        """Raise an error that names the parameters for whose gradients DDP waits."""
         model = self._model
         if (
             not model.require_backward_grad_sync

@@ -30,6 +30,7 @@ class DiLoCo(Strategy):
     own_loops = False
 
     def layout(self, config: DistributedConfig, world_size: int, per_node: int) -> Layout:
+        """Share out the workers evenly among the ranks."""
         ranks = world_size
         workers = config.diloco.workers or world_size
         if max(config.shard_size or 1, config.pipeline_size or 1) > 1:
@@ -57,6 +58,7 @@ class DiLoCo(Strategy):
     def contradictions(
         self, config: StepConfig, layout: Layout | None = None
     ) -> Iterator[Contradiction]:
+        """Yield settings that workers which train by themselves can't follow."""
         diloco = config.distributed.diloco
         training = config.training
         if diloco.fragments > diloco.inner_steps:
@@ -125,6 +127,7 @@ class DiLoCo(Strategy):
         return self
 
     def place(self, placement: PlacementContext) -> ParallelModel:
+        """Place a replica, and give it workers in place of its one optimizer step."""
         p = placement
         config = placement.config.distributed.diloco
         placed = self.rehearse(p)

@@ -65,6 +65,7 @@ def guard(
 
     @torch.no_grad()
     def check(step: int) -> None:
+        """Compare what the ranks hold; put a flipped bit back, or raise an error on all."""
         if step % every == 0:
             held = {name: tensor for name, tensor in placed.kept().items() if name not in left_out}
             found = compare(held, group, step)

@@ -190,6 +190,7 @@ class PlacedExperts(AroundMicroBatch):
         plain = copy.copy(module)  # with the same parameters, and its own forward pass
 
         def forward(this: nn.Module, rows: Tensor, counts: list[int]) -> Tensor:
+            """Send rows to the ranks of their experts, run those that come, and send them back."""
             theirs = self._exchange_counts(counts, rows)
             each = len(counts) // self.ranks
             sent = [sum(counts[begin : begin + each]) for begin in range(0, len(counts), each)]
@@ -346,6 +347,7 @@ class PlacedExperts(AroundMicroBatch):
     def _summed_over_replicas(
         self, names: Sequence[str], partials: Partials
     ) -> list[Tensor | None]:
+        """Return the sums of `names` up the tree, over the ranks that hold the same experts."""
         leaves = partials.leaves
         nodes = [
             nodes_that_cover(

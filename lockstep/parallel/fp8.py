@@ -84,6 +84,7 @@ def _require_hardware(device: torch.device) -> None:
 
 
 def _conversion(*, emulate: bool) -> Callable[[nn.Module], nn.Module]:
+    """Return a function that makes a linear layer multiply in float8, by torchao."""
     try:
         with without_warnings_of_imports():
             from torchao.float8 import Float8LinearConfig, convert_to_float8_training

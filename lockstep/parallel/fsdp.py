@@ -75,6 +75,7 @@ class FSDP(Strategy):
     runs_rows = True
 
     def layout(self, config: DistributedConfig, world_size: int, per_node: int) -> Layout:
+        """Return how many replicas and shards the sharding strategy makes of the ranks."""
         kind = config.fsdp.sharding_strategy
         notice = ""
         if kind == "no_shard":
@@ -185,6 +186,7 @@ class FSDP(Strategy):
         return ["hybrid:2x2"] if config.distributed.fsdp.sharding_strategy == "hybrid_shard" else []
 
     def place(self, placement: PlacementContext) -> ParallelModel:
+        """Shard the model by FSDP2, with what stands around its passes."""
         p = placement
         mesh = placement.mesh
         layout = placement.layout

@@ -141,6 +141,7 @@ class UnitOrder(AroundMicroBatch):
             self._learn(with_gradients=True)
 
     def _begin(self, _model: nn.Module, _args: object) -> None:
+        """Begin a forward pass: find which ranks exchange messages in it, and if they agree."""
         if running_node() is not None:
             return
         self._mode = torch.is_grad_enabled()

@@ -108,6 +108,7 @@ def contained_units(
 
 
 def _candidates(facts: ModelFacts, config: FSDPConfig) -> list[tuple[str, nn.Module]]:
+    """Return (name, module) of what the wrap policy picks."""
     model = facts.model
     policy = config.auto_wrap_policy
     if policy == "transformer":

@@ -107,6 +107,7 @@ class RecordedReads:
         self._undo.clear()
 
     def _record(self, number: KeptNumber, names: dict[Any, str]) -> bool:
+        """Record reads of a number by another class of its holder, or a copy; return if it can."""
         holder = number.holder
         if type(holder) in (dict, list):
             if vars(number.owner).get(number.attribute) is not holder:
@@ -121,6 +122,7 @@ class RecordedReads:
         return False
 
     def _replace(self, number: KeptNumber, names: dict[Any, str]) -> None:
+        """Put a dict or list that records its reads in the place of the owner's."""
         holder = number.holder
         owner = number.owner
         attribute = number.attribute

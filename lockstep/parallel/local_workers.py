@@ -255,6 +255,7 @@ class OuterStep:
 
     @torch.no_grad()
     def _step(self, piece: slice, workers: Sequence[Worker]) -> None:
+        """Move a piece of the common parameters along the mean of what the workers changed."""
         config = self._config
         common = self._common.data[piece]
         momentum = self._momentum.data[piece]

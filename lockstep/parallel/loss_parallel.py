@@ -54,6 +54,7 @@ class _TokenLosses(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, cut: Cut) -> Tensor:
+        """Return each position's loss, from two numbers that each rank gathers."""
         width = logits.shape[-1]
         blocks = in_blocks(logits, cut.blocks_of(width))
         here = targets - cut.rank * width  # the target's place among this rank's logits

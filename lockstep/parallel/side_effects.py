@@ -194,7 +194,10 @@ class _Watch:
         return len({*seen, step}) <= _STEPS and seen.count(step) < passes
 
     def before(self, root: nn.Module, unit: nn.Module) -> Any:
+        """Return a hook that notes, before a forward pass, what it could change."""
+
         def before(_module: nn.Module, _args: Any) -> None:
+            """Note attributes, generators, tensors and numbers, and a unit's parameters."""
             random_state = self.placed.random_state
             if random_state.phase != "train" or not torch.is_grad_enabled():
                 return
@@ -214,7 +217,10 @@ class _Watch:
         return before
 
     def after(self, root: nn.Module, unit: nn.Module) -> Any:
+        """Return a hook that reports, after a forward pass, what it has changed."""
+
         def after(_module: nn.Module, _args: Any, _outputs: Any) -> None:
+            """Report parameters that were written, and, of the root, all other traces."""
             before = self._open.pop(id(unit), None)
             if before is None:
                 return
@@ -316,6 +322,7 @@ class _Watch:
         return state, perhaps
 
     def _report_state(self, state: list[str], perhaps: list[str]) -> None:
+        """Warn of state that goes from one forward pass to the next, or refuse it."""
         why = (
             "a rank goes on from its own micro-batch, so what it computes depends on the number of"
             " ranks"
@@ -341,6 +348,7 @@ class _Watch:
                 _log.warning("warning: %s: %s, and checkpoints do not have it", what, why)
 
     def _compare_attributes(self, root: nn.Module) -> None:
+        """Compare generators, tensors, numbers and attributes with those before the pass."""
         tensors = self._kept_tensors(root)
         numbers, perhaps = self._kept_numbers(root)
         generators = self._generators.pop(id(root))

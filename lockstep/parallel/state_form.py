@@ -169,6 +169,7 @@ def _check_extra(extra: Mapping[str, nn.Module]) -> None:
 
 
 def _json_of(name: str, module: nn.Module) -> Any:
+    """Return a module's extra state; refuse what JSON would change."""
     value = module.get_extra_state()
     if value is None or (isinstance(value, Tensor) and not value.numel()):
         return None

@@ -186,6 +186,7 @@ class Cut:
         return out.view_as(like)
 
     def _plain_sum(self, part: Tensor, *, cut: bool) -> Tensor:
+        """Return the sum over ranks by an all-reduce, or this rank's part by a reduce-scatter."""
         self.count_sent(part, 1 if cut else 2)
         if not cut:
             # A copy: what selective activation checkpointing keeps of a product is not to be
@@ -494,6 +495,7 @@ class _Column(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, cut: Cut) -> Tensor:
+        """Return [B, T, N / ranks]: one product, or one for each block."""
         if cut.blocks is not None:
             weight = weight.contiguous()  # a transposed one's strides would depend on the ranks
         ctx.save_for_backward(x, weight)
@@ -523,6 +525,7 @@ class _Column(torch.autograd.Function):
     def backward(
         ctx: Any, *gradients: Tensor
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        """Return the gradients of x, the weight and the bias, from those of this rank's columns."""
         x, weight = ctx.saved_tensors
         pulls = in_blocks(gradients[0], ctx.count)
         of_x = of_weight = of_bias = None

@@ -336,6 +336,8 @@ def _experts(module: nn.Module, cut: Cut) -> None:
 
 
 def _routed(module: nn.Module, cut: Cut) -> None:
+    """Give each rank the experts of a Hugging Face mixture that it holds."""
+
     def run(self: Any, rows: Tensor, counts: list[int]) -> Tensor:
         made = []
         experts = self.gate_up_proj.unbind(), self.down_proj.unbind()

@@ -335,6 +335,7 @@ def _evaluate_data_parallel(
     count: int,
     facts: ModelSize,
 ) -> None:
+    """Fill in a candidate's memory and time, from a rehearsal of one rank's step."""
     layout = candidate.layout
     rehearsal = rehearse(
         work, config, layout, micro_batches=count, device_type=_device_type(cluster)
@@ -374,6 +375,7 @@ def _evaluate_pipeline(
     count: int,
     facts: ModelSize,
 ) -> None:
+    """Fill in a candidate's memory and time, from rehearsals of its first, middle and last rank."""
     from lockstep.parallel.pipeline.plan import StageTime, pipeline_step
     from lockstep.plan.stages import rehearse_rank  # loads torch's compiler
 

@@ -514,6 +514,7 @@ def _size(candidate: Candidate) -> str:
 
 
 def _cluster_here(config: Config, world_size: int, local_world_size: int) -> GpuCluster:
+    """Return this machine's devices as a cluster, with guessed speeds where they are not known."""
     per_node = max(1, local_world_size)
     kind = accelerator.found()
     if kind is not None and config.distributed.device != "cpu":

@@ -120,6 +120,7 @@ class OutputCache:
         return (made[0] if known.kind is None else known.kind(made)), known.fact
 
     def _made(self, output: _Output, tensors: list[Tensor]) -> Tensor:
+        """Return an output as a fake tensor: an input itself, a view of one, or a new one."""
         same, view, size, stride, offset, dtype, device, attributes = output
         if same is not None:
             return tensors[same]

@@ -109,6 +109,7 @@ class StageModule(nn.Module):
         random_state.calls.update(self._earlier)
 
     def forward(self, call: StageCall, *values: Any) -> Any:
+        """Run the stage's segments; the first takes the batch, the last may return a loss."""
         keywords: Mapping[str, Any] = {}
         inputs: Inputs = call.inputs() if self.is_first or self.is_last else ((), {})
         given = {id(value) for value in values}

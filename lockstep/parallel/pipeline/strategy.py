@@ -50,6 +50,7 @@ class Pipeline(Strategy):
     def contradictions(
         self, config: StepConfig, layout: Layout | None = None
     ) -> Iterator[Contradiction]:
+        """Yield settings that stages or their schedule can't follow."""
         distributed = config.distributed
         pipeline = config.distributed.pipeline
         facts = SCHEDULES[pipeline.schedule]

@@ -183,6 +183,7 @@ class StageTrees:
     # ---- the sum over parallel pipelines, of all parameters that are complete on a rank ----
 
     def _sum_over_pipelines(self, group: dist.ProcessGroup) -> None:
+        """Sum over pipelines bucket by bucket: one travels while the next is laid together."""
         sums = list(self._of_nodes(group))
         # A parameter that no micro-batch of any pipeline used stays without a gradient.
         seen = [any(value is not None for value in values) for _, values in sums]
@@ -249,6 +250,7 @@ class StageTrees:
         return tuple(parameter.shape), dims[0] if dims else 0
 
     def _write(self, names: Sequence[str], reduce: TreeReduceScatter) -> None:
+        """Wait for a bucket's sum, gather it over replicas, and write it to `.grad`."""
         mine = reduce.finish()
         replicas = self._replicas.size()
         whole = mine.new_empty(replicas * mine.numel())
