@@ -97,6 +97,33 @@ def as_overrides(dotted: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def keyword_for(key: str, value: str) -> str:
+    """Return how `Trainer` takes a key and its value.
+
+    By its last name if that is enough, as in `max_steps=10`, else inside of a mapping, as in
+    `early_stopping={"patience": 3}`.
+    """
+    names = key.split(".")
+    for place in reversed(range(1, len(names))):
+        name = names[place]
+        known = [BY_NAME[name].key] if name in BY_NAME else _keys_named(name)
+        if advice_to_leave_out(name) is None and known == [".".join(names[: place + 1])]:
+            return f"{name}={_inside(names[place + 1 :], value)}"
+    return f"{names[0]}={_inside(names[1:], value)}"
+
+
+def _inside(names: Iterable[str], value: str) -> str:
+    for name in reversed(list(names)):
+        value = f'{{"{name}": {value}}}'
+    return value
+
+
+def _keys_named(name: str) -> list[str]:
+    from lockstep.config.keys import all_keys
+
+    return shallowest(info.key for info in all_keys().values() if info.name == name)
+
+
 def _key(name: str, where: str) -> str:
     """Return the key of the config that a short name means.
 
@@ -111,14 +138,14 @@ def _key(name: str, where: str) -> str:
         raise UsageError(f"unknown setting {name}", where=where, fix=left_out)
     from lockstep.config.keys import all_keys
 
-    keys = shallowest(info.key for info in all_keys().values() if info.name == name)
+    keys = _keys_named(name)
     if len(keys) == 1:
         return keys[0]
     if keys:
         raise UsageError(
             f"{name} could be {' or '.join(keys)}", where=where, fix="write the dotted key"
         )
-    fix = advice_for_keyword(name)
+    fix = advice_for_keyword(name, keyword_for)
     if fix is None:
         names = (key.rpartition(".")[2] for key in all_keys())
         known = dict.fromkeys(

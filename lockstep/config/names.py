@@ -8,7 +8,7 @@ Tests: tests/config/test_names.py, tests/config/test_mapped.py
 """
 
 import csv
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -99,13 +99,19 @@ def advice_for_object(name: str) -> str | None:
     return _joined(_advice(row, "{ours}: {value}") for row in rows)
 
 
-def advice_for_keyword(name: str) -> str | None:
-    """Return the keyword of `Trainer` that replaces another trainer's, such as `max_grad_norm`."""
+def advice_for_keyword(name: str, written: Callable[[str, str], str]) -> str | None:
+    """Return the keyword of `Trainer` that replaces another trainer's, such as `max_grad_norm`.
+
+    `written` returns how a key and its value are written in Python.
+    """
     texts = []
     for row in _matches(name):
-        keyword = row.ours.rpartition(".")[2] + "=" + (row.value or "…")
+        if row.ours.startswith(("model.", "data.name", "data.args")):
+            what = "model" if row.ours.startswith("model.") else "data set"
+            texts.append(f"give it to the {what}, where you make it")
+            continue
         texts.append(
-            f"write {keyword}" + (f" ({row.note})" if row.note else "")
+            f"write {written(row.ours, row.value or '…')}" + (f" ({row.note})" if row.note else "")
             if row.is_key
             else (
                 f"the launcher decides: lockstep launch {row.ours} N script.py"

@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset
 
 from lockstep.config import Config
+from lockstep.config.flags import keyword_for
 from lockstep.config.keys import keys_named
 from lockstep.config.names import SECTIONS, advice_for_keyword
 from lockstep.errors import UsageError, did_you_mean
@@ -157,7 +158,7 @@ def check_settings(settings: Mapping[str, Any], methods: Sequence[Callable[..., 
             takers
             and not keys_named(name)
             and name not in SECTIONS
-            and advice_for_keyword(name) is None
+            and advice_for_keyword(name, keyword_for) is None
         ):
             fix = "write " + " or ".join(f"trainer.{taker}(…, {name}=…)" for taker in takers)
             what = f"{name} is an argument of {' and '.join(takers)}, not of the Trainer"

@@ -124,6 +124,7 @@ _OF_RANKS = (
     "distributed.timeout_seconds",
     "monitor.straggler",
 )
+_TIMES = ("training.eval_steps", "training.eval_strategy")  # of evaluations
 STEPS = "to Trainer.steps"
 TRAINING_STEP = "to Trainer.training_step"
 
@@ -248,7 +249,9 @@ def beside_others(config: Config, layout: Layout) -> Iterator[NoEffect]:
     if own_heartbeat().folder is None:
         why = "the launcher looks for hangs"
         fix = "start it by `lockstep launch` or `lockstep train`, or leave it out"
-        yield NoEffect(("distributed.hang",), "to a process that no launcher has started", why, fix)
+        # several ranks look themselves for errors that one of them has caught, after so long
+        keys = ("distributed.hang",) if layout.world_size == 1 else ("distributed.hang.factor",)
+        yield NoEffect(keys, "to a process that no launcher has started", why, fix)
     for section, users in OPTIONS_OF.items():
         if strategy not in users and ":" not in strategy:
             where = f"under strategy {strategy}"
@@ -310,7 +313,7 @@ def _without_directory(config: Config) -> Iterator[NoEffect]:
 def of_way(config: Config, where: str) -> Iterator[NoEffect]:
     """Yield the keys that mean nothing in a loop of the caller's own."""
     why = "evaluations are the loop's own: trainer.evaluate(val_data) in it counts"
-    yield NoEffect(("training.eval_steps", "training.eval_strategy"), where, why)
+    yield NoEffect(_TIMES, where, why)
     if where != TRAINING_STEP:
         return
     reading = tuple(f"data.{name}" for name in _READING)
@@ -398,7 +401,7 @@ def unused_of_loader(data: Any) -> str | None:
 def of_validation(config: Config, val_data: Any) -> Iterator[NoEffect]:
     """Yield the keys about evaluations that mean nothing to these data, or without any."""
     if val_data is None:
-        keys = ("training.eval_batches", "training.eval_batch_size")
+        keys = (*_TIMES, "training.eval_batches", "training.eval_batch_size")
         yield NoEffect(
             keys, "without validation data", "nothing is evaluated", "pass val_data to train(…)"
         )

@@ -7,15 +7,18 @@ import pytest
 
 import lockstep
 from lockstep.config.files import shipped_names
+from lockstep.config.flags import apply_flags, keyword_for
 from lockstep.config.keys import all_keys
 from lockstep.config.names import (
     SECTIONS,
     SOURCES,
     advice_for,
     advice_for_flag,
+    advice_for_keyword,
     advice_for_value,
     table,
 )
+from lockstep.errors import UsageError
 from tests.config.shared import refusal
 from tests.docs.commands import commands_in, parse
 
@@ -45,6 +48,22 @@ def test_every_target_exists() -> None:
             assert row.ours in OPTIONS or (not row.ours and row.note), row
         else:
             assert row.ours or row.note, row
+
+
+def test_every_keyword_that_is_advised_is_taken() -> None:
+    """What another trainer's argument is called here is a keyword of `Trainer`."""
+    for row in table():
+        if not row.is_key or row.kind not in ("key", "flag"):
+            continue
+        advice = advice_for_keyword(row.theirs, keyword_for) or ""
+        for keyword in re.findall(r"write (\w+)=", advice):
+            key = next(iter(apply_flags({keyword: None})))
+            assert row.ours.startswith(key) or " or " in advice, (row, advice)
+    written = keyword_for("training.early_stopping.patience", "3")
+    assert written == 'early_stopping={"patience": 3}'
+    assert keyword_for("monitor.straggler.threshold", "2") == 'straggler={"threshold": 2}'
+    with pytest.raises(UsageError, match="give it to the model, where you make it"):
+        apply_flags({"num_hidden_layers": 2})
 
 
 def test_every_python_name_exists() -> None:

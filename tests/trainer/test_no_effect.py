@@ -202,6 +202,10 @@ WARNED: dict[str, tuple[str, Callable[[], Any]]] = {
         r"eval_batches means nothing without validation",
         lambda: made(eval_batches=1).train(DATA),
     ),
+    "times of evaluations of nothing": (
+        r"eval_steps means nothing without validation",
+        lambda: made(eval_steps=1).train(DATA),
+    ),
     "batches of a loader": (
         r"eval_batch_size means nothing beside a DataLoader for validation",
         lambda: made(eval_batch_size=3).train(DATA, LOADER),
