@@ -633,7 +633,7 @@ def _reduced(
         return Objective(inputs, lambda outputs, batch: loss(outputs, batch).float(), count)
     if reduction == "none":
         return Objective(inputs, lambda outputs, batch: loss(outputs, batch).float().sum(), count)
-    if reduction == "mean":
+    if reduction in ("mean", "batchmean"):  # nn.KLDivLoss: a sum, divided by the samples
 
         def one_number(outputs: Any, batch: Any) -> Tensor:
             mean = loss(outputs, batch)
@@ -650,7 +650,7 @@ def _reduced(
         return Objective(
             inputs, one_number, count, is_mean=True, observed=Observed() if observes else None
         )
-    raise UsageError(f"a loss with reduction {reduction!r}", fix="use mean, sum or none")
+    raise UsageError(f"a loss with reduction {reduction!r}", fix="use mean, batchmean, sum or none")
 
 
 def _no_tensor(returned: Any) -> UsageError:

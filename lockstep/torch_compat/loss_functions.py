@@ -3,7 +3,7 @@
 Public torch: `TorchFunctionMode` sees every function and every method of a tensor, 10 µs a call; a
 loss needs a few. Seen to work: torch 2.11.0 to 2.15.0. When gone: a loss function that `torch.nn`
 no longer calls by its name there is not noted, and losses that are means are weighted by samples;
-`tests/models/test_observed.py` compares each.
+`tests/torch_compat/test_loss_functions.py` compares each.
 """
 
 from typing import Any

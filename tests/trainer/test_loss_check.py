@@ -574,3 +574,58 @@ def test_a_method_that_returns_a_sum_needs_a_count() -> None:
 
     with pytest.raises(UsageError, match=r"no count\(\) to divide it by"):
         train(Summed())
+
+
+def _divided(kind: str) -> tuple[nn.Module, Tensor]:
+    """Return one of torch's losses, each with a divisor of its own, and targets for 22 samples."""
+    generator = torch.Generator().manual_seed(1)
+    classes = torch.randint(0, 3, (22,), generator=generator)
+    numbers = torch.rand(22, 3, generator=generator)
+    weight = torch.tensor([0.2, 1.0, 5.0])
+    ignored = classes.clone()
+    ignored[[0, 1, 2, 9]] = -100
+    losses: dict[str, tuple[nn.Module, Tensor]] = {
+        "weights and ignored": (nn.CrossEntropyLoss(weight=weight), ignored),
+        "smoothing": (nn.CrossEntropyLoss(weight=weight, label_smoothing=0.1), ignored),
+        "probabilities": (nn.CrossEntropyLoss(), numbers.softmax(1)),
+        "positive weights": (nn.BCEWithLogitsLoss(pos_weight=weight), numbers.round()),
+        "mean over samples": (nn.KLDivLoss(reduction="batchmean"), numbers.softmax(1)),
+        "margins": (nn.MultiMarginLoss(weight=weight), classes),
+    }
+    return losses[kind]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "weights and ignored",
+        "smoothing",
+        "probabilities",
+        "positive weights",
+        "mean over samples",
+        "margins",
+    ],
+)
+def test_a_loss_of_torch_is_divided_as_torch_divides_it(kind: str) -> None:
+    """Steps of two micro-batches, the last of unequal ones, are those of a plain loop."""
+    loss_fn, targets = _divided(kind)
+    x = torch.randn(22, 6, generator=torch.Generator().manual_seed(0))
+
+    def made() -> nn.Linear:
+        torch.manual_seed(0)
+        return nn.Linear(6, 3)
+
+    model = made()
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    expected = []
+    for begin in (0, 8, 16):
+        loss = loss_fn(model(x[begin : begin + 8]), targets[begin : begin + 8])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    settings: Any = {"batch_size": 4, "global_batch_size": 8, "shuffle": False}
+    make = lambda parameters: torch.optim.SGD(parameters, 0.05)  # noqa: E731
+    trainer = Trainer(made(), make, loss_fn, **settings)
+    steps = trainer.steps(torch.utils.data.TensorDataset(x, targets), epochs=1)
+    assert [float(step.loss) for step in steps] == pytest.approx(expected, rel=2e-6)
