@@ -3,14 +3,20 @@
 Tests: tests/test_mesh.py, tests/plan/test_layouts.py
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lockstep.errors import UsageError
 
-# A rank's neighbours are along the last one.
-AXES = ("pipeline", "replicate", "shard", "context", "tensor")
+# The axes whose sizes multiply to the number of ranks. A rank's neighbours are along the last one.
+SIZED = ("pipeline", "replicate", "shard", "context", "tensor")
+# Those along which ranks run the same micro-batches, each a part of them: the last ones.
+SAME_BATCH = ("context", "tensor")
+# axis → what it spreads over its ranks, of which each has a part, as a plural. `expert` divides the
+# ranks that share out micro-batches.
+SPREADS = {"context": "sequences", "tensor": "layers", "expert": "experts"}
 
 
 @dataclass(frozen=True)
@@ -39,7 +45,13 @@ class Layout:
     @property
     def sizes(self) -> dict[str, int]:
         """The axes along which there are several ranks, or experts are spread."""
-        return {axis: getattr(self, axis) for axis in (*AXES, "expert") if getattr(self, axis) > 1}
+        axes = dict.fromkeys((*SIZED, *SPREADS))
+        return {axis: getattr(self, axis) for axis in axes if getattr(self, axis) > 1}
+
+    @property
+    def spreads(self) -> bool:
+        """Whether several ranks have a part each of sequences, layers or experts."""
+        return any(getattr(self, axis) > 1 for axis in SPREADS)
 
     @property
     def same_batch_size(self) -> int:
@@ -47,7 +59,28 @@ class Layout:
 
         Each works on its part of the sequences and layers.
         """
-        return self.context * self.tensor
+        return math.prod(getattr(self, axis) for axis in SAME_BATCH)
+
+    def alone(self) -> "Layout":
+        """Return the layout in which ranks that run the same micro-batches count as one."""
+        one: dict[str, Any] = dict.fromkeys(SAME_BATCH, 1)
+        return replace(self, **one)
+
+    def strides(self) -> Iterator[tuple[str, int, int]]:
+        """Yield the axes whose ranks run the same micro-batches, the nearest ranks first.
+
+        They are (axis, ranks along it, how far each is from the next).
+        """
+        stride = 1
+        for axis in reversed(SAME_BATCH):
+            size = getattr(self, axis)
+            yield axis, size, stride
+            stride *= size
+
+    @property
+    def is_one_group(self) -> bool:
+        """Whether all ranks run each micro-batch together, every one a part of it."""
+        return self.world_size == self.same_batch_size
 
     @property
     def data_parallel_size(self) -> int:
@@ -70,8 +103,8 @@ def layout_of_sizes(
 
     If their product is not the number of ranks, show the equation.
     """
-    same_batch = {axis: given.get(axis) or 1 for axis in ("context", "tensor")}
-    along: dict[str, Any] = {axis: sizes.get(axis, 1) for axis in AXES} | same_batch
+    same_batch = {axis: given.get(axis) or 1 for axis in SAME_BATCH}
+    along: dict[str, Any] = {axis: sizes.get(axis, 1) for axis in SIZED} | same_batch
     layout = replace(Layout(strategy), **along)
     if layout.world_size != world_size * layout.same_batch_size:
         equation = " × ".join(

@@ -9,6 +9,7 @@ over `shard`: the order of a DTensor's placements.
 Tests: tests/test_mesh.py, tests/test_mesh_groups.py, tests/parallel/test_debug_detail.py
 """
 
+import math
 from functools import partial
 
 import torch
@@ -18,10 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from lockstep.collectives import create_group, create_once, new_group
 from lockstep.config import DistributedConfig
 from lockstep.environment import RankFacts
-from lockstep.layout import Layout
+from lockstep.layout import SAME_BATCH, Layout
 from lockstep.strategy import AUTO, REPLICAS, SINGLE, resolve
 
-MESH_AXES = ("pipeline", "replicate", "context", "tensor", "shard")
+MESH_AXES = ("pipeline", "replicate", *SAME_BATCH, "shard")
 
 
 def device_mesh(layout: Layout, device_type: str) -> DeviceMesh:
@@ -37,7 +38,7 @@ def expert_mesh(layout: Layout, device_type: str) -> DeviceMesh:
 
     The ranks of `expert` are neighbours.
     """
-    names = ("pipeline", "expert_replicate", "context", "tensor", "expert")
+    names = ("pipeline", "expert_replicate", *SAME_BATCH, "expert")
     return _mesh(
         layout, device_type, names, layout.data_parallel_size // layout.expert, layout.expert
     )
@@ -46,8 +47,9 @@ def expert_mesh(layout: Layout, device_type: str) -> DeviceMesh:
 def _mesh(
     layout: Layout, device_type: str, names: tuple[str, ...], replicas: int, neighbours: int
 ) -> DeviceMesh:
-    sizes = (layout.pipeline, replicas, neighbours, layout.context, layout.tensor)
-    ranks = torch.arange(layout.world_size, dtype=torch.int).view(sizes).movedim(2, 4)
+    parts = (getattr(layout, axis) for axis in SAME_BATCH)
+    sizes = (layout.pipeline, replicas, neighbours, *parts)
+    ranks = torch.arange(layout.world_size, dtype=torch.int).view(sizes).movedim(2, -1)
     return create_once(
         ("mesh", device_type, names, sizes), lambda: _mesh_of(ranks, device_type, names)
     )
@@ -82,9 +84,9 @@ def data_parallel_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
 
     They hold the same stages, and have the same position along `context` and `tensor`.
     """
-    pipeline, replicate, context, tensor, shard = mesh.shape
+    pipeline, replicate, *parts, shard = mesh.shape
     each = replicate * shard
-    apart = context * tensor
+    apart = math.prod(parts)
     firsts = [stage * each * apart + piece for stage in range(pipeline) for piece in range(apart)]
     return create_group("columns", [range(first, first + each * apart, apart) for first in firsts])
 

@@ -208,13 +208,18 @@ class Registry:
 AXES = Registry(
     "axis",
     "axes of the strategy",
-    {  # in the order in which they change layers
+    {  # in the order in which they are asked
+        "pipeline": "lockstep.parallel.axes.pipeline:PipelineAxis",
+        "replicate": "lockstep.parallel.axes.replicate:ReplicateAxis",
+        "shard": "lockstep.parallel.axes.shard:ShardAxis",
         "batch_norm": "lockstep.parallel.axes.rows:RowsAxis",
         "context": "lockstep.parallel.axes.context:ContextAxis",
         "expert": "lockstep.parallel.axes.expert:ExpertAxis",
         "tensor": "lockstep.parallel.axes.tensor:TensorAxis",
     },
 )
+# Those that no strategy lists: any may have them, by their sizes.
+BY_SIZE = ("batch_norm", "context", "expert", "tensor")
 STRATEGIES = Registry(
     "strategy",
     "distributed.strategy",

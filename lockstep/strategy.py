@@ -1,24 +1,24 @@
 """Defines the interface of strategies, and how their names and topologies are resolved.
 
-Everything else calls the object and names no strategy. A shipped one is a file in
-`lockstep.parallel` and a line in `STRATEGIES`; a user's is a subclass of `Strategy` in any package,
-written `distributed.strategy: package.module:Name`.
+A strategy is a list of axes, and says how ranks go along them and what they cost. Everything else
+calls the object and names no strategy. A shipped one is a file in `lockstep.parallel` and a line in
+`STRATEGIES`; a user's is a subclass of `Strategy` in any package, written `distributed.strategy:
+package.module:Name`.
 
 Tests: tests/test_mesh.py, tests/seams/test_strategy.py
 """
 
 import math
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from functools import cache
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lockstep.costs.steps import replicated_step
 from lockstep.errors import Contradiction, UsageError
-from lockstep.layout import AXES, Layout, layout_of_sizes
-from lockstep.registry import STRATEGIES, require_call, require_methods
+from lockstep.layout import SAME_BATCH, SIZED, Layout, layout_of_sizes
+from lockstep.registry import AXES, STRATEGIES, require_call, require_methods
 
 if TYPE_CHECKING:
     import torch
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from lockstep.config import DistributedConfig, StepConfig
     from lockstep.costs.hardware import GpuCluster
     from lockstep.costs.steps import ModelSize, Pieces, StepTime
+    from lockstep.parallel.axes.axis import Axis, Site
     from lockstep.parallel.parallel_model import ParallelModel
-    from lockstep.parallel.placement import PlacementContext
 
 AUTO = "auto"
 # the strategies of layouts without an axis that shares out micro-batches
@@ -47,12 +47,12 @@ OPTIONS_OF = {
 }
 
 
-class Strategy(ABC):
+class Strategy:
     """The distribution of micro-batches and parameters over ranks.
 
     The defaults are those of plain replicas.
 
-    A subclass needs only `place`. It is created without arguments, once per process.
+    A subclass needs only `axes`, or `place`. It is created without arguments, once per process.
     """
 
     name: str = ""  # as in the config; set when the strategy is loaded
@@ -63,24 +63,46 @@ class Strategy(ABC):
     values: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     # axes of topologies after `*`, as in `pipeline:2*fsdp:2`
     divides: ClassVar[frozenset[str]] = frozenset()
-    # Axes of its own, beside those that ship, as package.module:Name of subclasses of
-    # `lockstep.parallel.axes.axis.Axis`.
-    axes: ClassVar[tuple[str, ...]] = ()
+    # Of another package, whose axes stand in place of those that it divides: see `over`.
+    replicas: "Strategy | None" = None
+    # Its axes, in order: names of `lockstep.registry.AXES`, or package.module:Name of subclasses of
+    # `lockstep.parallel.axes.axis.Axis`. None: its `place` does without.
+    axes: ClassVar[tuple[str, ...] | None] = None
+    # Where it has no axes: the names of those of `lockstep.registry.BY_SIZE` that it goes with.
+    beside: ClassVar[frozenset[str]] = frozenset()
     one_process: ClassVar[str] = ""  # why it is for one process; empty if it runs on several
     equal_bits: ClassVar[bool] = True  # `distributed.reproducible` is supported
     # its steps are those of one process; `verify` compares no other
     same_training: ClassVar[bool] = True
-    uses_threads: ClassVar[bool] = False  # threads of one process run parts of a micro-batch
-    splits_model: ClassVar[bool] = False  # a rank keeps only some of the model's modules
-    # DistributedDataParallel reduces gradients: `distributed.ddp` applies
-    reduces_by_ddp: ClassVar[bool] = False
     own_loops: ClassVar[bool] = True  # `lockstep.place` supports it in a user's own loop
-    # ranks along `context` and `tensor` may work on the same micro-batches
-    shares_batches: ClassVar[bool] = False
-    # it places models whose experts are spread over the axis `expert`
-    places_experts: ClassVar[bool] = False
-    # neighbours run neighbouring micro-batches at once where `batch_norm` wants it
-    runs_rows: ClassVar[bool] = False
+
+    # ---- what its axes say ----
+
+    @cached_property
+    def kinds(self) -> "list[type[Axis]]":
+        """The classes of its axes."""
+        return [AXES.load(name) for name in self.axes or ()]
+
+    def goes_with(self, axis: str) -> bool:
+        """Return whether an axis that no strategy lists may have several ranks beside its own."""
+        if not self.kinds:
+            return axis in self.beside
+        return all(axis in kind.goes_with for kind in self.kinds)
+
+    @property
+    def in_stages(self) -> bool:
+        """Whether a rank keeps only some of the model's modules."""
+        return any(kind.in_stages for kind in self.kinds)
+
+    @property
+    def in_buckets(self) -> bool:
+        """Whether DistributedDataParallel reduces gradients: `distributed.ddp` applies."""
+        return any(kind.in_buckets for kind in self.kinds)
+
+    @property
+    def in_threads(self) -> bool:
+        """Whether threads of one process run parts of a micro-batch."""
+        return any(kind.in_threads for kind in self.kinds)
 
     # ---- before ranks start ----
 
@@ -110,31 +132,42 @@ class Strategy(ABC):
 
         None if it is supported.
         """
-        return None if self.reduces_by_ddp else "write kind: none, or strategy: ddp"
+        return None if self.in_buckets else "write kind: none, or strategy: ddp"
+
+    def over(self, replicas: "Strategy", topology: str) -> "Strategy":
+        """Return this strategy with the axes of another one for the ranks that it divides.
+
+        A UsageError if they do not stand beside its own.
+        """
+        own = [name for name in self.axes or () if name not in self.divides]
+        fits = replicas.kinds and all(set(own) <= kind.goes_with for kind in replicas.kinds)
+        if not self.divides or not fits:
+            what = f"{replicas.name} can't be the replicas of {topology}"
+            why = f"it has no axes that go with {' and '.join(own) or self.name}"
+            fix = "write ddp:2, fsdp:2 or hybrid:2x2 there, or begin the topology with it; or give"
+            fix += f" it axes, whose goes_with names {' and '.join(own) or 'another'}"
+            raise UsageError(what, where="the topology", why=why, fix=fix)
+        made = type(self)()
+        made.name = f"{self.name}*{replicas.name}"
+        made.axes = (*own, *(replicas.axes or ()))  # type: ignore[misc]
+        made.replicas = replicas
+        return made
 
     # ---- on the ranks ----
 
-    def on(self, layout: Layout) -> "Strategy":
-        """Return the strategy that places the model on these ranks.
+    def place(self, placement: "Site") -> "ParallelModel":
+        """Place a model, to which random keys and transformations are applied, on this rank.
 
-        If all ranks work on the same micro-batches, it is `tensor`, `context` or `single`.
+        A strategy that lists axes leaves this to them. It is not called where all ranks run each
+        micro-batch together. `placement.dry_run` is set where `lockstep plan` places a model
+        without values: collectives do nothing, and allocations are counted.
         """
-        if layout.same_batch_size == layout.world_size:
-            return strategy_named(
-                TENSOR if layout.tensor > 1 else CONTEXT if layout.context > 1 else SINGLE
-            )
-        return self
+        raise NotImplementedError
 
-    @abstractmethod
-    def place(self, placement: "PlacementContext") -> "ParallelModel":
-        """Place a model, to which random keys and transformations are applied, on this rank."""
-
-    def rehearse(self, placement: "PlacementContext") -> "ParallelModel":
-        """Place a model without values, for `lockstep plan`.
-
-        Collectives do nothing, and allocations are counted.
-        """
-        return self.place(placement)
+    @property
+    def places_by_itself(self) -> bool:
+        """Whether it has a `place` of its own."""
+        return type(self).place is not Strategy.place
 
     def keys_random_numbers(self, device: "torch.device") -> bool:
         """Return whether the model's random numbers can be keyed.
@@ -156,7 +189,7 @@ class Strategy(ABC):
 
     def message_type(self, config: "StepConfig") -> str | None:
         """Return the type in which gradients are sent (`bf16`); None if they are not rounded."""
-        return config.distributed.ddp.compression.kind if self.reduces_by_ddp else None
+        return config.distributed.ddp.compression.kind if self.in_buckets else None
 
     # ---- what it costs ----
 
@@ -210,15 +243,20 @@ class Strategy(ABC):
 
 def given_sizes(config: "DistributedConfig") -> dict[str, int | None]:
     """Return the config's size of each axis."""
-    return {axis: getattr(config, f"{axis}_size") for axis in AXES}
+    return {axis: getattr(config, f"{axis}_size") for axis in SIZED}
 
 
 @cache
 def strategy_named(name: str) -> Strategy:
     """Return the strategy that a config names.
 
-    A UsageError if it is none, or its methods do not fit.
+    `pipeline*package.module:Name` is a pipeline whose replicas are another strategy's. A UsageError
+    if it is none, or its methods do not fit.
     """
+    outer, _, inner = name.partition("*")
+    if inner:
+        return strategy_named(outer).over(strategy_named(inner), outer)
+
     found = STRATEGIES.load(name)
     if not (isinstance(found, type) and issubclass(found, Strategy)):
         what = f"{name} is not a subclass of lockstep.strategy.Strategy"
@@ -226,6 +264,11 @@ def strategy_named(name: str) -> Strategy:
             what, where=STRATEGIES.where, fix="name a class that is one, as package.module:Name"
         )
     require_methods(found, Strategy, name, STRATEGIES.where)
+    if found.axes is None and found.place is Strategy.place:
+        fix = "write def place(self, placement), or axes = (…), the names of those that place it"
+        raise UsageError(
+            f"{name} has no method place, and no axes", where=STRATEGIES.where, fix=fix
+        )
     require_call(
         found,
         (),
@@ -258,9 +301,7 @@ def resolve(
         why = f"{world_size} processes would train {world_size} models, each on its own"
         fix = "set distributed.strategy to ddp or fsdp, or start one process"
         raise UsageError(what, where=STRATEGIES.where, why=why, fix=fix)
-    sizes: dict[str, Any] = {
-        axis: getattr(config, f"{axis}_size") or 1 for axis in (CONTEXT, TENSOR)
-    }
+    sizes: dict[str, Any] = {axis: getattr(config, f"{axis}_size") or 1 for axis in SAME_BATCH}
     if strategy.name in sizes and getattr(config, f"{strategy.name}_size") is None:
         sizes[strategy.name] = max(1, world_size // math.prod(sizes.values()))
     same_batch = math.prod(sizes.values())
@@ -272,6 +313,7 @@ def resolve(
         raise UsageError(what, where=f"distributed.{next(iter(written))}", fix=fix)
     per_node = max(1, (local_world_size or world_size) // same_batch)
     layout = replace(strategy.layout(config, world_size // same_batch, per_node), **sizes)
+    _refuse_idle_ranks(strategy, layout)
     size = config.expert_size or 1
     ranks = layout.data_parallel_size
     if ranks % size:
@@ -284,18 +326,31 @@ def resolve(
         fix = f"write expert_size: {' or '.join(map(str, sorted(near[:3])))}"
         raise UsageError(what, where="distributed.expert_size", why=why, fix=fix)
     layout = replace(layout, expert=size)
-    parts = [
-        f"{axis}:{size}"
-        for axis, size in ((CONTEXT, layout.context), (TENSOR, layout.tensor))
-        if size > 1
-    ]
-    if not parts or layout.same_batch_size < layout.world_size:
-        parts.insert(
-            0, strategy_named(layout.strategy).describe(replace(layout, context=1, tensor=1))
-        )
+    parts = [f"{axis}:{sizes[axis]}" for axis in SAME_BATCH if sizes[axis] > 1]
+    if not parts or not layout.is_one_group:
+        parts.insert(0, strategy.describe(layout.alone()))
     if layout.expert > 1:
         parts.append(f"{EXPERT}:{layout.expert}")
     return replace(layout, topology="*".join(parts))
+
+
+def _refuse_idle_ranks(strategy: Strategy, layout: Layout) -> None:
+    """Refuse several ranks along an axis that a strategy does not have.
+
+    They would share out micro-batches, and nobody would sum their gradients.
+    """
+    divided = strategy.divides if strategy.replicas is None else ()
+    known = {axis for axes in _topologies(strategy).values() for axis in axes} | {*divided}
+    for axis in ("pipeline", "shard"):
+        size = getattr(layout, axis)
+        if size > 1 and axis not in known:
+            what = (
+                f"strategy {strategy.name} has no axis {axis}, along which there are {size} ranks"
+            )
+            why = "they would share out micro-batches, and nobody would sum their gradients"
+            fix = f"leave {axis}_size out, or write strategy: "
+            fix += "fsdp" if axis == "shard" else "pipeline"
+            raise UsageError(what, where=f"distributed.{axis}_size", why=why, fix=fix)
 
 
 def parse_topology(text: str) -> tuple[dict[str, Any], int]:
@@ -309,7 +364,7 @@ def parse_topology(text: str) -> tuple[dict[str, Any], int]:
     )
     values: dict[str, Any] = {}
     ranks = 1
-    may_fill = frozenset(AXES)
+    may_fill = frozenset(SIZED)
     for place, part in enumerate(text.strip().split("*")):
         match = re.fullmatch(r"(.+?)(?::(\d+(?:x\d+)*))?", part.strip())
         if match is None:
@@ -326,10 +381,8 @@ def parse_topology(text: str) -> tuple[dict[str, Any], int]:
             values["expert_size"] = sizes[0]
             continue
         if place and ":" in name:
-            what = f"{name} can't be the replicas of {text.partition('*')[0]}"
-            why = "a pipeline replicates and shards its stages by FSDP2"
-            fix = "write ddp:2, fsdp:2 or hybrid:2x2 there, or begin the topology with it"
-            raise UsageError(what, where="the topology", why=why, fix=fix)
+            whole = strategy_named(values["strategy"])
+            values["strategy"] = whole.over(strategy_named(name), text.partition("*")[0]).name
         known = [strategy_named(name)] if ":" in name else known_strategies()
         strategy = next((one for one in known if name in _topologies(one)), None)
         if strategy is None:
@@ -347,7 +400,7 @@ def parse_topology(text: str) -> tuple[dict[str, Any], int]:
         if not place:
             values = {"strategy": strategy.name, **strategy.values.get(name, {})}
         values |= {f"{axis}_size": size for axis, size in zip(axes, sizes, strict=True)}
-        may_fill = (may_fill if place else strategy.divides | {CONTEXT, TENSOR}) - set(axes)
+        may_fill = (may_fill if place else strategy.divides | {*SAME_BATCH}) - set(axes)
         ranks *= math.prod(sizes)
     return values, ranks
 

@@ -25,7 +25,7 @@ _CALLS_UPWARDS = {
 # Imports for types alone. The list may only become shorter.
 _TYPED_UPWARDS = {
     ("lockstep.strategy", "lockstep.config"),
-    ("lockstep.strategy", "lockstep.parallel.placement"),
+    ("lockstep.strategy", "lockstep.parallel.axes.axis"),
     ("lockstep.parallel.parallel_model", "lockstep.parallel.local_workers"),
     ("lockstep.parallel.parallel_model", "lockstep.parallel.loss_weights"),
 }

@@ -54,6 +54,15 @@ def test_experts_are_spread_over_ranks_that_share_out_micro_batches() -> None:
         layout(4, strategy="ddp", expert_size=3)
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "accelerate"])
+def test_ranks_along_an_axis_that_a_strategy_does_not_have_are_refused(strategy: str) -> None:
+    """They would share out micro-batches, and each would train on its own gradient."""
+    config = DistributedConfig(strategy=strategy, replicate_size=1, shard_size=2)
+    with pytest.raises(UsageError, match=f"strategy {strategy} has no axis shard") as error:
+        resolve(config, 2)
+    assert "write strategy: fsdp" in str(error.value)
+
+
 def test_sizes_that_do_not_multiply_show_the_equation() -> None:
     with pytest.raises(UsageError, match=r"pipeline 2 × replicate 1 × shard 3 = 6 ranks, but 4"):
         layout(4, strategy="pipeline", pipeline_size=2, shard_size=3)

@@ -9,9 +9,9 @@ from lockstep.config.schema import Config, StepConfig
 from lockstep.config.schema_distributed import OPEN_BLOCKS
 from lockstep.config.schema_training import TrainingConfig
 from lockstep.errors import Contradiction, UsageError, refuse
-from lockstep.layout import Layout
+from lockstep.layout import SAME_BATCH, SPREADS, Layout
 from lockstep.paths import url_as_path
-from lockstep.registry import AXES
+from lockstep.registry import AXES, BY_SIZE
 from lockstep.strategy import AUTO, Strategy, strategy_named
 
 
@@ -74,9 +74,8 @@ def step_contradictions(
         )
     name = distributed.strategy if layout is None else layout.strategy
     yield from _context(config, layout)
-    own = () if name == AUTO else strategy_named(name).axes
-    for axis in (*AXES.shipped, *own):
-        if axis in own or ranks_along(config, layout, axis) > 1:
+    for axis in BY_SIZE:
+        if ranks_along(config, layout, axis) > 1:
             yield from AXES.load(axis).contradictions(config, layout)
     yield from _open_axes(config, layout)
     yield from _batch_norm(config, layout)
@@ -190,7 +189,7 @@ def _batch_norm(config: StepConfig, layout: Layout | None) -> Iterator[Contradic
         what = f"micro-batches of {size} don't make the {samples} samples of batch_norm_samples"
         fix = f"write a batch_size that divides {samples}: {nearest}"
         yield Contradiction((where, "training.batch_size"), what, fix)
-    elif name != AUTO and not strategy_named(name).runs_rows:
+    elif name != AUTO and not strategy_named(name).goes_with("batch_norm"):
         yield Contradiction(
             (where, "distributed.strategy"),
             f"batch normalisation over {samples} samples takes {in_row} ranks that run"
@@ -208,10 +207,7 @@ def _batch_norm(config: StepConfig, layout: Layout | None) -> Iterator[Contradic
     for key, value in (
         ("training.compile", config.training.compile),
         ("distributed.reproducible", config.distributed.reproducible),
-        *(
-            (f"distributed.{axis}_size", ranks_along(config, None, axis) > 1)
-            for axis in ("tensor", "context", "expert")
-        ),
+        *((f"distributed.{axis}_size", ranks_along(config, None, axis) > 1) for axis in SPREADS),
     ):
         if value:
             what = f"batch normalisation over ranks is not offered with {key.rpartition('.')[2]}"
@@ -227,7 +223,7 @@ def _buffers(config: StepConfig, layout: Layout | None) -> Iterator[Contradictio
 
     Each of these ranks sees only a part of what a buffer is computed from.
     """
-    for axis, cut in (("context", "sequences"), ("tensor", "layers"), ("expert", "experts")):
+    for axis, cut in SPREADS.items():
         if config.distributed.buffers and ranks_along(config, layout, axis) > 1:
             what = (
                 f"what forward passes write to buffers can't be combined where {cut} are spread"
@@ -258,13 +254,15 @@ def _of_strategy(
         what = f"equal bits are offered for single, ddp, fsdp and pipeline, not for {strategy.name}"
         fix = "write strategy: ddp, or reproducible: false"
         yield Contradiction(("distributed.reproducible", "distributed.strategy"), what, fix)
-    for axis, cut in (("context", "sequences"), ("tensor", "layers")):
+    for axis in SAME_BATCH:
         ranks = ranks_along(config, layout, axis)
-        if ranks > 1 and not strategy.shares_batches:
+        if ranks > 1 and not strategy.goes_with(axis):
             fix = f"write strategy: {axis}, ddp, fsdp or pipeline, or {axis}_size: 1"
             keys = (f"distributed.{axis}_size", "distributed.strategy")
             yield Contradiction(
-                keys, f"{cut} can't be cut over {ranks} ranks under strategy {strategy.name}", fix
+                keys,
+                f"{SPREADS[axis]} can't be cut over {ranks} ranks under strategy {strategy.name}",
+                fix,
             )
     if layout is not None and dtype != "fp32" and not strategy.casts_parameters(layout):
         what = (
@@ -277,6 +275,8 @@ def _of_strategy(
             " gathered"
         )
         yield Contradiction(("precision.param_dtype",), what, fix, why)
+    for kind in strategy.kinds:
+        yield from kind.contradictions(config, layout)
     yield from strategy.contradictions(config, layout)
 
 

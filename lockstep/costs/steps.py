@@ -180,13 +180,10 @@ def along_axes(cost: Cost, layout: Layout, cluster: GpuCluster) -> Sent:
     Latency is left out.
     """
     found = Sent()
-    for size, sent, stride in (
-        (layout.tensor, cost.tensor, 1),
-        (layout.context, cost.context, layout.tensor),
-    ):
+    for axis, size, stride in layout.strides():
         if size > 1:
             group = group_of(cluster, size, stride)
-            whole = sent * size / (size - 1)
+            whole = getattr(cost, axis) * size / (size - 1)
             found = found.plus(Sent(group.moved(whole), *group.bytes_sent(whole)))
     among = group_of(cluster, layout.expert, layout.same_batch_size)
     return found.plus(Sent(*among.all_to_all(cost.expert)))

@@ -260,7 +260,8 @@ def axes(config: Any, facts: Sequence[dict[str, Any]]) -> list[Finding]:
         layout = resolve(config.distributed, len(facts), machines.count(machines[0]))
     except UsageError as error:
         return [Finding(BAD, "axes", error.what, error.fix or "")]
-    for axis, size in (("tensor", layout.tensor), ("context", layout.same_batch_size)):
+    for axis, along, stride in layout.strides():
+        size = along * stride
         groups = [machines[start : start + size] for start in range(0, len(machines), size)]
         if any(len(set(group)) > 1 for group in groups):
             found = f"{size} ranks that exchange activations in every layer lie on several machines"

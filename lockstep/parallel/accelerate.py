@@ -8,6 +8,7 @@ accumulation) are not read from its environment: the config decides. Its sampler
 import os
 import warnings
 from collections.abc import Iterator
+from typing import ClassVar
 
 import torch.distributed as dist
 from torch import nn
@@ -16,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lockstep.config import StepConfig
 from lockstep.errors import Contradiction, UsageError
 from lockstep.layout import Layout
+from lockstep.parallel.axes.replicate import ReplicateAxis
 from lockstep.parallel.ddp import Replicas, ddp_settings
 
 _OTHER_ENGINES = {
@@ -30,11 +32,20 @@ class Accelerate(Replicas):
     """A replica on every rank, wrapped by Accelerate."""
 
     topologies = {"accelerate": ("replicate",)}
+    axes = ("lockstep.parallel.accelerate:AccelerateAxis",)
     equal_bits = False
 
-    def contradictions(
-        self, config: StepConfig, layout: Layout | None = None
-    ) -> Iterator[Contradiction]:
+    def topologies_to_verify(self, config: StepConfig) -> list[str]:
+        return ["accelerate:2"]
+
+
+class AccelerateAxis(ReplicateAxis):
+    """Replicas that Accelerate wraps."""
+
+    goes_with: ClassVar[frozenset[str]] = frozenset()
+
+    @classmethod
+    def contradictions(cls, config: StepConfig, layout: Layout | None) -> Iterator[Contradiction]:
         yield from super().contradictions(config, layout)
         if config.distributed.ddp.compression.kind == "powersgd":
             what = "PowerSGD keeps state that Accelerate does not save"
@@ -42,9 +53,6 @@ class Accelerate(Replicas):
             yield Contradiction(
                 ("distributed.ddp.compression.kind", "distributed.strategy"), what, fix
             )
-
-    def topologies_to_verify(self, config: StepConfig) -> list[str]:
-        return ["accelerate:2"]
 
     def wrap(
         self, model: nn.Module, config: StepConfig, group: dist.ProcessGroup

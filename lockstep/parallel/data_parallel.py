@@ -12,7 +12,7 @@ Tests: tests/parallel/test_dp.py, tests/parity/test_data_parallel.py
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -23,13 +23,9 @@ from lockstep.config import DistributedConfig, StepConfig
 from lockstep.errors import Contradiction, UsageError
 from lockstep.layout import Layout
 from lockstep.models.protocol import Objective
+from lockstep.parallel.axes.axis import Axis, Site
 from lockstep.parallel.parallel_model import ParallelModel, assign_contiguous
-from lockstep.parallel.placement import (
-    AppliedStrategy,
-    PlacementContext,
-    placed_in_order,
-    shared_out,
-)
+from lockstep.parallel.placement import AppliedStrategy, placed_in_order, shared_out
 from lockstep.parallel.reproducible.gradient_trees import LocalTree
 from lockstep.randomness import RandomState, derive_key
 from lockstep.strategy import Strategy
@@ -41,29 +37,36 @@ class DP(Strategy):
     topologies = {"dp": ()}
     one_process = "strategy dp is one process that uses all visible GPUs"
     equal_bits = False
-    uses_threads = True
+    axes = ("lockstep.parallel.data_parallel:ThreadsAxis",)
 
     def layout(self, config: DistributedConfig, world_size: int, per_node: int) -> Layout:
         return Layout(self.name)
 
-    def contradictions(
-        self, config: StepConfig, layout: Layout | None = None
-    ) -> Iterator[Contradiction]:
+    def keys_random_numbers(self, device: torch.device) -> bool:
+        return num_gpus(device) == 1
+
+
+class ThreadsAxis(Axis):
+    """The GPUs of one process, each with a thread that runs its part of a micro-batch."""
+
+    name: ClassVar[str] = "threads"
+    in_threads: ClassVar[bool] = True
+
+    @classmethod
+    def contradictions(cls, config: StepConfig, layout: Layout | None) -> Iterator[Contradiction]:
         if config.precision.fp8 != "none":
             what = f"fp8: {config.precision.fp8} would be another step under dp"
             fix = "write strategy: ddp, or fp8: none"
             why = "dp cuts a micro-batch, and each GPU's part of it would get a scale of its own"
             yield Contradiction(("precision.fp8", "distributed.strategy"), what, fix, why)
 
-    def on(self, layout: Layout) -> Strategy:
-        return self
+    @classmethod
+    def on(cls, site: Site) -> Self | None:
+        return cls()
 
-    def keys_random_numbers(self, device: torch.device) -> bool:
-        return num_gpus(device) == 1
-
-    def place(self, placement: PlacementContext) -> ParallelModel:
+    def place(self, site: Site) -> ParallelModel | None:
         """Copy the model to this process's GPUs, or leave it where there is one."""
-        p = placement
+        p = site
         p.materialise()
         if p.ways.patterns and num_gpus(p.device) > 1:
             what = (

@@ -1,4 +1,4 @@
-"""DistributedDataParallel: every rank holds the whole model.
+"""The strategy `ddp`, and torch's DistributedDataParallel: every rank holds the whole model.
 
 Gradients are averaged once a step, while backward runs.
 
@@ -8,12 +8,9 @@ the bits of a sum. Buffers are not broadcast here: `lockstep.parallel.buffers` k
 
 import inspect
 import re
-from abc import abstractmethod
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -21,19 +18,10 @@ from torch.nn.parallel import DistributedDataParallel
 from lockstep.config import StepConfig
 from lockstep.costs.hardware import GpuCluster
 from lockstep.costs.steps import ModelSize, Pieces, StepTime, replicated_step
-from lockstep.errors import Contradiction, RunError, UsageError, listed
+from lockstep.errors import RunError, UsageError, listed
 from lockstep.layout import Layout
 from lockstep.monitor.meters import watch_ddp
-from lockstep.parallel.parallel_model import ParallelModel, assign_contiguous, assign_strided
 from lockstep.parallel.passes import AroundMicroBatch, MicroBatchPass
-from lockstep.parallel.placement import (
-    AppliedStrategy,
-    PlacementContext,
-    placed_in_order,
-    shared_out,
-)
-from lockstep.parallel.reproducible.gradient_trees import ReplicaTree
-from lockstep.parallel.reproducible.tree import assign_tree
 from lockstep.registry import STRATEGIES
 from lockstep.strategy import Strategy
 from lockstep.torch_compat.ddp_reducer import check_all_sent
@@ -47,20 +35,6 @@ _BUFFERS_STAY: dict[str, Any] = {
 
 class Replicas(Strategy):
     """A replica on every rank; torch's DistributedDataParallel reduces its gradients in buckets."""
-
-    reduces_by_ddp = True
-
-    def contradictions(
-        self, config: StepConfig, layout: Layout | None = None
-    ) -> Iterator[Contradiction]:
-        level = dist.get_debug_level()  # type: ignore[attr-defined]  # torch's stubs lack it
-        several = layout is not None and layout.world_size > 1
-        if several and torch.__version__.startswith("2.13.") and level.name == "DETAIL":
-            what = "torch 2.13 dies of a segmentation fault in DistributedDataParallel under "
-            what += "TORCH_DISTRIBUTED_DEBUG=DETAIL"
-            fix = "write debug: info, or unset TORCH_DISTRIBUTED_DEBUG; or strategy: fsdp with "
-            fix += "fsdp.sharding_strategy: no_shard, which replicates as well"
-            yield Contradiction(("distributed.debug: detail",), what, fix)
 
     def step_time(
         self,
@@ -79,66 +53,12 @@ class Replicas(Strategy):
             pieces, layout, cluster, micro_batches, sent=sent, bucket_bytes=bucket
         )
 
-    @abstractmethod
-    def wrap(
-        self, model: nn.Module, config: StepConfig, group: dist.ProcessGroup
-    ) -> DistributedDataParallel:
-        """Wrap a whole model, on its device, its values already equal on all ranks of the group."""
-
-    def place(self, placement: PlacementContext) -> ParallelModel:
-        """Wrap the model for DDP, with the assignment and the reduction of the config."""
-        p = placement
-        mesh = placement.mesh
-        assert mesh is not None
-        p.materialise()
-        compression = p.compress()
-        replicas = mesh["replicate"].get_group()
-        how: Callable[..., list[tuple[int, bool]]] = (
-            assign_tree if p.reproducible else assign_contiguous
-        )
-        if p.batch_norm is not None:
-            how = assign_strided
-        # ranks run the same number of micro-batches, since they exchange rows in each
-        if p.experts is not None:
-            how = partial(assign_tree, even=True) if p.reproducible else assign_strided
-        with p.without_experts():
-            wrapped = self.wrap(p.model, p.config, replicas)
-            if compression.hook is not None:
-                wrapped.register_comm_hook(None, compression.hook)
-            applied = AppliedStrategy(
-                shared_out(how, p),
-                runs=wrapped,
-                gradient_sync=DDPSync(wrapped),
-                compression=compression,
-                of_any_rank=how,
-            )
-            if p.reproducible:
-                applied.tree = ReplicaTree(wrapped, replicas)
-            else:
-                # the tree is a sum; DDP's own reduction is a mean
-                applied.multiplier = float(p.ranks)
-        return placed_in_order(p, applied)
-
-    def rehearse(self, placement: PlacementContext) -> ParallelModel:
-        assert placement.dry_run is not None
-        placement.materialise()
-        with placement.without_experts():
-            reducer = placement.dry_run.reducer(placement.model, placement.config.distributed.ddp)
-        applied = AppliedStrategy(
-            shared_out(assign_contiguous, placement),
-            gradient_sync=reducer,
-            multiplier=float(placement.ranks),
-        )
-        return placed_in_order(placement, applied)
-
 
 class DDP(Replicas):
     """Replicas whose gradients are reduced by DDP, by a compression, or up the tree."""
 
     topologies = {"ddp": ("replicate",)}
-    shares_batches = True
-    places_experts = True
-    runs_rows = True
+    axes = ("replicate",)
 
     def layouts_to_plan(
         self, model: ModelSize, config: StepConfig, cluster: GpuCluster
@@ -146,16 +66,18 @@ class DDP(Replicas):
         if cluster.num_gpus > 1:
             yield {STRATEGIES.where: self.name}
 
-    def wrap(
-        self, model: nn.Module, config: StepConfig, group: dist.ProcessGroup
-    ) -> DistributedDataParallel:
-        device = next(model.parameters()).device
-        settings = ddp_settings(config) | _BUFFERS_STAY
-        if device.type != "cpu":
-            settings["device_ids"] = [device.index]
-        wrapped = DistributedDataParallel(model, process_group=group, init_sync=False, **settings)
-        watch_ddp(wrapped)
-        return wrapped
+
+def wrapped_by_ddp(
+    model: nn.Module, config: StepConfig, group: dist.ProcessGroup
+) -> DistributedDataParallel:
+    """Wrap a model, whose values are equal on all ranks, with the options of the config."""
+    device = next(model.parameters()).device
+    settings = ddp_settings(config) | _BUFFERS_STAY
+    if device.type != "cpu":
+        settings["device_ids"] = [device.index]
+    wrapped = DistributedDataParallel(model, process_group=group, init_sync=False, **settings)
+    watch_ddp(wrapped)
+    return wrapped
 
 
 def ddp_settings(config: StepConfig) -> dict[str, Any]:

@@ -8,17 +8,18 @@ the same steps as W workers on W ranks.
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar, Self
 
 from lockstep.config import DistributedConfig, StepConfig
 from lockstep.costs.hardware import GpuCluster
 from lockstep.costs.steps import ModelSize, Pieces, StepTime, rarely_exchanged_step
 from lockstep.errors import Contradiction, UsageError
 from lockstep.layout import Layout, layout_of_sizes
+from lockstep.parallel.axes.axis import Axis, Site
 from lockstep.parallel.local_workers import LARGEST, LocalWorkers, QuantizedAllReduce, bytes_each
 from lockstep.parallel.parallel_model import ParallelModel, assign_contiguous
 from lockstep.parallel.passes import within
-from lockstep.parallel.placement import AppliedStrategy, PlacementContext, placed_in_order
+from lockstep.parallel.placement import AppliedStrategy, placed_in_order
 from lockstep.strategy import Strategy, given_sizes
 
 
@@ -26,6 +27,7 @@ class DiLoCo(Strategy):
     """A whole model on each rank, which the rank's workers train in turn (`LocalWorkers`)."""
 
     topologies = {}
+    axes = ("lockstep.parallel.diloco:WorkersAxis",)
     same_training = False
     own_loops = False
 
@@ -55,10 +57,44 @@ class DiLoCo(Strategy):
         more = f" ({layout.workers} workers)" if layout.workers != layout.replicate else ""
         return f"{self.name}:{layout.replicate}{more}"
 
-    def contradictions(
-        self, config: StepConfig, layout: Layout | None = None
-    ) -> Iterator[Contradiction]:
-        """Yield settings that workers which train by themselves can't follow."""
+    def instead_of_compression(self, kind: str) -> str | None:
+        return "write distributed.diloco.send_as in its place, or strategy: ddp"
+
+    def layouts_to_plan(
+        self, model: ModelSize, config: StepConfig, cluster: GpuCluster
+    ) -> Iterator[dict[str, Any]]:
+        # Only on request: it trains differently.
+        if config.distributed.diloco.workers in (None, cluster.num_gpus):
+            yield from super().layouts_to_plan(model, config, cluster)
+
+    def step_time(
+        self,
+        pieces: Pieces,
+        config: StepConfig,
+        layout: Layout,
+        cluster: GpuCluster,
+        micro_batches: int,
+    ) -> StepTime:
+        options = config.distributed.diloco
+        sent = pieces.parameter_bytes / 4 * bytes_each(options.send_as) / options.inner_steps
+        return rarely_exchanged_step(pieces, layout, cluster, micro_batches, sent=sent)
+
+    def further_state(self, config: StepConfig, parameters: int) -> float:
+        # the common parameters, their momentum, and rounding errors
+        options = config.distributed.diloco
+        return (
+            4.0 * parameters * (3 if options.send_as in LARGEST and options.error_feedback else 2)
+        )
+
+
+class WorkersAxis(Axis):
+    """Ranks whose workers train models of their own, and exchange what they changed."""
+
+    name: ClassVar[str] = "workers"
+
+    @classmethod
+    def contradictions(cls, config: StepConfig, layout: Layout | None) -> Iterator[Contradiction]:
+        """Yield what workers that train alone do not go with."""
         diloco = config.distributed.diloco
         training = config.training
         if diloco.fragments > diloco.inner_steps:
@@ -94,51 +130,25 @@ class DiLoCo(Strategy):
                 " smaller batch_size",
             )
 
-    def instead_of_compression(self, kind: str) -> str | None:
-        return "write distributed.diloco.send_as in its place, or strategy: ddp"
+    @classmethod
+    def on(cls, site: Site) -> Self | None:
+        return cls()
 
-    def layouts_to_plan(
-        self, model: ModelSize, config: StepConfig, cluster: GpuCluster
-    ) -> Iterator[dict[str, Any]]:
-        # Only on request: it trains differently.
-        if config.distributed.diloco.workers in (None, cluster.num_gpus):
-            yield from super().layouts_to_plan(model, config, cluster)
+    def place(self, site: Site) -> ParallelModel | None:
+        """Place a replica, and have this rank's workers train it; in a plan, the replica alone."""
+        placed = _replica(site)
+        if site.dry_run is not None:
+            return placed  # what workers keep besides is `further_state`
 
-    def step_time(
-        self,
-        pieces: Pieces,
-        config: StepConfig,
-        layout: Layout,
-        cluster: GpuCluster,
-        micro_batches: int,
-    ) -> StepTime:
-        options = config.distributed.diloco
-        sent = pieces.parameter_bytes / 4 * bytes_each(options.send_as) / options.inner_steps
-        return rarely_exchanged_step(pieces, layout, cluster, micro_batches, sent=sent)
-
-    def further_state(self, config: StepConfig, parameters: int) -> float:
-        # the common parameters, their momentum, and rounding errors
-        options = config.distributed.diloco
-        return (
-            4.0 * parameters * (3 if options.send_as in LARGEST and options.error_feedback else 2)
-        )
-
-    def on(self, layout: Layout) -> Strategy:
-        return self
-
-    def place(self, placement: PlacementContext) -> ParallelModel:
-        """Place a replica, and give it workers in place of its one optimizer step."""
-        p = placement
-        config = placement.config.distributed.diloco
-        placed = self.rehearse(p)
-        mine, total = _worker_numbers(p)
+        config = site.config.distributed.diloco
+        mine, total = _worker_numbers(site)
         assert placed.micro_step is not None
-        group = p.mesh["replicate"].get_group() if p.mesh is not None else None
+        group = site.mesh["replicate"].get_group() if site.mesh is not None else None
         all_reduce = QuantizedAllReduce(config.send_as, group)
         workers = LocalWorkers(placed, placed.micro_step, mine, total, config, all_reduce)
         numbers = sum(p.numel() for p in placed.parameters.values() if p.requires_grad)
-        each = numbers * (total // p.ranks) * bytes_each(config.send_as)
-        sent = 2 * (p.ranks - 1) / p.ranks * each / config.inner_steps
+        each = numbers * (total // site.ranks) * bytes_each(config.send_as)
+        sent = 2 * (site.ranks - 1) / site.ranks * each / config.inner_steps
         parts = f", in {config.fragments} fragments" if config.fragments > 1 else ""
         whose = "" if config.workers else " (distributed.diloco.workers is unset: one a rank)"
         placed.log_lines.append(
@@ -156,21 +166,20 @@ class DiLoCo(Strategy):
             buffers=workers.buffers,
         )
 
-    def rehearse(self, placement: PlacementContext) -> ParallelModel:
-        """Place a replica alone: what workers keep besides is `further_state`."""
-        mine, total = _worker_numbers(placement)
 
-        def assign(micro_batches: int) -> list[tuple[int, bool]]:
-            return [
-                each for number in mine for each in assign_contiguous(micro_batches, number, total)
-            ]
+def _replica(site: Site) -> ParallelModel:
+    """Place a model on which this rank's workers run the micro-batches of each in turn."""
+    mine, total = _worker_numbers(site)
 
-        placement.materialise()
-        # A worker sees its own micro-batches only.
-        return placed_in_order(placement, AppliedStrategy(assign, statistics_over=1))
+    def assign(micro_batches: int) -> list[tuple[int, bool]]:
+        return [each for number in mine for each in assign_contiguous(micro_batches, number, total)]
+
+    site.materialise()
+    # A worker sees its own micro-batches only.
+    return placed_in_order(site, AppliedStrategy(assign, statistics_over=1))
 
 
-def _worker_numbers(p: PlacementContext) -> tuple[range, int]:
-    total = p.layout.workers or p.ranks
-    each = total // p.ranks
-    return range(p.rank * each, (p.rank + 1) * each), total
+def _worker_numbers(site: Site) -> tuple[range, int]:
+    total = site.layout.workers or site.ranks
+    each = total // site.ranks
+    return range(site.rank * each, (site.rank + 1) * each), total

@@ -8,7 +8,7 @@ are seen by no comparison.
 
 import socket
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lockstep.config import StepConfig
 from lockstep.errors import RunError, listed
-from lockstep.parallel.axes.axis import Axis
 from lockstep.parallel.parallel_model import ParallelModel, local
 
 _FEW_ELEMENTS = 2  # that a flipped bit can leave apart: a tied or a padded one
@@ -26,17 +25,27 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def guard_replicas(
-    placed: ParallelModel, config: StepConfig, mesh: DeviceMesh | None, axes: Sequence[Axis] = ()
+    placed: ParallelModel,
+    config: StepConfig,
+    mesh: DeviceMesh | None,
+    others: Iterable[tuple[dist.ProcessGroup, Set[str]]] = (),
+    spread: Set[str] = frozenset(),
 ) -> None:
-    """Add checks of replicas that the config wants, along `replicate` and along these axes."""
+    """Add the checks of replicas that the config wants.
+
+    Args:
+        placed: gets them.
+        config: says how often, and whether to repair.
+        mesh: has the axis `replicate`, along which parameters are compared.
+        others: further groups whose ranks hold the same, and the names of what they do not.
+        spread: names of the parameters of which ranks along `replicate` hold different pieces.
+    """
     every = config.distributed.divergence_check_steps
     if every is None:
         return
-    for axis in axes:
-        for group, left_out in axis.replicas(placed):
-            placed.checks.append(guard(placed, group, every, left_out=left_out))
+    for group, left_out in others:
+        placed.checks.append(guard(placed, group, every, left_out=left_out))
     if mesh is not None and mesh["replicate"].size() > 1:
-        spread = {name for axis in axes for name in axis.spread}
         repair = config.distributed.divergence_action == "repair"
         placed.checks.append(
             guard(placed, mesh["replicate"].get_group(), every, left_out=spread, repair=repair)

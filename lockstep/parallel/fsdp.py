@@ -19,9 +19,8 @@ Tests: tests/parallel/test_fsdp.py, tests/parallel/test_memory.py,
 tests/parity/test_data_parallel.py
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -40,22 +39,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from lockstep.config import DistributedConfig, FSDPConfig, StepConfig
 from lockstep.costs.hardware import GpuCluster
 from lockstep.costs.steps import ModelSize, Pieces, StepTime, sharded_step
-from lockstep.errors import Contradiction, UsageError, listed
+from lockstep.errors import Contradiction, UsageError
 from lockstep.layout import Layout, layout_of_sizes
-from lockstep.parallel.comm.gloo import GlooMessages
-from lockstep.parallel.expert import PlacedExperts
-from lockstep.parallel.fsdp_order import UnitOrder
-from lockstep.parallel.fsdp_units import UnitUsage, contained_units, own_parameters, sharded_units
-from lockstep.parallel.parallel_model import ParallelModel, assign_strided
+from lockstep.parallel.fsdp_units import own_parameters
 from lockstep.parallel.passes import AroundMicroBatch, MicroBatchPass
-from lockstep.parallel.placement import (
-    AppliedStrategy,
-    PlacementContext,
-    placed_in_order,
-    shared_out,
-)
-from lockstep.parallel.reproducible.gradient_trees import ShardTree
-from lockstep.parallel.reproducible.tree import Partials, assign_in_groups, clear_zero_signs
+from lockstep.parallel.reproducible.tree import Partials, clear_zero_signs
 from lockstep.precision import DTYPES
 from lockstep.registry import STRATEGIES
 from lockstep.strategy import Strategy, given_sizes
@@ -70,9 +58,7 @@ class FSDP(Strategy):
     """
 
     topologies = {"fsdp": ("shard",), "hybrid": ("replicate", "shard")}
-    shares_batches = True
-    places_experts = True
-    runs_rows = True
+    axes = ("shard",)
 
     def layout(self, config: DistributedConfig, world_size: int, per_node: int) -> Layout:
         """Return how many replicas and shards the sharding strategy makes of the ranks."""
@@ -185,111 +171,12 @@ class FSDP(Strategy):
     def topologies_to_verify(self, config: StepConfig) -> list[str]:
         return ["hybrid:2x2"] if config.distributed.fsdp.sharding_strategy == "hybrid_shard" else []
 
-    def place(self, placement: PlacementContext) -> ParallelModel:
-        """Shard the model by FSDP2, with what stands around its passes."""
-        p = placement
-        mesh = placement.mesh
-        layout = placement.layout
-        assert mesh is not None
-        options = p.config.distributed.fsdp
-        if p.has_values:
-            p.model.to(p.device)  # FSDP2 makes a shard on the device that it stays on
-        p.log_lines += apply_fsdp(
-            p.model,
-            mesh,
-            options,
-            p.units,
-            param_dtype=p.config.precision.param_dtype,
-            replicas_apart=p.reproducible,
-            foreign=None if p.experts is None else set(p.experts.parameters),
-            device_type=p.device_type,
-        )
-        if not p.has_values:
-            p.materialise()
-        shards = mesh["shard"].get_group() if layout.shard > 1 else None
-        scalars = Scalars(p.model)
-        around: list[AroundMicroBatch] = [scalars]
-        # ranks compare what they use, and without values there is nothing to compare
-        if p.dry_run is None:
-            around.append(UnitUsage(p.model, p.device))
-            exchanging: dict[bool, dist.ProcessGroup | None] = (
-                {} if shards is None else {True: shards, False: shards}
-            )
-            if not p.reproducible:  # replicas add up unit by unit, too
-                exchanging[True] = p.dp_group
-            around.append(UnitOrder(sharded_units(p.model), p.device, exchanging, p.dp_group))
-        if p.device_type == "cpu":
-            # else a sum follows on what FSDP2 is given
-            may_wait = not p.reproducible and layout.replicate == 1
-            messages = GlooMessages(p.model, may_wait=may_wait)
-            around += [messages] if may_wait else []
-        how: Callable[..., list[tuple[int, bool]]] = assign_strided
-        tree = None
-        if p.reproducible:
-            how = partial(assign_in_groups, groups=layout.replicate)
-            groups = 1
-            # ranks that share out experts run whole nodes, which are the sums that they send
-            if p.experts is not None:
-                groups = layout.shard // layout.expert if layout.shard % layout.expert == 0 else 1
-                how = partial(assign_in_groups, groups=layout.replicate * groups, even=True)
-            tree = ShardTree(p.model, mesh, groups)
-        counted = None
-        if scalars.placed and p.rank % layout.shard:  # what all ranks hold, the first one counts
-            counted = {name for name, _ in p.model.named_parameters()} - set(scalars.placed)
-        sync = FSDPSync(p.model, accumulate=options.accumulate)
-        applied = AppliedStrategy(
-            shared_out(how, p),
-            gradient_sync=sync,
-            around=around,
-            tree=tree,
-            parameters=scalars.placed,
-            counted=counted,
-            of_any_rank=how,
-        )
-        applied.norm_groups = [shards] if shards is not None else []
-        return placed_in_order(p, applied)
-
 
 def describe_shards(layout: Layout) -> str:
     """Return replicas and shards as a topology: `fsdp:4`, or `hybrid:2x2`."""
     if layout.replicate > 1 and layout.shard > 1:
         return f"hybrid:{layout.replicate}x{layout.shard}"
     return f"fsdp:{layout.replicate * layout.shard}"
-
-
-def shard_stage(
-    mesh: DeviceMesh,
-    config: StepConfig,
-    root: nn.Module,
-    units: Sequence[tuple[str, nn.Module]],
-    foreign: set[nn.Parameter],
-    frees: bool,
-    device_type: str | None = None,
-    experts: PlacedExperts | None = None,
-) -> list[str]:
-    """Shard a pipeline's stage, or what stages share.
-
-    Units were chosen before the model was divided into stages.
-    """
-    foreign = foreign if experts is None else foreign | set(experts.parameters)
-    device_type = device_type or mesh.device_type
-    if scalars := scalars_of(root):
-        what = f"the parameter {listed(list(scalars))} has no dim, so FSDP can't cut it"
-        fix = "give it one, torch.ones(1) for torch.ones(()), or write strategy: fsdp or ddp"
-        raise UsageError(what, where="distributed.strategy: pipeline", fix=fix)
-    log_lines = apply_fsdp(
-        root,
-        mesh,
-        config.distributed.fsdp,
-        contained_units(root, units),
-        param_dtype=config.precision.param_dtype,
-        reshard_after_forward=frees,
-        foreign=foreign,
-        device_type=device_type,
-    )
-    if device_type == "cpu":
-        GlooMessages(root)
-    return log_lines
 
 
 def apply_fsdp(

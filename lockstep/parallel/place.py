@@ -1,20 +1,18 @@
 """`place` makes a `ParallelModel` of a model and a layout, in one ordered list of steps.
 
-checks → names → its chain compared → strides → keyed randomness → float8 → activation checkpointing
-→ compile → spread experts → cut layers → shard or replicate → first values
+checks → facts → the model prepared (strides, keyed randomness, float8, activation checkpointing,
+compiled blocks) → each axis of the strategy asked → what watches the placed model
 
 Tests: tests/parallel/test_foreign.py, tests/parity/test_foreign.py, tests/parity/test_compiled.py
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 from weakref import WeakSet
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
@@ -29,7 +27,7 @@ from lockstep.models.loss_modules import refuse_shared
 from lockstep.models.protocol import Objective
 from lockstep.parallel import divergence, side_effects
 from lockstep.parallel.activation import apply_activation_checkpointing
-from lockstep.parallel.axes.axis import Axis, AxisSite, axes_named
+from lockstep.parallel.axes.axis import DryRun, Site, axes_named
 from lockstep.parallel.axes.context import ContextAxis
 from lockstep.parallel.buffers import keeping, refuse_synchronised
 from lockstep.parallel.chain_check import check_chain
@@ -41,13 +39,13 @@ from lockstep.parallel.fsdp_units import units_of
 from lockstep.parallel.initial import FirstValues, broadcast_values, on_meta, to_empty
 from lockstep.parallel.loss_weights import LossWeights
 from lockstep.parallel.parallel_model import ParallelModel, take_hooks
-from lockstep.parallel.placement import DryRun, PlacementContext
+from lockstep.parallel.placement import place_whole
 from lockstep.parallel.reproducible.determinism import join_uses_of_inputs, switch_on
 from lockstep.parallel.strides import lay_out
 from lockstep.precision import Precision, switch_tf32
 from lockstep.randomness import RandomState, key_segments
-from lockstep.registry import AXES
-from lockstep.strategy import Strategy, strategy_named
+from lockstep.registry import BY_SIZE
+from lockstep.strategy import SINGLE, Strategy, strategy_named
 from lockstep.torch_compat.module_hooks import has_hooks
 
 
@@ -61,7 +59,7 @@ def place(
     precision: Precision,
     dry_run: DryRun | None = None,
 ) -> ParallelModel:
-    """Place a model on this rank, by the strategy that the layout names.
+    """Place a model on this rank, by the axes of the strategy that the layout names.
 
     A UsageError if it can't be.
 
@@ -73,36 +71,34 @@ def place(
     refuse(
         step_contradictions(config, layout, device.type if dry_run is None else dry_run.device_type)
     )
-    exact = config.distributed.reproducible
     sharded = strategy.cuts_parameters(layout)
-    refuse_parameters(model, sharded=sharded, reproducible=exact)
-    strategy = strategy.on(layout)
-    facts = facts_of(model, split=strategy.splits_model)
+    refuse_parameters(model, sharded=sharded, reproducible=config.distributed.reproducible)
+    in_stages = _in_stages(strategy, layout)
+    facts = facts_of(model, split=in_stages)
     refuse_scripted(facts, sharded=sharded)
     switch_tf32(config.precision.tf32)
     loss = loss_weights_of(model, strategy, layout, config, objective)
     of_loss = {} if loss is None else loss.own
     hooks = take_hooks(model, of_loss, workers=layout.workers > 0)
     attributes = {**facts.attributes, **{name: dict(vars(p)) for name, p in of_loss.items()}}
-    if strategy.splits_model:
+    if in_stages:
         refuse_hooks_outside_segments(facts)
-    size = facts.num_parameters + sum(p.numel() for p in of_loss.values())
-    placement = prepared(
-        facts, strategy, layout, config, objective, device, precision, dry_run, loss
-    )
-    placed = strategy.place(placement) if dry_run is None else strategy.rehearse(placement)
-    require_placed(placed, placement)
-    for axis in placement.axes.values():
+
+    site = prepared(facts, strategy, layout, config, objective, device, precision, dry_run, loss)
+    placed = placed_on(site, strategy)
+    for axis in site.axes.values():
         placed = axis.trained(placed)
-    if not strategy.splits_model:
+
+    size = facts.num_parameters + sum(p.numel() for p in of_loss.values())
+    if not in_stages:
         held = sum(p.numel() for p in placed.parameters.values())
         assert size == held, "placement changed the number of parameters"
         assert set(placed.parameters) == set(attributes), "placement changed names of parameters"
     keep_attributes(placed, attributes)
     evaluate = placed.evaluate
-    kept = [buffers for buffers in placement.running if buffers.any]
+    kept = [buffers for buffers in site.running if buffers.any]
     if dry_run is None and kept:
-        evaluate = keeping(kept, evaluate, apart=bool(placement.ways.patterns))
+        evaluate = keeping(kept, evaluate, apart=bool(site.ways.patterns))
     placed = replace(
         placed,
         root=model,
@@ -113,13 +109,35 @@ def place(
         evaluate=evaluate,
     )
     if dry_run is None:
-        axes = list(placement.axes.values())
-        divergence.guard_replicas(placed, config, placement.mesh, axes)
+        axes = list(site.axes.values())
+        same = [each for axis in axes for each in axis.replicas(placed)]
+        spread = {name for axis in axes for name in axis.spread}
+        divergence.guard_replicas(placed, config, site.mesh, same, spread)
         every = config.distributed.divergence_check_steps or 100
         side_effects.watch(placed, compiled=config.training.compile, looks_every=every)
-        if placement.ways.patterns:
-            warn_of_unwritten(placed, placement.ways)
+        if site.ways.patterns:
+            warn_of_unwritten(placed, site.ways)
     return placed
+
+
+def placed_on(site: Site, strategy: Strategy) -> ParallelModel:
+    """Return the model on the ranks: the first axis that holds it has placed it.
+
+    Else the strategy's own `place` has, or each rank holds all of it.
+    """
+    for axis in site.axes.values():
+        placed: ParallelModel | None = axis.place(site)
+        if placed is not None:
+            return placed
+
+    if strategy.places_by_itself and not site.layout.is_one_group:
+        placed = strategy.place(site)
+        require_placed(placed, site)
+        return placed
+
+    if site.layout.world_size == 1 and strategy.name != SINGLE:
+        site.log_lines.append(f"{strategy.name} on one rank: nothing to synchronise or to shard")
+    return place_whole(site)
 
 
 def buffer_ways(facts: ModelFacts, loss: LossWeights | None, config: StepConfig) -> BufferWays:
@@ -153,20 +171,18 @@ def loss_weights_of(
         return None
     refuse_parameters(module, sharded=False, reproducible=exact)
     refuse_scripted(facts_of(module), sharded=False)
-    cuts = strategy.cuts_parameters(layout) or strategy.splits_model or layout.tensor > 1
+    cuts = _cuts(strategy, layout) or _in_stages(strategy, layout) or layout.tensor > 1
     refuse_shared(module, model, cut=cuts)
     return LossWeights(module, model, reproducible=exact)
 
 
-def prepare_loss(
-    loss: LossWeights, layout: Layout, device: torch.device, axes: Mapping[str, Axis]
-) -> list[str]:
+def prepare_loss(loss: LossWeights, site: Site) -> list[str]:
     """Bring a loss function to the device, with the same values on all ranks.
 
     Returns lines to log.
     """
-    context = axes.get(ContextAxis.name)
-    in_chunks = isinstance(context, ContextAxis) and context.cut.blocks is not None
+    context = site.axis(ContextAxis)
+    in_chunks = context is not None and context.cut.blocks is not None
     if loss.any and in_chunks:
         what = f"the loss function has weights of its own: {listed(list(loss.own))}"
         why = "under reproducible the gradient of each parameter is a sum over chunks of sequences"
@@ -174,8 +190,8 @@ def prepare_loss(
             "let the model hold them and compute loss(outputs, batch), or write reproducible: false"
         )
         raise UsageError(what, where="distributed.context_blocks", why=why, fix=fix)
-    loss.module.to(device)
-    if layout.world_size > 1:
+    loss.module.to(site.device)
+    if site.layout.world_size > 1:
         refuse_synchronised(loss.module)
         if not broadcast_values(loss.module):
             return ["the loss function's values differed between ranks: all took rank 0's"]
@@ -190,7 +206,7 @@ def compiled_blocks(parts: Iterable[nn.Module]) -> Iterator[nn.Module]:
     return (module for part in parts for module in part.modules() if module in _COMPILED)
 
 
-def require_placed(placed: object, placement: PlacementContext) -> None:
+def require_placed(placed: object, placement: Site) -> None:
     """Reject what a strategy of a user returned, if it is not a placed model with values."""
     place = f"place of strategy {placement.layout.strategy}"
     if not isinstance(placed, ParallelModel):
@@ -222,22 +238,110 @@ def prepared(
     precision: Precision,
     dry_run: DryRun | None,
     loss: LossWeights | None = None,
-) -> PlacementContext:
-    """Return the model keyed and transformed alike on all ranks, with all that strategies need."""
+) -> Site:
+    """Return the site of a placement, on which the model is transformed alike on all ranks.
+
+    It is keyed, in float8, checkpointed and compiled, as the config asks for, has the values that
+    all ranks have, and its axes have changed its layers.
+    """
     model = facts.model
-    blocks = facts.blocks
     shared = layout.world_size > 1
-    keeps_formats = _holds_parameters_whole(strategy, layout)
+    in_stages = _in_stages(strategy, layout)
+    sharded = _cuts(strategy, layout) or (in_stages and layout.data_parallel_size > 1)
+    keeps_formats = not sharded and not layout.spreads
     log_lines = lay_out(model, keeps_formats=keeps_formats, aligned=config.distributed.reproducible)
     random_state = RandomState(config.training.seed, device)
     first = FirstValues(model, config.training.seed) if on_meta(model) and dry_run is None else None
-    log_lines += (
-        check_chain(facts) if strategy.splits_model and first is None and dry_run is None else []
-    )
+    if in_stages and first is None and dry_run is None:
+        log_lines += check_chain(facts)
     if strategy.keys_random_numbers(device):
-        key_model(facts, random_state, cut=strategy.splits_model)
-    log_lines += apply_fp8(model, blocks, config.precision.fp8, device)
+        key_model(facts, random_state, cut=in_stages)
+    log_lines += transform(facts, config, random_state)
+    # Units are read before axes cut layers, so that they are the same ones on any topology, but not
+    # before float8, which puts linears of its own in place of some that a wrap policy may pick.
+    units: Named = ()
+    if config.distributed.reproducible or _cuts(strategy, layout) or in_stages:
+        units = units_of(facts, config.distributed.fsdp)
+    if config.distributed.reproducible:
+        join_uses_of_inputs(units)
+        log_lines += switch_on(device)
+    if first is None and dry_run is None and shared and not broadcast_values(model):
+        log_lines.append(
+            "the model's values differed between ranks: all took rank 0's (seed ranks alike before"
+            " the model is made)"
+        )
+    if shared:
+        refuse_synchronised(model)
+    if dry_run is not None:
+        mesh = dry_run.mesh
+    else:
+        mesh = device_mesh(layout, device.type) if shared else None
+    if dry_run is not None and layout.tensor * layout.expert > 1 and on_meta(model):
+        # a parameter on meta can't become a piece that is a fake tensor
+        to_empty(model, torch.device("cpu"))
+        facts = facts.after_new_parameters()
+
+    site = Site(
+        facts,
+        layout,
+        config,
+        mesh,
+        objective,
+        device,
+        precision,
+        random_state,
+        first,
+        units,
+        log_lines,
+        dry_run,
+        loss=loss,
+    )
+    site = with_axes(site, strategy)
+    if first is not None:
+        pieces = [axis.piece for axis in site.axes.values()]
+        first.keep(pieces[::-1])  # the last one cuts first
+    if loss is not None and dry_run is not None:
+        loss.to_fake()
+    elif loss is not None:
+        log_lines += prepare_loss(loss, site)
+    if config.distributed.buffers:
+        return replace(site, ways=buffer_ways(facts, loss, config))
+    return site
+
+
+def _in_stages(strategy: Strategy, layout: Layout) -> bool:
+    return strategy.in_stages and not layout.is_one_group
+
+
+def _cuts(strategy: Strategy, layout: Layout) -> bool:
+    return strategy.cuts_parameters(layout) and not layout.is_one_group
+
+
+def with_axes(site: Site, strategy: Strategy) -> Site:
+    """Return the site with the axes that do something on it.
+
+    Each has changed the model's layers, and the objective takes what they leave of a batch.
+    """
+    for kind in axes_named((*(strategy.axes or ()), *BY_SIZE)):
+        axis = kind.on(site)
+        if axis is not None:
+            site.axes[kind.name] = axis
+    objective = site.objective
+    for axis in site.axes.values():
+        axis.after_others(site)
+        objective = axis.objective(objective)
+    return replace(site, objective=objective)
+
+
+def transform(facts: ModelFacts, config: StepConfig, random_state: RandomState) -> list[str]:
+    """Put float8, activation checkpointing and compiled code into a model's blocks.
+
+    Returns lines to log.
+    """
+    model = facts.model
+    blocks = facts.blocks
     training = config.training
+    log_lines = apply_fp8(model, blocks, config.precision.fp8, random_state.device)
     if training.gradient_checkpointing != "none" or is_known_decoder(model):
         switch_cache_off(model, blocks)
     apply_activation_checkpointing(
@@ -255,96 +359,7 @@ def prepared(
             replace_method(block, torch.compile(block.forward), by="compile")
             _COMPILED.add(block)
         log_lines.append(f"compile: {len(blocks) or 1} block(s), at their first forward pass")
-    # Units are read before axes cut layers, so that they are the same ones on any topology, but not
-    # before float8, which puts linears of its own in place of some that a wrap policy may pick.
-    units: Named = ()
-    if config.distributed.reproducible or strategy.cuts_parameters(layout) or strategy.splits_model:
-        units = units_of(facts, config.distributed.fsdp)
-    if config.distributed.reproducible:
-        join_uses_of_inputs(units)
-        log_lines += switch_on(device)
-    if first is None and dry_run is None and shared and not broadcast_values(model):
-        log_lines.append(
-            "the model's values differed between ranks: all took rank 0's (seed ranks alike before"
-            " the model is made)"
-        )
-    if shared:
-        refuse_synchronised(model)
-    mesh = (
-        dry_run.mesh
-        if dry_run is not None
-        else device_mesh(layout, device.type)
-        if shared
-        else None
-    )
-    if dry_run is not None and layout.tensor * layout.expert > 1 and on_meta(model):
-        # a parameter on meta can't become a piece that is a fake tensor
-        to_empty(model, torch.device("cpu"))
-        facts = facts.after_new_parameters()
-    axes = axes_on(facts, layout, config, mesh, device.type, objective, dry_run, strategy.axes)
-    for axis in axes.values():
-        objective = axis.objective(objective)
-    if first is not None:
-        first.keep([axis.piece for axis in reversed(axes.values())])  # the last one cuts first
-    if loss is not None and dry_run is not None:
-        loss.to_fake()
-    elif loss is not None:
-        log_lines += prepare_loss(loss, layout, device, axes)
-    ways = buffer_ways(facts, loss, config) if config.distributed.buffers else BufferWays({})
-    return PlacementContext(
-        facts,
-        layout,
-        config,
-        mesh,
-        objective,
-        device,
-        precision,
-        random_state,
-        first,
-        units,
-        log_lines,
-        dry_run,
-        axes,
-        loss,
-        ways,
-    )
-
-
-def _holds_parameters_whole(strategy: Strategy, layout: Layout) -> bool:
-    sharded = strategy.cuts_parameters(layout) or (
-        strategy.splits_model and layout.data_parallel_size > 1
-    )
-    return not sharded and layout.tensor * layout.expert * layout.context == 1
-
-
-def axes_on(
-    facts: ModelFacts,
-    layout: Layout,
-    config: StepConfig,
-    mesh: DeviceMesh | None,
-    device_type: str,
-    objective: Objective,
-    dry_run: DryRun | None,
-    further: Sequence[str] = (),
-) -> dict[str, Axis]:
-    """Return the axes that do something on this rank, after each has changed the model's layers.
-
-    `further`: those of a strategy, beside the ones that ship.
-    """
-    axes: dict[str, Axis] = {}
-    sites: dict[str, AxisSite] = {}
-    for kind in axes_named((*AXES.shipped, *further)):
-        name = kind.name
-        sends = None if dry_run is None else partial(dry_run.sends, name)
-        sites[name] = AxisSite(
-            facts, layout, config, mesh, device_type, objective, axes, dry_run is not None, sends
-        )
-        axis = kind.on(sites[name])
-        if axis is not None:
-            axes[name] = axis
-    for name, axis in axes.items():
-        axis.after_others(sites[name])
-    return axes
+    return log_lines
 
 
 def key_model(facts: ModelFacts, random_state: RandomState, *, cut: bool = False) -> None:

@@ -6,7 +6,7 @@ tests/plan/test_compressing.py, tests/plan/test_diloco.py
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from multiprocessing import get_context
 from typing import Any
 
@@ -47,7 +47,7 @@ def compression_advice(
     device's memory. Only bf16 is advised: low rank affects the loss, which no plan knows.
     """
     strategy = strategy_named(layout.strategy)
-    if not strategy.reduces_by_ddp or layout.world_size == 1 or config.distributed.reproducible:
+    if not strategy.in_buckets or layout.world_size == 1 or config.distributed.reproducible:
         return []
     asked = config.distributed.ddp.compression.kind
     none, bf16 = (
@@ -154,7 +154,7 @@ def candidates(
     # One of the first two has the first answer. Of the others those that take longest begin, so
     # that none is left over at the end: pipelines, then those with further axes.
     splits = [
-        strategy_named(with_layout(config, one).distributed.strategy).splits_model
+        strategy_named(with_layout(config, one).distributed.strategy).in_stages
         for one in considered
     ]
     order = sorted(range(len(considered)), key=lambda index: (index > 1, not splits[index], -index))
@@ -262,14 +262,14 @@ def evaluate_layout(
     state = 0.0 if config.distributed.fsdp.cpu_offload else held * (4 + facts.optimizer_bytes)
     whole = (
         8 * dense / (layout.pipeline * layout.tensor)
-        if strategy.splits_model and layout.shard > 1
+        if strategy.in_stages and layout.shard > 1
         else 0.0
     )
     candidate.least = state + whole
     candidate.samples = config.training.batch_size * count * layout.data_parallel_size
     if candidate.least > candidate.limit:
         return candidate
-    evaluate = _evaluate_pipeline if strategy.splits_model else _evaluate_data_parallel
+    evaluate = _evaluate_pipeline if strategy.in_stages else _evaluate_data_parallel
     try:
         evaluate(candidate, work, config, cluster, count, facts)
     except UsageError as error:
@@ -352,7 +352,7 @@ def _evaluate_data_parallel(
 
     pieces = pieces_of(facts, rehearsal, seconds, layout)
     groups = cluster.of_batch_groups(layout.same_batch_size)
-    alone = replace(layout, context=1, tensor=1)
+    alone = layout.alone()
     step = strategy.step_time(pieces, config.step, alone, groups, count)
     each = along_axes(rehearsal.work.forward.plus(rehearsal.work.backward), layout, cluster)
     waited = along_axes(rehearsal.work.update, layout, cluster).plus(each, count)
@@ -412,7 +412,7 @@ def _evaluate_pipeline(
         stages.append(StageTime(forward, backward, float(fullest.sent[stage]), stage_bytes, halves))
     update = max(cluster.seconds(rehearsal.work.update) for rehearsal in found.values())
     groups = cluster.of_batch_groups(layout.same_batch_size)
-    alone = replace(layout, context=1, tensor=1)
+    alone = layout.alone()
     step = pipeline_step(stages, config.step, alone, groups, count, update)
     candidate.step = with_sent(step, waited, sums_of_experts(facts, layout, cluster))
     candidate.model_flops = 3.0 * flops * count * layout.data_parallel_size * layout.same_batch_size

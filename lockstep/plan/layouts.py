@@ -13,7 +13,7 @@ from lockstep.config import Config
 from lockstep.costs.hardware import GpuCluster
 from lockstep.costs.steps import ModelSize
 from lockstep.errors import UsageError
-from lockstep.layout import Layout
+from lockstep.layout import SAME_BATCH, SPREADS, Layout
 from lockstep.parallel.comm.compression import sent_numbers
 from lockstep.parallel.fsdp_units import units_of
 from lockstep.parallel.tensor_plan import plan_of
@@ -23,7 +23,6 @@ from lockstep.strategy import known_strategies, resolve
 LARGE = 5e9  # parameters
 LONG = 32_768  # tokens in a sample from which cut sequences are considered
 SHARE = 8_192  # of them that are left to a rank
-_AXES = ("tensor", "context", "expert")
 # the config has the rest
 _NO_SIZES = {f"distributed.{axis}_size": None for axis in ("pipeline", "replicate", "shard")}
 _OPTIMIZER_BYTES = {"adamw": 8.0, "adam": 8.0, "sgd": 0.0}
@@ -71,20 +70,18 @@ def layouts(
     # useful.
     widths = [narrow] if low and facts.parameters > LARGE else [{}, narrow] if low else [{}]
     for axes in axes_to_plan(work, facts, config, cluster):
-        sizes = [
-            axes.get(f"distributed.{a}_size", getattr(config.distributed, f"{a}_size")) or 1
-            for a in _AXES
-        ]
-        tensor, context, expert = sizes
-        held = replace(facts, parameters=facts.parameters // tensor)
+        sizes = {
+            a: axes.get(f"distributed.{a}_size", getattr(config.distributed, f"{a}_size")) or 1
+            for a in SPREADS
+        }
+        several = [axis for axis, size in sizes.items() if size > 1]
+        held = replace(facts, parameters=facts.parameters // sizes["tensor"])
         for strategy in known_strategies(config.distributed.strategy):
-            if strategy.splits_model and not pipelines:
+            if strategy.in_stages and not pipelines:
                 continue
-            if (tensor * context > 1 and not strategy.shares_batches) or (
-                expert > 1 and not strategy.places_experts
-            ):
+            if not all(map(strategy.goes_with, several)):
                 continue
-            groups = cluster.of_batch_groups(tensor * context)
+            groups = cluster.of_batch_groups(math.prod(sizes[axis] for axis in SAME_BATCH))
             of_strategy = strategy.layouts_to_plan(held, config.step, groups)
             # one of each: a plan is wanted soon
             for layout in islice(of_strategy, 1) if axes else of_strategy:
@@ -93,12 +90,12 @@ def layouts(
                 except UsageError:  # the ranks that are left can't share out experts
                     continue
                 # parameters of experts are not gathered, and so not cast
-                if not cuts or expert > 1:
+                if not cuts or sizes["expert"] > 1:
                     yield layout | axes
                 else:
                     yield from (
                         layout | axes | width
-                        for width in (widths[-1:] if strategy.splits_model else widths)
+                        for width in (widths[-1:] if strategy.in_stages else widths)
                     )
 
 
@@ -114,7 +111,7 @@ def axes_to_plan(
     distributed = config.distributed
     gpus = cluster.num_gpus
     yield {}
-    if gpus == 1 or any(getattr(distributed, f"{axis}_size") for axis in _AXES):
+    if gpus == 1 or any(getattr(distributed, f"{axis}_size") for axis in SPREADS):
         return
     context = 1
     tokens = work.tokens_per_sample()

@@ -27,11 +27,11 @@ from lockstep.layout import Layout
 from lockstep.mesh import device_mesh, expert_mesh
 from lockstep.models.protocol import blocks_of
 from lockstep.optim import build_optimizer
+from lockstep.parallel.axes.axis import DryRun
 from lockstep.parallel.facts import experts_of
 from lockstep.parallel.loss_accumulator import LossAccumulator
 from lockstep.parallel.parallel_model import ParallelModel, local
 from lockstep.parallel.place import place
-from lockstep.parallel.placement import DryRun
 from lockstep.plan.tracker import (
     INDEX_OF_KIND,
     KINDS,
@@ -93,7 +93,7 @@ def rehearse(
 ) -> Rehearsal:
     """Rehearse a rank's step under a data-parallel strategy (single, ddp, fsdp), on any device."""
     strategy = strategy_named(layout.strategy)
-    assert not strategy.splits_model
+    assert not strategy.in_stages
     layout = with_few_replicas(layout)
     alike = config.training.gradient_checkpointing not in GROUPED
     model, left_out = work.shortened(kept_blocks(device_type)) if alike else (work.model(), 0)
@@ -123,7 +123,7 @@ def rehearse(
         regions = regions_of(tracker.items, (f"F{REPEATED}", f"B{REPEATED}"), left_out)
         start = tracker.start
         if left_out:
-            reduces = strategy.reduces_by_ddp and layout.replicate > 1
+            reduces = strategy.in_buckets and layout.replicate > 1
             in_buckets = (
                 set(model.parameters()) - spread_experts(model, layout) if reduces else set()
             )
@@ -254,7 +254,7 @@ def _place_model(
         dry_run=dry_run_of(tracker, mesh, device_type),
     )
     # The reducer does it under DDP, but for experts.
-    reduced = strategy_named(layout.strategy).reduces_by_ddp and layout.world_size > 1
+    reduced = strategy_named(layout.strategy).in_buckets and layout.world_size > 1
     tag_gradients(tracker, spread_experts(model, layout) if reduced else model.parameters())
     return placed
 

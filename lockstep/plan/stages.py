@@ -28,17 +28,18 @@ from lockstep.data.batches import MicroBatch
 from lockstep.layout import Layout
 from lockstep.models.chain import lent, run_segment
 from lockstep.models.protocol import blocks_of
+from lockstep.parallel.axes.axis import DryRun, Site
+from lockstep.parallel.axes.expert import placed_experts
+from lockstep.parallel.axes.pipeline import LocalStages, around_stage, local_stages
 from lockstep.parallel.executor import Executor, Stage
 from lockstep.parallel.facts import facts_of
 from lockstep.parallel.loss_accumulator import Loss
 from lockstep.parallel.passes import MicroBatchPass
-from lockstep.parallel.pipeline.place import LocalStages, around_stage, local_stages
 from lockstep.parallel.pipeline.plan import PipelinePlan, plan_of, splits_backward
 from lockstep.parallel.pipeline.schedules import actions
 from lockstep.parallel.pipeline.stage_module import StageCall, StageModule
 from lockstep.parallel.pipeline.stage_parameters import survey
 from lockstep.parallel.place import prepared
-from lockstep.parallel.placement import DryRun, PlacementContext
 from lockstep.parallel.transport import Message, Meta, Metas, Rehearsed, Tensors
 from lockstep.plan import rehearsal
 from lockstep.plan.rehearsal import CPU, GROUPED, Rehearsal, Work
@@ -258,7 +259,7 @@ def _run(
     )
     here = local_stages(placement, mesh, plan)
     own = here.held.named_parameters()
-    experts = placement.experts
+    experts = placed_experts(placement)
     # The optimizer takes DTensors or plain tensors, not both.
     trained = {
         parameter: (
@@ -301,7 +302,7 @@ def _run(
     states: dict[Tensor, Any] = {one: optimizer.state[other] for one, other in trained.items()}
     for index in short.left_out:
         if plan.parts.ranks[index] == rank:
-            block = placement.blocks[short.repeated[index]][1]
+            block = placement.facts.blocks[short.repeated[index]][1]
             start = rehearsal.with_blocks_left_out(start, block, states, short.left_out[index])
     if plan.facts.splits_backward:
         together, _ = splits_backward(plan, plan.uses(), config.step)
@@ -388,9 +389,7 @@ def _joined(regions: Sequence[Region]) -> Region:
     return joined
 
 
-def _executor(
-    placement: PlacementContext, here: LocalStages, batch: Any, metas: list[Metas]
-) -> Executor:
+def _executor(placement: Site, here: LocalStages, batch: Any, metas: list[Metas]) -> Executor:
     """Return the executor of a rank's stages, to which other ranks send tensors without values."""
     call = StageCall(
         lambda: placement.objective.inputs(batch),

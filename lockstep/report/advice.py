@@ -9,6 +9,7 @@ from shlex import quote
 from statistics import median
 from typing import Any
 
+from lockstep.layout import SAME_BATCH
 from lockstep.report import read, units
 from lockstep.report.read import (
     PHASE_NAMES,
@@ -142,7 +143,7 @@ def _communication(run: RunData) -> Iterator[Advice]:
         ways += [
             "give the pipeline more micro-batches a step (training.gradient_accumulation_steps)"
         ]
-    if {"tensor", "context"} & set(sizes) and len(hosts) > 1:
+    if set(SAME_BATCH) & set(sizes) and len(hosts) > 1:
         ways += ["keep the ranks of distributed.tensor_size and context_size within a host"]
     found = f"{share:.0%} of each step waits for other ranks."
     do = f"To wait less: {'; '.join(ways)}."

@@ -107,7 +107,7 @@ class StepWindow:
 
     def _why_not(self) -> str:
         """Return where micro-batches can't be run one at a time."""
-        if strategy_named(self._run.layout.strategy).splits_model:
+        if strategy_named(self._run.layout.strategy).in_stages:
             return "under a pipeline"
         if self._run.step.placed.local_training is not None:
             return "where workers share a rank"

@@ -68,7 +68,7 @@ def open_monitor(
         recomputes=training.gradient_checkpointing != "none",
     )
     # Operations are counted as they run, in this thread, in eager mode.
-    is_counted = not training.compile and not strategy_named(layout.strategy).uses_threads
+    is_counted = not training.compile and not strategy_named(layout.strategy).in_threads
     around_step: AroundStep = first_step_counted(figures) if is_counted else nullcontext
 
     threads = torch.get_num_threads()

@@ -28,6 +28,7 @@ from lockstep.cores import threads_per_rank
 from lockstep.environment import rank_facts
 from lockstep.errors import UsageError
 from lockstep.launch.spawn import spawn_again
+from lockstep.layout import SAME_BATCH
 from lockstep.scratch import temporary
 from lockstep.strategy import AUTO, SINGLE, parse_topology, strategy_named
 from lockstep.verify.configs import Start, check_reference, compare, record
@@ -38,7 +39,7 @@ from lockstep.verify.subject import Case, Make, Spec, Subject, VerifyJob
 __all__ = ["Cause", "Difference", "Outcome", "Subject", "Verdict", "verify"]
 
 DEFAULT_STEPS = 5
-_MODEL_AXES = ("pipeline", "context", "tensor")  # ranks along them share a micro-batch
+_MODEL_AXES = ("pipeline", *SAME_BATCH)  # ranks along them share a micro-batch
 
 
 @dataclass

@@ -21,6 +21,7 @@ from torch.utils.data import IterableDataset
 from lockstep.accelerator import default_generator
 from lockstep.config import Config
 from lockstep.data.batches import MicroBatch
+from lockstep.layout import SAME_BATCH
 from lockstep.models.protocol import pipeline_segments_of
 from lockstep.parallel.parallel_model import local
 from lockstep.strategy import parse_topology
@@ -300,7 +301,7 @@ def first_experiments(spec: Spec, topology: str, at: int) -> list[Case]:
     """Return the experiments that tell what differs in a step: the step twice, and part by part."""
     again = [Case(name, start=at, switches=frozenset({AGAIN})) for name in (AGAIN, AGAIN_TOO)]
     values, _ = parse_topology(topology)
-    if any((values.get(f"{axis}_size") or 1) > 1 for axis in ("context", "tensor")):
+    if any((values.get(f"{axis}_size") or 1) > 1 for axis in SAME_BATCH):
         return again  # a rank's inputs and gradients are pieces of the reference's
     # Part by part, without what only rounds, or acts on the gradient as a whole.
     plain = {

@@ -322,7 +322,7 @@ class FlowRecorder:
             for unit in (1.0, world):
                 if abs(mine / right - unit) <= LEAST * unit:
                     return unit
-        by_ddp = strategy_named(self._trainer.layout.strategy).reduces_by_ddp
+        by_ddp = strategy_named(self._trainer.layout.strategy).in_buckets
         return world if by_ddp and not self._trainer.placed.reproducible else 1.0
 
     # ---- the reduction ----

@@ -24,7 +24,7 @@ from lockstep import cluster, collectives
 from lockstep.config import CheckpointConfig, Config, MonitorConfig
 from lockstep.data.batches import MicroBatch
 from lockstep.errors import LockstepError, RunError
-from lockstep.layout import AXES
+from lockstep.layout import SIZED
 from lockstep.models.protocol import offered
 from lockstep.monitor.figures import gather_objects
 from lockstep.parallel.parallel_model import local
@@ -40,7 +40,7 @@ from lockstep.verify.recorded_flow import load
 from lockstep.verify.subject import MAIN, Case, Spec, VerifyJob
 from lockstep.verify.trace import BOUND, BUFFER, GRADIENT, VALUE, StepObserver, Stored, Trace
 
-_SIZES = tuple(f"distributed.{axis}_size" for axis in AXES)
+_SIZES = tuple(f"distributed.{axis}_size" for axis in SIZED)
 _FLOW = "flow.pt"  # file with what flowed through the reference
 _SAMPLES = "samples.pt"  # file with its micro-batches
 
@@ -53,7 +53,7 @@ def settings_of(topology: str) -> dict[str, Any]:
         "distributed.divergence_check_steps": None,  # it would stop the steps to compare
         **{f"distributed.{key}": value for key, value in values.items()},
     }
-    if not strategy_named(values["strategy"]).reduces_by_ddp:
+    if not strategy_named(values["strategy"]).in_buckets:
         settings["distributed.ddp.compression.kind"] = "none"
     return settings
 

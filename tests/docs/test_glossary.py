@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from lockstep.layout import AXES
+from lockstep.layout import SIZED
 from lockstep.registry import STRATEGIES
 from tests import house
 from tests.docs.blocks import REPOSITORY
@@ -74,7 +74,7 @@ def _words_of_concepts() -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("term", "names"), [("axis", [*AXES, "expert"]), ("strategy", list(STRATEGIES.shipped))]
+    ("term", "names"), [("axis", [*SIZED, "expert"]), ("strategy", list(STRATEGIES.shipped))]
 )
 def test_an_entry_names_all_that_there_are(term: str, names: list[str]) -> None:
     entry = re.search(

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.layout import AXES
+from lockstep.layout import SIZED
 from tests.docs.blocks import REPOSITORY
 
-_AXIS = "|".join(AXES)
+_AXIS = "|".join(SIZED)
 _PRODUCT = re.compile(rf"\b(?:{_AXIS})(?:\s+(?:×|x)\s+(?:{_AXIS}))+\b")
 
 
@@ -32,7 +32,7 @@ def test_no_page_calls_the_mesh_by_some_of_its_axes() -> None:
         for path in _pages()
         for said in _partial(path.read_text())
     ]
-    assert not wrong, f"the mesh is {' × '.join(AXES)}: {wrong}"
+    assert not wrong, f"the mesh is {' × '.join(SIZED)}: {wrong}"
 
 
 def _partial(text: str) -> list[str]:
@@ -40,7 +40,7 @@ def _partial(text: str) -> list[str]:
     meshes = [
         product for product in products if product.startswith("pipeline") and product.count("×") > 1
     ]
-    return [mesh for mesh in meshes if set(re.split(r" [×x] ", mesh)) != set(AXES)]
+    return [mesh for mesh in meshes if set(re.split(r" [×x] ", mesh)) != set(SIZED)]
 
 
 @pytest.mark.parametrize(

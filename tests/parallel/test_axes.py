@@ -11,12 +11,15 @@ from lockstep.config.checks import step_contradictions
 from lockstep.layout import Layout
 from lockstep.models.protocol import objective_of
 from lockstep.models.transformer import Transformer
-from lockstep.parallel.axes.axis import Axis, AxisSite
+from lockstep.parallel.axes.axis import Axis, Site
 from lockstep.parallel.axes.context import ContextAxis
 from lockstep.parallel.axes.tensor import TensorAxis
 from lockstep.parallel.facts import facts_of
-from lockstep.parallel.place import axes_on
+from lockstep.parallel.place import with_axes
+from lockstep.precision import Precision
+from lockstep.randomness import RandomState
 from lockstep.registry import AXES
+from lockstep.strategy import strategy_named
 
 _SIZES = {"n_layer": 2, "n_head": 2, "n_embd": 16, "vocab_size": 8, "block_size": 8}
 _EXACT = {"distributed.reproducible": True, "distributed.open_axes": ["tensor", "context"]}
@@ -24,7 +27,18 @@ _EXACT = {"distributed.reproducible": True, "distributed.open_axes": ["tensor", 
 
 def axes_of(model: nn.Module, settings: dict[str, Any]) -> dict[str, Axis]:
     step = config_from(settings).step
-    return axes_on(facts_of(model), Layout(), step, None, "cpu", objective_of(model), None)
+    cpu = torch.device("cpu")
+    site = Site(
+        facts_of(model),
+        Layout(),
+        step,
+        None,
+        objective_of(model),
+        cpu,
+        Precision("fp32", "cpu"),
+        RandomState(0, cpu),
+    )
+    return with_axes(site, strategy_named("single")).axes
 
 
 def test_each_name_of_the_registry_is_the_name_of_its_class() -> None:
@@ -56,14 +70,14 @@ def test_an_axis_that_writes_nothing_but_on_changes_nothing() -> None:
         name = "idle"
 
         @classmethod
-        def on(cls, site: AxisSite) -> "Idle":
+        def on(cls, site: Site) -> "Idle":
             return cls()
 
     model = nn.Linear(2, 2)
     axis = Idle()
     objective = objective_of(model, nn.MSELoss())
     assert axis.objective(objective) is objective
-    assert list(axis.around(None, 1.0)) == []
+    assert list(axis.around(model)) == []
     assert axis.spread == frozenset()
     assert list(Idle.contradictions(config_from({}).step, None)) == []
 

@@ -20,37 +20,42 @@ import torch.distributed as dist
 
 from lockstep.errors import Contradiction
 from lockstep.parallel.axes.axis import Axis
-from lockstep.parallel.parallel_model import assign_strided
 from lockstep.parallel.passes import AroundMicroBatch
-from lockstep.parallel.placement import AppliedStrategy, placed_in_order, shared_out
-from lockstep.parallel.reproducible.gradient_trees import ExchangedTree
-from lockstep.parallel.reproducible.tree import assign_tree
 from lockstep.strategy import Strategy
 
 
 class EverySecond(AroundMicroBatch):
-    def __init__(self, model, group):
-        self.model, self.group, self.waiting, self.sums = model, group, 0, {}
+    def __init__(self, group):
+        self.group, self.waiting, self.parameters, self.sums = group, 0, [], {}
+
+    def add(self, part):
+        known = {*map(id, self.parameters)}
+        self.parameters += [p for p in part.parameters() if p.requires_grad and id(p) not in known]
 
     def after(self, run):
         self.waiting += 1
-        if self.waiting < 2 and not run.last:
-            return
+        if self.waiting == 2:
+            self.exchange()
+
+    def exchange(self):
         self.waiting = 0
-        for name, parameter in self.model.named_parameters():
-            if not parameter.requires_grad:
-                continue
+        for parameter in self.parameters:
             grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             dist.all_reduce(grad, group=self.group)
-            self.sums[name] = grad if name not in self.sums else self.sums[name] + grad
+            self.sums[parameter] = grad + self.sums[parameter] if parameter in self.sums else grad
             parameter.grad = None
-        if run.last:
-            for name, parameter in self.model.named_parameters():
-                parameter.grad = self.sums.pop(name, None)
+
+    def after_step(self, micro_batches_per_step):
+        if self.waiting:
+            self.exchange()
+        for parameter, total in self.sums.items():
+            parameter.grad = total
+        self.sums = {}
 
 
 class Toy(Axis):
     name = "toy"
+    goes_with = frozenset({"pipeline", "tensor"})
 
     def __init__(self, step):
         self.step = step
@@ -63,27 +68,17 @@ class Toy(Axis):
 
     @classmethod
     def on(cls, site):
-        if site.exact or site.layout.replicate == 1:
-            return None  # the strategy's tree exchanges
-        return cls(EverySecond(site.facts.model, site.mesh["replicate"].get_group()))
+        if site.reproducible or site.layout.replicate == 1:
+            return None  # the tree sums, or there is nothing to sum
+        return cls(EverySecond(site.mesh["replicate"].get_group()))
 
-    def around(self, assign, scale):
+    def around(self, part):
+        self.step.add(part)
         return [self.step]
 
 
 class Replicas(Strategy):
     axes = ("their.axes:Toy",)
-    shares_batches = True
-
-    def place(self, placement):
-        placement.materialise()
-        exact = placement.reproducible
-        parameters = [p for p in placement.model.parameters() if p.requires_grad]
-        applied = AppliedStrategy(
-            shared_out(assign_tree if exact else assign_strided, placement),
-            tree=ExchangedTree(parameters, placement.dp_group) if exact else None,
-        )
-        return placed_in_order(placement, applied)
 '''
 NAME = "their.axes:Replicas"
 AXIS_NAME = "their.axes:Toy"
@@ -100,16 +95,21 @@ def outside(tmp_path: Path) -> Outside:
     return found
 
 
-def test_it_takes_the_same_steps_as_one_process_alone_and_with_cut_layers(outside: Outside) -> None:
-    """Up to the order of summation, and in every bit where the strategy's tree exchanges."""
-    both = f"{NAME}:2,{NAME}:2*tensor:2"
-    plain = outside.lockstep("verify", "config.yaml", "--against", both, "--steps", 2)
+def test_it_takes_the_same_steps_as_one_process_alone_with_cut_layers_and_in_stages(
+    outside: Outside,
+) -> None:
+    """And beside a pipeline, whose stages it stands around: up to the order of summation, and in
+    every bit where the tree sums.
+    """
+    all_of_them = f"{NAME}:2,{NAME}:2*tensor:2,pipeline:2*{NAME}:2"
+    plain = outside.lockstep("verify", "config.yaml", "--against", all_of_them, "--steps", 2)
     assert f"{NAME}:2*tensor:2" in plain
+    assert f"pipeline:2*{NAME}:2" in plain
     exact = outside.lockstep(
         "verify",
         "config.yaml",
         "--against",
-        f"{NAME}:2*tensor:2",
+        all_of_them,
         "--steps",
         2,
         "distributed.reproducible=true",
@@ -124,9 +124,11 @@ def test_its_contradictions_are_told_before_ranks_start(outside: Outside) -> Non
     assert "write compile: false" in said
 
 
-def test_a_pipeline_takes_no_replicas_of_another_package() -> None:
+def test_a_pipeline_takes_no_replicas_whose_axes_do_not_go_with_it() -> None:
     with pytest.raises(UsageError, match=r"can't be the replicas of pipeline:2"):
-        parse_topology(f"pipeline:2*{NAME}:2")
+        parse_topology("pipeline:2*lockstep.parallel.accelerate:Accelerate:2")
+    with pytest.raises(UsageError, match=r"can't be the replicas of ddp:2"):
+        parse_topology("ddp:2*lockstep.parallel.ddp:DDP:2")
 
 
 class NoOn(Axis):

@@ -13,7 +13,7 @@ from typing import ClassVar, Self
 import torch.distributed as dist
 
 from lockstep.models.protocol import Objective
-from lockstep.parallel.axes.axis import Axis, AxisSite
+from lockstep.parallel.axes.axis import Axis, Site
 from lockstep.parallel.context import apply_context, cut_objective, plan_of
 from lockstep.parallel.context_attention import Context
 from lockstep.parallel.parallel_model import ParallelModel, local
@@ -33,18 +33,18 @@ class ContextAxis(Axis):
         self._plan = plan  # name of a batch's part → the dim of its sequence
 
     @classmethod
-    def on(cls, site: AxisSite) -> Self | None:
+    def on(cls, site: Site) -> Self | None:
         """Decide how sequences are cut, by the model's plan."""
         distributed = site.config.distributed
-        blocks = distributed.chunks_of_sequences if site.exact else None
+        blocks = distributed.chunks_of_sequences if site.reproducible else None
         several = site.layout.context > 1
         if not several and blocks in (None, 1):
             return None
         plan = plan_of(site.facts)
         group = site.mesh["context"].get_group() if site.mesh is not None and several else None
-        return cls(Context(group, blocks, distributed.context_method, site.on_send), plan)
+        return cls(Context(group, blocks, distributed.context_method, site.on_send(cls.name)), plan)
 
-    def after_others(self, site: AxisSite) -> None:
+    def after_others(self, site: Site) -> None:
         apply_context(site.facts, self.cut)  # dropout knows by then whether its layer is cut, too
 
     def objective(self, objective: Objective) -> Objective:

@@ -11,14 +11,14 @@ from dataclasses import replace
 from typing import ClassVar, Self
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lockstep.config import StepConfig
 from lockstep.config.checks import excluded, ranks_along
 from lockstep.errors import Contradiction
 from lockstep.layout import Layout
-from lockstep.parallel.axes.axis import AssignAnyRank, Axis, AxisSite
+from lockstep.parallel.axes.axis import AssignAnyRank, Axis, Site
 from lockstep.parallel.axes.tensor import TensorAxis
 from lockstep.parallel.expert import PlacedExperts, apply_experts
 from lockstep.parallel.parallel_model import ParallelModel
@@ -32,8 +32,9 @@ class ExpertAxis(Axis):
 
     name: ClassVar[str] = "expert"
 
-    def __init__(self, held: PlacedExperts, replicas: dist.ProcessGroup) -> None:
+    def __init__(self, held: PlacedExperts, model: nn.Module, replicas: dist.ProcessGroup) -> None:
         self.held = held
+        self._model = model
         self._replicas = replicas  # of the axis `replicate`
         self._trains_others = True  # whole DTensors for plain parameters, which `tensor` makes else
 
@@ -46,7 +47,7 @@ class ExpertAxis(Axis):
         if ranks == 1:
             return
         name = distributed.strategy if layout is None else layout.strategy
-        if name != AUTO and not strategy_named(name).places_experts:
+        if name != AUTO and not strategy_named(name).goes_with(cls.name):
             what = f"experts can't be spread over {ranks} ranks under strategy {name}"
             fix = "write strategy: ddp, fsdp or pipeline, or expert_size: 1"
             yield Contradiction((where, "distributed.strategy"), what, fix)
@@ -88,28 +89,35 @@ class ExpertAxis(Axis):
         )
 
     @classmethod
-    def on(cls, site: AxisSite) -> Self | None:
+    def on(cls, site: Site) -> Self | None:
         held = apply_experts(
-            site.facts, site.layout, site.device_type, exact=site.exact, on_send=site.on_send
+            site.facts,
+            site.layout,
+            site.device.type,
+            exact=site.reproducible,
+            on_send=site.on_send(cls.name),
         )
         if held is None:
             return None
         assert site.mesh is not None
-        return cls(held, site.mesh["replicate"].get_group())
+        return cls(held, site.model, site.mesh["replicate"].get_group())
 
-    def after_others(self, site: AxisSite) -> None:
+    def after_others(self, site: Site) -> None:
         """Take this rank's pieces: the axis `tensor` deals out experts first."""
-        tensor = site.others.get(TensorAxis.name)
-        cuts = tensor.cuts if isinstance(tensor, TensorAxis) else None
+        tensor = site.axis(TensorAxis)
+        cuts = None if tensor is None else tensor.cuts
         self._trains_others = cuts is None or cuts.cut.group is None
         self.held.take_pieces(cuts)
 
     def piece(self, name: str, value: Tensor) -> Tensor:
         return self.held.piece(name, value)
 
-    def around(self, assign: AssignAnyRank | None, scale: float) -> Sequence[AroundMicroBatch]:
+    def follow(self, assign: AssignAnyRank | None, scale: float) -> None:
         self.held.follow(assign, scale)
-        return [self.held] if self.held.exact else []
+
+    def around(self, part: nn.Module) -> Sequence[AroundMicroBatch]:
+        is_stage = part is not self._model  # the trees of stages take what would stand around them
+        return [self.held] if self.held.exact and not is_stage else []
 
     def trained(self, placed: ParallelModel) -> ParallelModel:
         """Train DTensors for experts, and count each of their elements once."""
@@ -139,3 +147,9 @@ class ExpertAxis(Axis):
     ) -> Iterator[tuple[dist.ProcessGroup, AbstractSet[str]]]:
         if self.held.replicas.size() > 1:
             yield self.held.replicas, placed.kept().keys() - self.held.shapes.keys()
+
+
+def placed_experts(site: Site) -> PlacedExperts | None:
+    """Return the experts that are spread over ranks; None where the axis `expert` has one."""
+    axis = site.axis(ExpertAxis)
+    return None if axis is None else axis.held

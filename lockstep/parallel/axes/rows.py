@@ -6,7 +6,9 @@ Tests: tests/parallel/test_buffers.py
 from collections.abc import Sequence
 from typing import ClassVar, Self
 
-from lockstep.parallel.axes.axis import AssignAnyRank, Axis, AxisSite
+from torch import nn
+
+from lockstep.parallel.axes.axis import Axis, Site
 from lockstep.parallel.batch_norm_rows import BatchNormRows, apply_batch_norm_rows
 from lockstep.parallel.passes import AroundMicroBatch
 
@@ -20,13 +22,13 @@ class RowsAxis(Axis):
         self.rows = rows
 
     @classmethod
-    def on(cls, site: AxisSite) -> Self | None:
+    def on(cls, site: Site) -> Self | None:
         training = site.config.training
-        samples = None if site.is_dry else training.batch_norm_samples
+        samples = None if site.dry_run is not None else training.batch_norm_samples
         rows = apply_batch_norm_rows(
             site.facts.model, samples, training.batch_size, site.layout.data_parallel_size
         )
         return None if rows is None else cls(rows)
 
-    def around(self, assign: AssignAnyRank | None, scale: float) -> Sequence[AroundMicroBatch]:
+    def around(self, part: nn.Module) -> Sequence[AroundMicroBatch]:
         return [self.rows]

@@ -19,7 +19,7 @@ from lockstep.config.checks import excluded, ranks_along
 from lockstep.errors import Contradiction, UsageError
 from lockstep.layout import Layout
 from lockstep.models.protocol import Objective
-from lockstep.parallel.axes.axis import Axis, AxisSite
+from lockstep.parallel.axes.axis import Axis, Site
 from lockstep.parallel.axes.context import ContextAxis
 from lockstep.parallel.loss_parallel import with_whole_logits
 from lockstep.parallel.parallel_model import ParallelModel
@@ -70,26 +70,26 @@ class TensorAxis(Axis):
             )
 
     @classmethod
-    def on(cls, site: AxisSite) -> Self | None:
+    def on(cls, site: Site) -> Self | None:
         """Cut layers by the model's plan; one rank that has none computes them whole."""
         several = site.layout.tensor > 1
-        if not several and not site.exact:
+        if not several and not site.reproducible:
             return None
         if not several:
             try:
                 _ = site.facts.tensor_plan
             except UsageError:  # one rank computes the layers whole
                 return None
-        context = site.others.get(ContextAxis.name)
+        context = site.axis(ContextAxis)
         cuts = apply_tensor(
             site.facts,
             site.mesh if several else None,
             site.config,
-            context.cut if isinstance(context, ContextAxis) else None,
+            None if context is None else context.cut,
             own_loss=site.objective.of_model,
-            on_send=site.on_send,
+            on_send=site.on_send(cls.name),
         )
-        return cls(cuts, {name for axis in site.others.values() for name in axis.spread})
+        return cls(cuts, {name for axis in site.axes.values() for name in axis.spread})
 
     def objective(self, objective: Objective) -> Objective:
         return with_whole_logits(objective, self.cuts.cut)

@@ -242,7 +242,7 @@ def picture_of(config: StepConfig, ranks: int | None = None) -> str:
     distributed = config.distributed
     training = config.training
     kind = distributed.pipeline
-    if distributed.strategy == AUTO or not strategy_named(distributed.strategy).splits_model:
+    if distributed.strategy == AUTO or not strategy_named(distributed.strategy).in_stages:
         what = f"strategy {distributed.strategy} has no schedule"
         raise UsageError(what, where="distributed.strategy", fix="write pipeline")
     named = (

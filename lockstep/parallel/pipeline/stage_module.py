@@ -79,6 +79,10 @@ class StageModule(nn.Module):
         self._precision = precision
         self._observes = observes
 
+    def hold(self, loss_fn: nn.Module) -> None:
+        """Hold the loss function, which has weights or buffers, as one of the modules here."""
+        self.loss_fn = loss_fn
+
     def blocks(self) -> list[tuple[str, nn.Module]]:
         return list(self._blocks)
 

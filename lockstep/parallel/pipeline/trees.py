@@ -245,8 +245,8 @@ class StageTrees:
     def _cut(self, name: str) -> tuple[tuple[int, ...], int]:
         """Return a parameter's whole shape, and the dim along which it is sharded."""
         parameter = self.held.named_parameters()[name]
-        assert isinstance(parameter, DTensor)
-        dims = [placement.dim for placement in parameter.placements if isinstance(placement, Shard)]
+        placements = parameter.placements if isinstance(parameter, DTensor) else ()
+        dims = [placement.dim for placement in placements if isinstance(placement, Shard)]
         return tuple(parameter.shape), dims[0] if dims else 0
 
     def _write(self, names: Sequence[str], reduce: TreeReduceScatter) -> None:
@@ -263,9 +263,12 @@ class StageTrees:
             names, torch.split(whole.view(replicas, -1), widths, dim=1), strict=True
         ):
             parameter = self.held.named_parameters()[name]
-            assert isinstance(parameter, DTensor)
-            piece = parameter.to_local()
+            piece = local(parameter)
             gradient = columns.reshape(-1)[: piece.numel()].view(piece.shape)
+            if not isinstance(parameter, DTensor):
+                parameter.grad = gradient
+                continue
+
             parameter.grad = DTensor.from_local(
                 gradient,
                 parameter.device_mesh,

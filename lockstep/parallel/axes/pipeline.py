@@ -1,0 +1,289 @@
+"""The axis `pipeline`: ranks that each keep stages of the model, through which micro-batches run.
+
+How passes of stages are ordered and run is in `lockstep.parallel.pipeline`.
+
+An axis beside it that shares out micro-batches finds a stage in place of the model. `shard` cuts or
+replicates each of them by FSDP2: on a mesh of (replicas, 1) it replicates, and all schedules give
+correct gradients with it, which does not hold for DDP. FSDP2 holds the full gradients of a rank's
+stages until a step's end. Any other one stands around the passes of each stage.
+
+Tests: tests/parallel/test_pipeline.py, tests/parity/test_pipeline.py, tests/seams/test_axis.py
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import ClassVar, Self
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from lockstep.collectives import object_device
+from lockstep.config import StepConfig
+from lockstep.errors import Contradiction
+from lockstep.layout import Layout
+from lockstep.parallel.axes.axis import AssignAnyRank, Axis, Site
+from lockstep.parallel.axes.expert import placed_experts
+from lockstep.parallel.axes.shard import ShardAxis
+from lockstep.parallel.axes.tensor import TensorAxis
+from lockstep.parallel.fsdp_order import UnitOrder
+from lockstep.parallel.fsdp_units import explain_mixing, sharded_units, used_elsewhere
+from lockstep.parallel.loss_weights import train_loss_weights
+from lockstep.parallel.parallel_model import ParallelModel, assign_strided
+from lockstep.parallel.passes import AroundMicroBatch, Explain, Explains, explained, within
+from lockstep.parallel.pipeline import stage_parameters
+from lockstep.parallel.pipeline.plan import PipelinePlan, plan_of, splits_backward
+from lockstep.parallel.pipeline.runner import Runner
+from lockstep.parallel.pipeline.schedules import SCHEDULES, forward_program_of, program_of
+from lockstep.parallel.pipeline.shapes import Shapes
+from lockstep.parallel.pipeline.stage_module import StageModule, shard_stages, stage_module_of
+from lockstep.parallel.pipeline.stage_sync import StageSync
+from lockstep.parallel.pipeline.trees import StageTrees
+from lockstep.parallel.placement import shared_out
+from lockstep.parallel.reproducible.determinism import explain_kernel
+from lockstep.parallel.reproducible.tree import assign_tree
+from lockstep.registry import BY_SIZE
+
+
+class PipelineAxis(Axis):
+    """Stages of a model: a chain of segments that is cut."""
+
+    name: ClassVar[str] = "pipeline"
+    goes_with: ClassVar[frozenset[str]] = frozenset(BY_SIZE) - {"batch_norm"}
+    in_stages: ClassVar[bool] = True
+
+    @classmethod
+    def contradictions(cls, config: StepConfig, layout: Layout | None) -> Iterator[Contradiction]:
+        """Yield what a schedule does not go with."""
+        distributed = config.distributed
+        pipeline = distributed.pipeline
+        sharding = distributed.fsdp.sharding_strategy
+        facts = SCHEDULES[pipeline.schedule]
+        if facts.splits_backward and config.training.compile:
+            what = f"{facts.name} splits the backward pass, which a compiled block can't"
+            fix = "write compile: false, or schedule: 1F1B"
+            yield Contradiction(("training.compile", "distributed.pipeline.schedule"), what, fix)
+        shards = (distributed.shard_size or 1) if layout is None else layout.shard
+        # FSDP2 frees the parameters of a unit after its forward pass, and hooks gather them again
+        # for a backward pass that is made at once. Where the schedule makes it in two halves,
+        # gradients were None or 25 % off, without an error (torch 2.13).
+        if facts.splits_backward and shards > 1 and sharding in ("full_shard", "hybrid_shard"):
+            what = (
+                f"{sharding} frees parameters that {facts.name} still needs: its gradients would be"
+                " wrong"
+            )
+            fix = "write sharding_strategy: shard_grad_op"
+            yield Contradiction(
+                ("distributed.fsdp.sharding_strategy", "distributed.pipeline.schedule"), what, fix
+            )
+        needed = facts.stages_per_rank
+        if needed not in (None, pipeline.stages_per_rank):
+            more = ", or schedule: Interleaved1F1B" if needed == 1 else ""
+            what = (
+                f"{facts.name} takes {needed} stage{'s' * (needed != 1)} a rank, not"
+                f" {pipeline.stages_per_rank}"
+            )
+            fix = f"write stages_per_rank: {needed}{more}"
+            yield Contradiction(
+                ("distributed.pipeline.stages_per_rank", "distributed.pipeline.schedule"), what, fix
+            )
+
+    @classmethod
+    def on(cls, site: Site) -> Self | None:
+        return None if site.layout.is_one_group else cls()
+
+    def place(self, site: Site) -> ParallelModel | None:
+        return place_stages(site)
+
+
+@dataclass
+class LocalStages:
+    """This rank's stages, and what surrounds them."""
+
+    plan: PipelinePlan
+    held: stage_parameters.StageParameters
+    parts: list[StageModule]
+    shard: ShardAxis | None  # which has cut or replicated them
+    frees: bool  # FSDP2 frees gathered parameters after each forward pass
+    unit: nn.Module | None  # FSDP2's unit for parameters that stages share
+
+
+def place_stages(site: Site) -> ParallelModel:
+    """Place a model as stages.
+
+    Afterwards this rank keeps only descriptions of other ranks' parameters.
+    """
+    mesh = site.mesh
+    layout = site.layout
+    assert mesh is not None
+    group = mesh["pipeline"].get_group()
+    rank = mesh["pipeline"].get_local_rank()
+    plan = plan_of(site.facts, layout.pipeline, site.config)
+    uses = plan.uses()
+    site.log_lines.append(
+        f"pipeline: {plan.facts.name}, {len(plan.parts.stages)} stages on {layout.pipeline}"
+        f" ranks\n{plan.table()}"
+    )
+    halves, lines = splits_backward(plan, uses, site.config)
+    site.log_lines.extend(lines)
+
+    cut = local_stages(site, mesh, plan)
+    for part in cut.parts:
+        if part.is_last and site.loss is not None:  # after FSDP2, which leaves it whole
+            part.hold(site.loss.module)
+    groups = stage_parameters.groups_that_share(plan.across(), mesh.mesh.flatten(1).T.tolist())
+    finish: Callable[[], None] = partial(stage_parameters.sum_shared, cut.held, groups)
+    assign: AssignAnyRank = assign_strided
+    trees = None
+    if site.reproducible:
+        here = [part.index for part in cut.parts]
+        pipelines = _parallel_pipelines(site)
+        experts = placed_experts(site)
+        trees = StageTrees(cut.held, uses, here, site.device, mesh, pipelines, groups, experts)
+        finish = trees.finish
+        assign = partial(assign_tree, even=True)
+    for axis in site.axes.values():
+        axis.follow(assign, 1.0)
+
+    runner = _runner(site, cut, trees, group, halves=halves)
+    placed = ParallelModel(
+        layout=layout,
+        parts=list(cut.parts),
+        parameters=cut.held.named_parameters(),
+        objective=site.objective,
+        random_state=site.random_state,
+        assign=shared_out(assign, site),
+        passes=runner.forward_backward,
+        evaluate=within(partial(explained, explanations_of(site)), runner.evaluate),
+        forward=runner.forward,
+        buffers={n: b for n, b in cut.held.named_buffers().items() if n in plan.model.persistent},
+        finishers=[finish],
+        norm_groups=([mesh["shard"].get_group()] if layout.shard > 1 else []) + [group],
+        # the first does
+        counted={n for n in cut.held.parameters if cut.held.across.get(n, [rank])[0] == rank},
+        wants_data=any(part.is_first or part.is_last for part in cut.parts),
+        log_lines=site.log_lines,
+        reproducible=site.reproducible,
+    )
+    if site.loss is not None:
+        placed = train_loss_weights(placed, site.loss, alone=site.dry_run is not None)
+        # forward passes of the loss function change them elsewhere
+        if not any(part.is_last for part in cut.parts):
+            kept = placed.buffers.items()
+            own = {name: buffer for name, buffer in kept if name not in site.loss.buffers}
+            placed = replace(placed, buffers=own)
+    return placed
+
+
+def local_stages(site: Site, mesh: DeviceMesh, plan: PipelinePlan) -> LocalStages:
+    """Keep this rank's stages, release the others, and shard or replicate the kept ones."""
+    rank = mesh["pipeline"].get_local_rank()
+    held = stage_parameters.stage_parameters_of(
+        rank, plan.model, plan.segments, plan.stage_of, plan.parts.ranks
+    )
+    observes = site.objective.in_outputs and site.objective.observed is not None
+    blocks = site.facts.blocks
+    parts = [
+        stage_module_of(plan, stage, held, blocks, site.precision, observes=observes)
+        for stage in plan.parts.of_rank(rank)
+    ]
+    stage_parameters.release(plan.model, held)
+    stage_parameters.materialise(held, site.device, site.first, empty=site.dry_run is not None)
+    shard = site.axis(ShardAxis)
+    if shard is None:
+        return LocalStages(plan, held, parts, shard=None, frees=False, unit=None)
+
+    several = site.layout.shard > 1
+    strategy = site.config.distributed.fsdp.sharding_strategy
+    frees = several and strategy in ("full_shard", "hybrid_shard")
+    unit, lines = shard_stages(parts, held, site.units, partial(shard.cut_stage, site), frees)
+    site.log_lines.extend(lines)
+    if several and site.dry_run is None:
+        for part in parts:
+            _hold_to_one_order(part, mesh["shard"].get_group(), site.device)
+    return LocalStages(plan, held, parts, shard, frees, unit)
+
+
+def explanations_of(site: Site) -> list[Explain]:
+    """Return what makes clearer errors of torch's, in training and in evaluation."""
+    found: list[Explain] = [explain_kernel] if site.reproducible else []
+    if site.axis(ShardAxis) is not None:  # the stages are FSDP2's
+        found.append(partial(explain_mixing, explanation=used_elsewhere))
+    return found
+
+
+def around_stage(site: Site, cut: LocalStages, part: StageModule) -> list[AroundMicroBatch]:
+    """Return what stands around the passes of a stage, outermost first.
+
+    The order is decided here alone.
+    """
+    around: list[AroundMicroBatch] = [Explains(explain) for explain in explanations_of(site)]
+    for axis in site.axes.values():
+        around += axis.around(part)
+    # without values there is no exchange
+    if site.dry_run is None:
+        buffers = site.running_buffers(part, site.ranks, _parallel_pipelines(site))
+        around += [buffers] if buffers.any else []
+        # Around the last stage here, on ranks without a loss as well, which take part in the sum
+        # over all ranks.
+        if site.loss is not None and site.loss.any and part is cut.parts[-1]:
+            around.append(site.loss)
+    if cut.shard is not None:
+        around.append(StageSync(part))
+    return around
+
+
+def _parallel_pipelines(site: Site) -> dist.ProcessGroup | None:
+    """Return the ranks that hold the same stages; None where there is one pipeline."""
+    return site.dp_group if site.ranks > 1 else None
+
+
+def _hold_to_one_order(part: StageModule, shards: dist.ProcessGroup, device: torch.device) -> None:
+    """Make it an error if some ranks' data leave out a unit of a stage that others gather."""
+    named = [(part.name_in_model(name), unit) for name, unit in sharded_units(part)]
+    UnitOrder(named, device, {True: shards, False: shards}, shards, joins=False)
+
+
+def _runner(
+    site: Site,
+    cut: LocalStages,
+    trees: StageTrees | None,
+    group: dist.ProcessGroup,
+    *,
+    halves: bool,
+) -> Runner:
+    """Return what runs this rank's stages, over the ranks of its pipeline."""
+    plan = cut.plan
+    parts = cut.parts
+    options = site.config.distributed.pipeline
+    stages = len(plan.parts.stages)
+    objects_on = object_device(site.device)
+    tensor = site.axis(TensorAxis)
+    knows_batches = parts[0].is_first and (tensor is None or tensor.cuts.cut.rank == 0)
+    together = placed_experts(site) is not None
+    schedule = plan.facts.name, site.layout.pipeline, options.stages_per_rank
+    rank = dist.get_rank(group)
+    runner = Runner(
+        parts,
+        {part.index: around_stage(site, cut, part) for part in parts},
+        site.objective,
+        site.random_state,
+        plan.parts.ranks,
+        group,
+        site.device,
+        objects_on,
+        Shapes(site.rank, site.ranks, knows_batches, objects_on, together=together),
+        program=lambda count: program_of(*schedule, count, rank),
+        forward_program=lambda count: forward_program_of(*schedule, count, rank),
+        padded=lambda count: plan.facts.padded(count, site.layout.pipeline, stages),
+        halves=halves,
+        per_run=options.n_microbatches,
+        shared_unit=cut.unit,
+        frees=cut.frees,
+        trees=trees,
+    )
+    # the pipeline's communicator is there before a send
+    dist.all_reduce(torch.zeros(1, device=site.device), group=group)
+    return runner

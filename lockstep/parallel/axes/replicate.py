@@ -1,0 +1,124 @@
+"""The axis `replicate`: ranks that hold all of what they hold, and run micro-batches of their own.
+
+torch's DistributedDataParallel reduces their gradients once a step, while backward runs. How it is
+told when, and what its errors mean, is in `lockstep.parallel.ddp`.
+
+Tests: tests/parity/test_data_parallel.py
+"""
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from functools import partial
+from typing import ClassVar, Self
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lockstep.config import StepConfig
+from lockstep.errors import Contradiction
+from lockstep.layout import Layout
+from lockstep.parallel.axes.axis import AssignAnyRank, Axis, Site
+from lockstep.parallel.axes.expert import placed_experts
+from lockstep.parallel.axes.rows import RowsAxis
+from lockstep.parallel.comm.compression import Compression, compress
+from lockstep.parallel.ddp import DDPSync, wrapped_by_ddp
+from lockstep.parallel.parallel_model import ParallelModel, assign_contiguous, assign_strided
+from lockstep.parallel.placement import AppliedStrategy, placed_in_order, shared_out
+from lockstep.parallel.reproducible.gradient_trees import ReplicaTree
+from lockstep.parallel.reproducible.tree import assign_tree
+from lockstep.registry import BY_SIZE
+
+
+class ReplicateAxis(Axis):
+    """Replicas of the model, whose gradients DDP, a compression, or the tree reduces."""
+
+    name: ClassVar[str] = "replicate"
+    goes_with: ClassVar[frozenset[str]] = frozenset(BY_SIZE)
+    in_buckets: ClassVar[bool] = True
+
+    @classmethod
+    def contradictions(cls, config: StepConfig, layout: Layout | None) -> Iterator[Contradiction]:
+        """Yield that one version of torch can't reduce under a debug switch."""
+        level = dist.get_debug_level()  # type: ignore[attr-defined]  # torch's stubs lack it
+        several = layout is not None and layout.world_size > 1
+        if several and torch.__version__.startswith("2.13.") and level.name == "DETAIL":
+            what = "torch 2.13 dies of a segmentation fault in DistributedDataParallel under "
+            what += "TORCH_DISTRIBUTED_DEBUG=DETAIL"
+            fix = "write debug: info, or unset TORCH_DISTRIBUTED_DEBUG; or strategy: fsdp with "
+            fix += "fsdp.sharding_strategy: no_shard, which replicates as well"
+            yield Contradiction(("distributed.debug: detail",), what, fix)
+
+    @classmethod
+    def on(cls, site: Site) -> Self | None:
+        return None if site.layout.is_one_group else cls()
+
+    def wrap(
+        self, model: nn.Module, config: StepConfig, group: dist.ProcessGroup
+    ) -> DistributedDataParallel:
+        """Wrap a whole model, on its device, its values already equal on all ranks of the group."""
+        return wrapped_by_ddp(model, config, group)
+
+    def place(self, site: Site) -> ParallelModel | None:
+        """Wrap the model for DDP, with the assignment and the reduction of the config."""
+        site.materialise()
+        if site.dry_run is not None:
+            return _rehearsed(site)
+        assert site.mesh is not None
+        compression = _compressed(site)
+        replicas = site.mesh["replicate"].get_group()
+        how = _assignment(site)
+        experts = placed_experts(site)
+        with nullcontext() if experts is None else experts.hidden():
+            wrapped = self.wrap(site.model, site.config, replicas)
+            if compression.hook is not None:
+                wrapped.register_comm_hook(None, compression.hook)
+            applied = AppliedStrategy(
+                shared_out(how, site),
+                runs=wrapped,
+                gradient_sync=DDPSync(wrapped),
+                compression=compression,
+                of_any_rank=how,
+                # the tree is a sum; DDP's own reduction is a mean
+                tree=ReplicaTree(wrapped, replicas) if site.reproducible else None,
+                multiplier=1.0 if site.reproducible else float(site.ranks),
+            )
+        return placed_in_order(site, applied)
+
+
+def _assignment(site: Site) -> AssignAnyRank:
+    """Return how micro-batches go to ranks.
+
+    Where ranks exchange rows in each micro-batch, they run the same number.
+    """
+    if placed_experts(site) is not None:
+        return partial(assign_tree, even=True) if site.reproducible else assign_strided
+    if site.axis(RowsAxis) is not None:
+        return assign_strided
+    return assign_tree if site.reproducible else assign_contiguous
+
+
+def _rehearsed(site: Site) -> ParallelModel:
+    """Place a replica without values, with a stand-in for DDP, which refuses fake tensors."""
+    assert site.dry_run is not None
+    experts = placed_experts(site)
+    with nullcontext() if experts is None else experts.hidden():
+        reducer = site.dry_run.reducer(site.model, site.config.distributed.ddp)
+    applied = AppliedStrategy(
+        shared_out(assign_contiguous, site), gradient_sync=reducer, multiplier=float(site.ranks)
+    )
+    return placed_in_order(site, applied)
+
+
+def _compressed(site: Site) -> Compression:
+    """Return the compression of gradients that the config asks for.
+
+    The model is whole, and on its device.
+    """
+    assert site.mesh is not None
+    bad = site.config.training.bad_numbers
+    undoable = site.precision.mode == "fp16" or bad.action == "skip" or bad.recompute
+    found = compress(site.model, site.mesh["replicate"], site.config, undoable=undoable)
+    site.log_lines.extend(found.log_lines)
+    return found

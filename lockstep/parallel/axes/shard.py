@@ -1,0 +1,149 @@
+"""The axis `shard`: ranks that each hold a share of parameters, gradients and optimizer states.
+
+With `replicate` beside it, shards are replicated. A model is cut as a whole, or stage by stage
+under a pipeline. How FSDP2 cuts and gathers is in `lockstep.parallel.fsdp`.
+
+Tests: tests/parallel/test_fsdp.py, tests/parity/test_data_parallel.py
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import ClassVar, Self
+
+import torch.distributed as dist
+from torch import nn
+
+from lockstep.errors import UsageError, listed
+from lockstep.parallel.axes.axis import AssignAnyRank, Axis, Site
+from lockstep.parallel.axes.expert import placed_experts
+from lockstep.parallel.comm.gloo import GlooMessages
+from lockstep.parallel.facts import Named
+from lockstep.parallel.fsdp import FSDPSync, Scalars, apply_fsdp, scalars_of
+from lockstep.parallel.fsdp_order import UnitOrder
+from lockstep.parallel.fsdp_units import UnitUsage, contained_units, sharded_units
+from lockstep.parallel.parallel_model import ParallelModel, assign_strided
+from lockstep.parallel.passes import AroundMicroBatch
+from lockstep.parallel.placement import AppliedStrategy, placed_in_order, shared_out
+from lockstep.parallel.reproducible.gradient_trees import ShardTree
+from lockstep.parallel.reproducible.tree import assign_in_groups
+from lockstep.registry import BY_SIZE
+
+
+class ShardAxis(Axis):
+    """Shards of the model, and replicas of them.
+
+    First values are made one parameter at a time, and cut.
+    """
+
+    name: ClassVar[str] = "shard"
+    goes_with: ClassVar[frozenset[str]] = frozenset(BY_SIZE)
+
+    @classmethod
+    def on(cls, site: Site) -> Self | None:
+        return None if site.layout.data_parallel_size == 1 else cls()
+
+    def place(self, site: Site) -> ParallelModel | None:
+        """Shard the model by FSDP2, with what stands around its passes."""
+        mesh = site.mesh
+        layout = site.layout
+        options = site.config.distributed.fsdp
+        assert mesh is not None
+        if site.has_values:
+            site.model.to(site.device)  # a shard is cut on the device that it stays on
+        experts = placed_experts(site)
+        lines = apply_fsdp(
+            site.model,
+            mesh,
+            options,
+            site.units,
+            param_dtype=site.config.precision.param_dtype,
+            replicas_apart=site.reproducible,
+            foreign=None if experts is None else set(experts.parameters),
+            device_type=site.device_type,
+        )
+        site.log_lines.extend(lines)
+        if not site.has_values:
+            site.materialise()
+        shards = mesh["shard"].get_group() if layout.shard > 1 else None
+        scalars = Scalars(site.model)
+        counted = None
+        if scalars.placed and site.rank % layout.shard:  # of what all shards hold, the first does
+            counted = {name for name, _ in site.model.named_parameters()} - set(scalars.placed)
+        how, groups = _assignment(site)
+        applied = AppliedStrategy(
+            shared_out(how, site),
+            gradient_sync=FSDPSync(site.model, accumulate=options.accumulate),
+            around=[scalars, *_exchanges(site, shards)],
+            tree=ShardTree(site.model, mesh, groups) if site.reproducible else None,
+            norm_groups=[shards] if shards is not None else [],
+            parameters=scalars.placed,
+            counted=counted,
+            of_any_rank=how,
+        )
+        return placed_in_order(site, applied)
+
+    def cut_stage(
+        self,
+        site: Site,
+        stage: nn.Module,
+        units: Named,
+        foreign: set[nn.Parameter],
+        frees: bool,
+    ) -> list[str]:
+        """Cut a pipeline's stage, or what stages share, and return lines to log.
+
+        Units were chosen before the model was cut. `foreign` parameters stay as they are.
+        """
+        assert site.mesh is not None
+        scalars = scalars_of(stage)
+        if scalars:
+            what = f"the parameter {listed(list(scalars))} has no dim, so FSDP can't cut it"
+            fix = "give it one, torch.ones(1) for torch.ones(()), or write strategy: fsdp or ddp"
+            raise UsageError(what, where="distributed.strategy: pipeline", fix=fix)
+        experts = placed_experts(site)
+        lines = apply_fsdp(
+            stage,
+            site.mesh,
+            site.config.distributed.fsdp,
+            contained_units(stage, units),
+            param_dtype=site.config.precision.param_dtype,
+            reshard_after_forward=frees,
+            foreign=foreign if experts is None else foreign | set(experts.parameters),
+            device_type=site.device_type,
+        )
+        if site.device_type == "cpu":
+            GlooMessages(stage)
+        return lines
+
+
+def _exchanges(site: Site, shards: dist.ProcessGroup | None) -> Sequence[AroundMicroBatch]:
+    """Return what compares the units that ranks use, and what carries messages of gloo."""
+    around: list[AroundMicroBatch] = []
+    # ranks compare what they use, and without values there is nothing to compare
+    if site.dry_run is None:
+        around.append(UnitUsage(site.model, site.device))
+        exchanging: dict[bool, dist.ProcessGroup | None] = (
+            {} if shards is None else {True: shards, False: shards}
+        )
+        if not site.reproducible:  # replicas add up unit by unit, too
+            exchanging[True] = site.dp_group
+        units = sharded_units(site.model)
+        around.append(UnitOrder(units, site.device, exchanging, site.dp_group))
+    if site.device_type == "cpu":
+        # else a sum follows on what FSDP2 is given
+        may_wait = not site.reproducible and site.layout.replicate == 1
+        messages = GlooMessages(site.model, may_wait=may_wait)
+        around += [messages] if may_wait else []
+    return around
+
+
+def _assignment(site: Site) -> tuple[AssignAnyRank, int]:
+    """Return how micro-batches go to ranks, and the groups of a replica that run whole nodes."""
+    layout = site.layout
+    if not site.reproducible:
+        return assign_strided, 1
+    if placed_experts(site) is None:
+        return partial(assign_in_groups, groups=layout.replicate), 1
+    # ranks that share out experts run whole nodes, which are the sums that they send
+    groups = layout.shard // layout.expert if layout.shard % layout.expert == 0 else 1
+    return partial(assign_in_groups, groups=layout.replicate * groups, even=True), groups
