@@ -3,7 +3,7 @@
 Each rank is bound to the NUMA node of its GPU; without GPUs, ranks are assigned to the nodes in
 order. Earlier limits (taskset, a container, Slurm's binding) are never widened. Source:
 /sys/devices/system/node, /sys/bus/pci (kernel.org/doc/Documentation/ABI); /proc/driver/nvidia/gpus
-has a folder for each GPU. Does not import torch.
+has a folder for each GPU. Loads torch inside functions only.
 """
 
 import os
@@ -26,6 +26,19 @@ def allowed() -> set[int]:
 def threads_per_rank(local_world_size: int) -> int:
     """Return the allowed cores divided by the ranks on this machine; at least 1."""
     return max(1, len(allowed()) // max(1, local_world_size))
+
+
+def threads_after_fork() -> None:
+    """Give a fork of a process that has set torch's number of threads the same number.
+
+    The first call after a fork replaces a pool of threads. Autograd's threads, which all make it
+    as they start, may find none meanwhile, and abort the process: "Invalid thread pool!", SIGABRT.
+    This one call comes before theirs. (Seen with torch's CUDA build on a machine without a GPU,
+    which has eight such threads once a `FakeTensorMode` was used.)
+    """
+    import torch
+
+    torch.set_num_threads(torch.get_num_threads())
 
 
 def bound_node() -> int | None:

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep import signals
+from lockstep.cores import threads_after_fork
 from tests.hosts import REPOSITORY, Host
 
 TORCHRUN = "torch.distributed.run"
@@ -236,6 +237,7 @@ def _become(request: _Request, descriptors: Sequence[int]) -> None:
     """Run the module as `python -m` does."""
     while os.getppid() != request.parent:
         time.sleep(0.001)
+    threads_after_fork()
     if request.own_session:
         os.setsid()
     for number, descriptor in enumerate(descriptors):

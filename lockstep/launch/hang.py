@@ -13,7 +13,6 @@ slow because the machine is busy: they are not killed.
 import json
 import signal
 import socket
-import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
@@ -29,6 +28,7 @@ from lockstep.heartbeat.watcher import read_beats, read_limits
 from lockstep.launch import failures
 from lockstep.launch.failures import Failure, Stack, Stopped, is_stopped, send_signal, stacks_file
 from lockstep.run_files import replace_file
+from lockstep.store_threads import StoreThread
 
 STACKS_SIGNAL = signal.SIGQUIT  # `kill -QUIT` makes a rank write its stacks at any time
 _ANSWER_SECONDS = 2.0  # for the ranks that run
@@ -404,9 +404,7 @@ class OtherMachines:
         self._others = [f"{_FORWARD_KEY}/{other}" for other in range(count) if other != number]
         self._signs = (0.0, 0.0)  # the newest here: of work, of writes
         self._newest = [0.0, 0.0]  # the same elsewhere, by this machine's clock
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._exchange, name="other-machines", daemon=True)
-        self._thread.start()
+        self._thread = StoreThread(self._exchange, "other-machines")
 
     def tell(self, beats: Sequence[Beat]) -> None:
         """Tell of newer signs of this machine's ranks."""
@@ -421,22 +419,17 @@ class OtherMachines:
         return max(self._newest) if writes else self._newest[0]
 
     def close(self) -> None:
-        """End the thread, and wait a moment for it.
+        """End the thread, and wait a moment for it."""
+        self._thread.close()
 
-        The interpreter's end would abort the process (SIGABRT) if the thread came back from the
-        store then. A store that never answers is not waited for.
-        """
-        self._closed.set()
-        self._thread.join(_CLOSING_SECONDS)
-
-    def _exchange(self) -> None:
+    def _exchange(self, thread: StoreThread) -> None:
         """Tell the other machines when ranks here go forward, and hear when theirs do."""
         told = self._signs
         counts = [0, 0]
         heard = [[0, 0] for _ in self._others]
         # the machine that hosts the store is gone, which ends the run
         with suppress(RuntimeError, ValueError):
-            while not self._closed.wait(_TELL_SECONDS):
+            while not thread.closing.wait(_TELL_SECONDS):
                 signs = self._signs
                 if signs != told:
                     counts = [
@@ -457,7 +450,6 @@ class OtherMachines:
 
 _FORWARD_KEY = "lockstep/forward"
 _TELL_SECONDS = 1.0
-_CLOSING_SECONDS = 2.0  # for an answer of the store that is under way
 _WRITE = "write"  # the name under which the durations of whole writes in the background are kept
 _STEPS = ("train", "steps")  # calls of which each is one step of the loop
 

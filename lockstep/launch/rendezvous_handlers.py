@@ -12,7 +12,6 @@ import datetime
 import math
 import os
 import socket
-import threading
 import time
 import uuid
 from collections.abc import Callable
@@ -40,6 +39,7 @@ from lockstep.launch.options import (
 )
 from lockstep.network import address_towards, is_address, is_loopback
 from lockstep.rendezvous import host_store
+from lockstep.store_threads import StoreThread
 from lockstep.torch_compat.rendezvous import ExtensibleRendezvous
 
 _STORE_SECONDS = 60.0  # how long to wait for an answer of the store
@@ -318,7 +318,7 @@ class Membership:
 
     def begin(self) -> None:
         self._found: list[int | Exception] = [0]
-        self._thread: threading.Thread | None = None
+        self._thread: StoreThread | None = None
         self._asked_at = time.monotonic()
 
     def __call__(self) -> int:
@@ -328,8 +328,8 @@ class Membership:
             raise newest
         if not self._is_asking() and time.monotonic() - self._asked_at > 1.0:
             self._asked_at = time.monotonic()
-            self._thread = threading.Thread(target=self._run, args=(self._found,), daemon=True)
-            self._thread.start()
+            found = self._found
+            self._thread = StoreThread(lambda _thread: self._run(found), "membership")
         return newest
 
     def check(self, seconds: float = 30.0) -> None:

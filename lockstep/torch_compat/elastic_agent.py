@@ -9,13 +9,14 @@ raises AttributeError for a method; a launch fails at once for an attribute.
 """
 
 import inspect
-import threading
 from functools import partial
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsSpecs
+
+from lockstep.store_threads import StoreThread
 
 # from torch 2.12 on
 _TAKES_TIMEOUT = "shutdown_timeout" in inspect.signature(LocalElasticAgent.__init__).parameters
@@ -82,8 +83,7 @@ class ExtensibleAgent(LocalElasticAgent):
 
     def leave_rendezvous(self, seconds: float) -> None:
         """Tell the other machines that this one leaves, and give up after some seconds."""
-        leaving = threading.Thread(target=self._rdzv_handler.shutdown, daemon=True)
-        leaving.start()
+        leaving = StoreThread(lambda _thread: self._rdzv_handler.shutdown(), "leave-rendezvous")
         leaving.join(seconds)
 
     def run_until_end(self, role: str) -> RunResult:

@@ -3,12 +3,11 @@
 Tests: tests/launch/test_hang.py
 """
 
-import atexit
-import threading
 from contextlib import suppress
 from pathlib import Path
 
 from lockstep.heartbeat.files import DUMP
+from lockstep.store_threads import StoreThread
 from lockstep.torch_compat import flight_recorder
 
 _LOOK_SECONDS = 0.5
@@ -26,11 +25,10 @@ def dump_collectives_on_request(folder: Path | None, rank: int) -> None:
     if folder is None or read is None or folder in _answering:
         return
     _answering.add(folder)
-    ends = threading.Event()
 
-    def watch() -> None:
+    def watch(thread: StoreThread) -> None:
         answered = 0.0
-        while not ends.wait(_LOOK_SECONDS) and folder.is_dir():
+        while not thread.closing.wait(_LOOK_SECONDS) and folder.is_dir():
             asked = 0.0
             with suppress(OSError):
                 asked = (folder / DUMP).stat().st_mtime
@@ -40,11 +38,4 @@ def dump_collectives_on_request(folder: Path | None, rank: int) -> None:
                 beside.rename(folder / f"flight-{rank}.json")
                 answered = asked
 
-    thread = threading.Thread(target=watch, name="flight", daemon=True)
-    thread.start()
-
-    def end() -> None:
-        ends.set()
-        thread.join()
-
-    atexit.register(end)
+    StoreThread(watch, "flight")

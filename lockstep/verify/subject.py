@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.config import Config, config_from
+from lockstep.cores import threads_after_fork
 from lockstep.environment import rank_facts
 from lockstep.errors import LockstepError, RunError
 from lockstep.launch.failures import (
@@ -179,6 +180,7 @@ def _run(run: Callable[[], None], folder: Path, number: int, seconds: float, alo
     facts = rank_facts()
     code = 0
     die_with_this_process()
+    threads_after_fork()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     for name in _PLACE if alone else ():
         os.environ.pop(name, None)

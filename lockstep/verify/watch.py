@@ -34,12 +34,14 @@ from torch.optim.optimizer import (
 from lockstep.environment import rank_facts
 from lockstep.errors import listed
 from lockstep.parallel.divergence import fingerprint
+from lockstep.store_threads import StoreThread
 from lockstep.torch_compat import script_patches
 from lockstep.verify.training_checks import LoopFinding, TrainingChecks
 
 _PREFIX = "lockstep-watch"
 _CONNECT_SECONDS = 20.0
 _WAIT_SECONDS = 600.0  # for what another rank says of a step
+_LOOK_SECONDS = 0.02
 # its `sitecustomize.py` is put on the path of other processes
 _FOLDER = Path(__file__).parent / "injected"
 _END = -1  # stands for a step in what ranks say when their processes end
@@ -202,11 +204,11 @@ class _Ranks:
         self._checks = checks
         self.rank = torch.distributed.get_rank()
         self.world = torch.distributed.get_world_size()
-        self._queue: Queue[tuple[int, dict[str, Any]]] = Queue()
+        self._queue: Queue[tuple[int, dict[str, Any]] | None] = Queue()  # None: the end
         self._connected = True  # until the thread finds no store
         self._equal: set[str] = set()  # weights that were equal on all ranks once
         self._found: int | None = None  # by all ranks, when all have ended
-        threading.Thread(target=self._run, daemon=True).start()
+        StoreThread(self._run, "watch-training", wake=lambda: self._queue.put(None))
 
     def send(self, step: int, said: dict[str, Any]) -> None:
         if self._connected:
@@ -226,7 +228,7 @@ class _Ranks:
         self.flush()
         return self._found
 
-    def _run(self) -> None:
+    def _run(self, thread: StoreThread) -> None:
         """Send or receive what ranks say, until the process ends."""
         try:
             address = os.environ["MASTER_ADDR"]
@@ -235,28 +237,34 @@ class _Ranks:
             store = made(
                 address, port, is_master=False, timeout=timedelta(seconds=_CONNECT_SECONDS)
             )
-            store.set_timeout(timedelta(seconds=_WAIT_SECONDS))
         except Exception as error:
             _log.warning(
                 "warning: ranks are not compared with each other: no store is reached (%s)", error
             )
             self._connected = False
             return
-        while True:
-            step, said = self._queue.get()
+        while (next_one := self._queue.get()) is not None and not thread.closing.is_set():
+            step, said = next_one
             with suppress(Exception):  # the other ranks have ended
-                self._exchange(store, step, said)
+                self._exchange(store, step, said, thread.closing)
             self._queue.task_done()
 
-    def _exchange(self, store: Any, step: int, said: dict[str, Any]) -> None:
+    def _exchange(
+        self, store: Any, step: int, said: dict[str, Any], closing: threading.Event
+    ) -> None:
         """Give rank 0 what this rank says of a step; on rank 0, compare what all say."""
         if self.rank:
             store.set(f"{_PREFIX}/{step}/{self.rank}", pickle.dumps(said))
             return
         ranks = [said]
         for rank in range(1, self.world):
-            ranks.append(pickle.loads(store.get(f"{_PREFIX}/{step}/{rank}")))
-            store.delete_key(f"{_PREFIX}/{step}/{rank}")
+            key = f"{_PREFIX}/{step}/{rank}"
+            deadline = time.monotonic() + _WAIT_SECONDS
+            while not store.check([key]):  # the process may end meanwhile
+                if closing.wait(_LOOK_SECONDS) or time.monotonic() > deadline:
+                    return
+            ranks.append(pickle.loads(store.get(key)))
+            store.delete_key(key)
         if step == _END:
             self._found = sum(each["found"] for each in ranks)
         else:
