@@ -6,6 +6,18 @@ Adaptive clipping bounds each unit's gradient by its weights: g is multiplied by
 ε) / ‖g‖). A unit computes one output: a row of a matrix (the first dim), a whole vector. If
 sharding splits a unit, its squares are summed over the shards. Source: Brock, De, Smith, Simonyan
 2021, "High-Performance Large-Scale Image Recognition Without Normalization".
+
+A weight [2, 2] with the rows [3, 4] and [0.3, 0.4], of the norms 5 and 0.5, and the gradient [3, 4]
+in both: with λ = 0.1 the first row's is multiplied by 0.1 · 5 / 5, the second's by 0.1 · 0.5 / 5.
+
+    >>> weight = nn.Parameter(torch.tensor([[3.0, 4.0], [0.3, 0.4]]))
+    >>> weight.grad = torch.tensor([[3.0, 4.0], [3.0, 4.0]])
+    >>> clipped = clip_adaptively([weight], 0.1, groups=[], device=torch.device("cpu"))
+    >>> weight.grad, clipped.item()
+    (tensor([[0.3000, 0.4000],
+            [0.0300, 0.0400]]), 1.0)
+
+Tests: tests/test_clipping.py, tests/parallel/test_worked_examples.py
 """
 
 import math
@@ -59,9 +71,9 @@ def clip_adaptively(
 
     Return the fraction of changed units, 0-dim.
 
-    Every rank of the groups calls it. Parameters are whole, or DTensors; those without a gradient
-    are left out. With `exact`, squares are summed as integers: the result has the same bits however
-    units are split.
+    Every rank of the groups calls it. Parameters are plain tensors, or DTensors; those without a
+    gradient are left out. With `exact`, squares are summed as integers: the result has the same
+    bits however units are split.
     """
     tensors = [_Units.of(p) for p in parameters if p.grad is not None]
     weights = _norms([t.weight for t in tensors], tensors, exact)
@@ -86,8 +98,8 @@ class _Units:
     weight: Tensor
     gradient: Tensor
     target: Tensor  # the gradient in its own shape
-    group: dist.ProcessGroup | None  # over which units are split; None: this rank has whole units
-    elements: int  # per whole unit
+    group: dist.ProcessGroup | None  # over which units are split; None: they are complete here
+    elements: int  # of a complete unit
 
     @classmethod
     def of(cls, parameter: nn.Parameter) -> "_Units":
@@ -95,17 +107,18 @@ class _Units:
         assert parameter.grad is not None
         weight = local(parameter.detach())
         gradient = local(parameter.grad)
-        whole = parameter.shape  # the whole shape of a DTensor, too
-        elements = math.prod(whole if len(whole) < 2 else whole[1:])
+        shape = parameter.shape  # the complete one, of a DTensor, too
+        elements = math.prod(shape if len(shape) < 2 else shape[1:])
         rows = (
             (1, -1)
-            if len(whole) < 2
+            if len(shape) < 2
             else (gradient.shape[0], gradient.numel() // max(1, gradient.shape[0]))
         )
+        # Shards along dim 0 are complete rows; along another dim, or of a vector, they split units.
         group = None
         if isinstance(parameter, DTensor):
             for axis, placement in enumerate(parameter.placements):
-                if isinstance(placement, Shard) and (placement.dim > 0 or len(whole) < 2):
+                if isinstance(placement, Shard) and (placement.dim > 0 or len(shape) < 2):
                     group = parameter.device_mesh.get_group(axis)
         return cls(weight.reshape(rows), gradient.reshape(rows), gradient, group, elements)
 

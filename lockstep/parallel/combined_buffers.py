@@ -8,6 +8,9 @@ are combined in the order of the samples:
     rank0    the result of the step's first micro-batch, which rank 0 runs
     gather   what each has written, one after the other (`lockstep.parallel.gathered_rows`)
 
+A buffer that is 0 when a step begins, and three micro-batches that make 1, 2 and 6 of it, on ranks
+0, 1 and 0: `mean` leaves 3 on both ranks, `rank0` leaves 1.
+
 So a step's buffers depend on its micro-batches alone. A recomputation in the backward pass starts
 from them, too.
 """

@@ -12,7 +12,12 @@ comparison with them:
                Two micro-batches can't write the same element: which one came last would be lost
     a count    a whole number that is no queue's pointer: the sum of what micro-batches add to it
 
-Tests: tests/parallel/test_buffers.py, tests/parallel/test_combined_buffers.py
+A queue of four slots, its pointer at 3, in a step of two micro-batches that write two slots each:
+both write slots 3 and 0 of their own copy. Laid one after the other, the first has slots 3 and 0,
+the second 1 and 2, and the pointer is at 3 again, as if they had run one after the other.
+
+Tests: tests/parallel/test_buffers.py, tests/parallel/test_combined_buffers.py,
+tests/parallel/test_worked_examples.py
 """
 
 from collections.abc import Mapping, Sequence
@@ -83,6 +88,8 @@ def in_sample_order(
     table = table.to(like.device)
     dist.all_reduce(table, group=group)  # each micro-batch is run by one rank, the others add zeros
     counts, owners = table.tolist()  # host waits for the device
+    # An all-gather takes equal parts: each rank sends as many rows as the one that has most, as
+    # bytes, so that rows of any type go the same way.
     total = [
         sum(c for c, owner in zip(counts, owners, strict=True) if owner == rank)
         for rank in range(ranks)
@@ -307,6 +314,13 @@ def slots_written(before: Tensor, after: Tensor, start: int, end: int) -> dict[i
     Dims are left out where anything outside of these slots differs.
 
     A pointer that is where it was has passed no slot if nothing differs, and else all of them.
+    A queue of four slots whose pointer was at 3 and is at 1 has two new ones, 3 and 0:
+
+    >>> before = torch.zeros(4, 2)
+    >>> after = torch.tensor([[2.0, 2], [0, 0], [0, 0], [1, 1]])
+    >>> slots_written(before, after, start=3, end=1)
+    {0: tensor([[1., 1.],
+            [2., 2.]])}
     """
     changed = differs(before, after)
     found = {}

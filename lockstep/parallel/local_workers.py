@@ -2,9 +2,15 @@
 
 The mean over workers of what they changed, θ − θ_w, is an outer gradient; a step of SGD along it,
 with momentum (Nesterov's or plain), moves the common parameters θ, and every worker continues from
-there.
+there. One number θ = 1, which two workers have trained to 0.8 and 0.6, at the outer learning rate
+0.7 with Nesterov's momentum of 0.9:
 
-Tests: tests/parallel/test_diloco.py
+    what they changed      0.2 and 0.4, in the mean 0.3
+    momentum               0.9 · 0 + 0.3 = 0.3
+    along                  0.3 + 0.9 · 0.3 = 0.57
+    θ                      1 − 0.7 · 0.57 = 0.601, from which both go on
+
+Tests: tests/parallel/test_diloco.py, tests/parallel/test_worked_examples.py
 """
 
 from collections import defaultdict
@@ -44,7 +50,16 @@ def _block_bytes(kind: str) -> int:
 
 
 def encode(values: Tensor, kind: str) -> Tensor:
-    """Encode fp32 […, a multiple of BLOCK] as bytes: uint8 […, `bytes_each` times as many]."""
+    """Encode fp32 […, a multiple of BLOCK] as bytes: uint8 […, `bytes_each` times as many].
+
+    A block of 256 numbers whose largest is 7 has the scale 1 in int4, and takes 132 bytes:
+
+    >>> block = torch.zeros(BLOCK)
+    >>> block[:3] = torch.tensor([7.0, -3.4, 0.4])
+    >>> coded = encode(block, "int4")
+    >>> len(coded), decode(coded, "int4")[:3]
+    (132, tensor([ 7., -3.,  0.]))
+    """
     if kind not in LARGEST:
         return values.to(DTYPES[kind]).contiguous().view(torch.uint8)
     blocks = _blocks(values)
@@ -114,15 +129,17 @@ class QuantizedAllReduce:
         for row in theirs[1:]:  # in their order
             total = total + row
         mean = total / workers
+        # The mean travels in few bits, too. What that loses is added to the errors of the worker
+        # whose share it is, times the number of workers: so its next row corrects the mean.
         coded_mean = encode(mean, kind)
-        whole = decode(
+        gathered = decode(
             self._exchanged(coded_mean, all_gather_flat, self._ranks).view(workers, -1), kind
         )
         lost = padded - decode(coded, kind)
         lost_of_mean = workers * (mean - decode(coded_mean, kind))
-        for place in range(held):
-            lost[place, self._rank * held + place] += lost_of_mean[place]
-        return whole.view(-1)[:numbers], lost.view(held, -1)[:, :numbers]
+        for own in range(held):
+            lost[own, self._rank * held + own] += lost_of_mean[own]
+        return gathered.view(-1)[:numbers], lost.view(held, -1)[:, :numbers]
 
     def _exchanged(self, sent: Tensor, collective: Callable[..., Any], times: int = 1) -> Tensor:
         if self._group is None:
@@ -247,8 +264,10 @@ class OuterStep:
     def after(self, step: int, workers: Sequence[Worker], *, last: bool) -> None:
         """Exchange what is due after `step` steps; everything at the end of the run."""
         inner = self._config.inner_steps
-        for place, piece in enumerate(self._pieces, 1):
-            if last or step % inner == place * inner // len(self._pieces) % inner:
+        # Four fragments and 100 inner steps: fragment 1 is due after step 25, 125, …, fragment 4
+        # after step 100, 200, ….
+        for fragment, piece in enumerate(self._pieces, 1):
+            if last or step % inner == fragment * inner // len(self._pieces) % inner:
                 self._step(piece, workers)
         if self._buffers and (last or step % inner == 0):
             self._average_buffers(workers)

@@ -3,8 +3,19 @@
 Buckets, messages, fused updates and shards take the memory of a tensor as it lies, and FSDP2
 refuses what does not lie row by row. So a transposed or expanded parameter gets memory of its own.
 A memory format in which a module came (`model.to(memory_format=torch.channels_last)`) decides which
-kernels compute: where each rank holds a parameter whole, it stays in that format; where it is cut,
-its module sees a copy in it while its forward pass runs.
+kernels compute: where each rank holds a complete parameter, it stays in that format; where it is
+sharded, its module sees a copy in it while its forward pass runs.
+
+A weight [2, 3], as strides and as it lies in memory, which a bucket or a shard takes from the
+beginning:
+
+    row by row     (3, 1)      w00 w01 w02 w10 w11 w12
+    transposed     (1, 2)      w00 w10 w01 w11 w02 w12
+    expanded       (0, 1)      w00 w01 w02, for both rows
+
+A shard of the first three numbers is row 0 of the first, and a mixture of both rows of the second.
+
+Tests: tests/parallel/test_strides.py, tests/parallel/test_worked_examples.py
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -93,6 +104,10 @@ def laid_out(values: Tensor, strides: Sequence[int]) -> Tensor:
 
     Along a dim of stride 0 values are equal. If elements would share memory in other ways, they lie
     row by row.
+
+    >>> values = torch.tensor([[0.0, 1, 2], [3, 4, 5]])
+    >>> values.stride(), laid_out(values, (1, 2)).stride()
+    ((3, 1), (1, 2))
     """
     return values if values.stride() == tuple(strides) else copied_to(values, strides)
 

@@ -7,6 +7,7 @@ of the example is made from what the code returns, and has to stand in the docst
 import doctest
 import importlib
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep.config import config_from
+from lockstep.config import DiLoCoConfig, config_from
 from lockstep.data.batches import MicroBatch
 from lockstep.layout import Layout
 from lockstep.mesh import device_mesh
@@ -26,8 +27,10 @@ from lockstep.models.protocol import IGNORED_TARGET
 from lockstep.parallel import (
     context,
     context_attention,
+    local_workers,
     loss_accumulator,
     loss_parallel,
+    strides,
     tensor_blocks,
     tensor_cuts,
 )
@@ -36,6 +39,12 @@ from lockstep.parallel.comm.compression import PowerSGD, half_precision_hook
 from lockstep.parallel.comm.gloo import AllToAll
 from lockstep.parallel.context_attention import Context
 from lockstep.parallel.facts import facts_of
+from lockstep.parallel.local_workers import (
+    FlatParameters,
+    OuterStep,
+    QuantizedAllReduce,
+    Worker,
+)
 from lockstep.parallel.loss_accumulator import Loss, LossAccumulator
 from lockstep.parallel.reproducible.exact_norm import exact_norm
 from lockstep.parallel.reproducible.tree import TreeReduceScatter
@@ -44,11 +53,16 @@ from lockstep.parallel.tensor_cuts import apply_tensor
 from tests.ranks import run_ranks
 
 DOCTESTS = (
+    "lockstep.clipping",
     "lockstep.models.attention",
     "lockstep.optim",
     "lockstep.parallel.comm.compression",
     "lockstep.parallel.fsdp_order",
+    "lockstep.parallel.gathered_rows",
+    "lockstep.parallel.local_workers",
+    "lockstep.parallel.pipeline.plan",
     "lockstep.parallel.reproducible.tree",
+    "lockstep.parallel.strides",
 )
 
 
@@ -58,6 +72,35 @@ def test_an_example_of_one_process_prints_what_it_says(name: str) -> None:
     found = doctest.testmod(module, optionflags=doctest.NORMALIZE_WHITESPACE)
     assert found.attempted, f"{name} has no example left"
     assert not found.failed
+
+
+def test_an_outer_step_of_two_workers() -> None:
+    def one(value: float) -> FlatParameters:
+        flat = FlatParameters({"theta": nn.Parameter(torch.zeros(1))})
+        flat.views["theta"].fill_(value)
+        return flat
+
+    config = DiLoCoConfig(inner_steps=1, outer_learning_rate=0.7, outer_momentum=0.9, nesterov=True)
+    common = one(1.0)
+    momentum = one(0.0)
+    workers = [Worker(number, one(value), {}, None) for number, value in enumerate((0.8, 0.6))]
+    OuterStep(common, momentum, {}, config, QuantizedAllReduce("fp32", None)).after(
+        1, workers, last=False
+    )
+    assert momentum.views["theta"].item() == pytest.approx(0.3)
+    for each in (common, *(worker.values for worker in workers)):
+        assert each.views["theta"].item() == pytest.approx(0.601)
+    assert "1 − 0.7 · 0.57 = 0.601" in (local_workers.__doc__ or "")
+
+
+def test_strides_of_a_weight() -> None:
+    names = [["w00", "w01", "w02"], ["w10", "w11", "w12"]]
+    rows = re.findall(r"\((\d), (\d)\) +(w.*)", strides.__doc__ or "")
+    assert len(rows) == 3
+    for down, across, listed in rows:
+        memory = listed.partition(",")[0].split()
+        places = {int(down) * i + int(across) * j: (i, j) for i in (1, 0) for j in range(3)}
+        assert memory == [names[i][j] for _, (i, j) in sorted(places.items())]
 
 
 def shown(tensor: Tensor, digits: int = 4) -> str:

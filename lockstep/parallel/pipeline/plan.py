@@ -1,6 +1,7 @@
 """Plans a pipeline before it is built: cuts of the chain, each rank's stages, time of a step.
 
-Tests: tests/parallel/test_pipeline_plan.py, tests/plan/test_segments.py
+Tests: tests/parallel/test_pipeline_plan.py, tests/plan/test_segments.py,
+tests/parallel/test_worked_examples.py
 """
 
 import difflib
@@ -107,12 +108,17 @@ def balanced_cuts(costs: Sequence[float], stages: int) -> list[int]:
     Pieces are contiguous, and the others as even as possible.
 
     By dynamic programming over (segments, stages), on the pair (largest cost, sum of squares).
+
+    >>> balanced_cuts([1, 1, 1, 1, 3], stages=2)
+    [3]
+    >>> balanced_cuts([4, 1, 1, 1, 1, 4], stages=3)
+    [1, 5]
     """
     count = len(costs)
     sums = [0.0]
     for cost in costs:
         sums.append(sums[-1] + cost)
-    # best[k][n]: the first n segments in k pieces; from_[k][n]: where the last of these begins.
+    # best[k][n]: the first n segments in k pieces; begins[k][n]: where the last of these begins.
     best: list[list[tuple[float, float]]] = [
         [(float("inf"), 0.0)] * (count + 1) for _ in range(stages + 1)
     ]

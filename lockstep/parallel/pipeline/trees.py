@@ -6,6 +6,10 @@ parameters are. Weights that several stages use: one process adds up the gradien
 use by use, from the last segment to the first, so stages send the running sum with the gradient of
 their input, and the stage with the first use has the leaf.
 
+A table [4, 6] that the first stage looks up and the last one multiplies by, on two ranks: in the
+backward pass of a micro-batch rank 1 makes g' [4, 6] and sends it with the gradient of its input;
+rank 0 makes g and has the leaf g' + g, the order of one process.
+
 Tests: tests/parallel/test_tree.py, tests/parity/test_same_bits.py
 """
 
