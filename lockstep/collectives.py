@@ -99,9 +99,9 @@ def all_reduce(value: torch.Tensor | float, op: ReduceOp = "mean") -> torch.Tens
         )
     tensor = value
     if not isinstance(tensor, torch.Tensor):
-        whole = isinstance(value, int) and op != "mean"
+        integral = isinstance(value, int) and op != "mean"
         tensor = torch.tensor(
-            value, dtype=torch.int64 if whole else torch.float64, device=device_of_numbers()
+            value, dtype=torch.int64 if integral else torch.float64, device=device_of_numbers()
         )
     if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
         what = f"the mean of a tensor of {tensor.dtype} isn't of that dtype"

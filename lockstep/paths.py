@@ -59,5 +59,5 @@ def run_directory(named: Path) -> Path:
     folder = os.environ.get(RUNS)
     if folder is None or named.is_relative_to(folder):  # the launcher of a rank has asked before
         return named
-    whole = os.fsencode(named.absolute())
-    return Path(folder, f"{zlib.crc32(whole):08x}-{named.name}")
+    encoded = os.fsencode(named.absolute())
+    return Path(folder, f"{zlib.crc32(encoded):08x}-{named.name}")

@@ -195,10 +195,10 @@ def append_line(path: Path, row: dict[str, Any]) -> None:
     data = (
         json.dumps({key: plain(value) for key, value in row.items()}, default=str) + "\n"
     ).encode()
-    append_whole(path, data, end=b"\n")
+    append_at_once(path, data, end=b"\n")
 
 
-def append_whole(path: Path, data: bytes, *, end: bytes = b"") -> None:
+def append_at_once(path: Path, data: bytes, *, end: bytes = b"") -> None:
     """Append all of `data`, after the ending `end` that the file must have.
 
     If that raises OSError, nothing is.

@@ -219,9 +219,9 @@ class Strategy:
 
         Replicas all-reduce fp32 gradients after the last backward pass.
         """
-        whole = pieces.parameter_bytes
+        gradients = pieces.parameter_bytes
         return replicated_step(
-            pieces, layout, cluster, micro_batches, sent=whole, bucket_bytes=whole
+            pieces, layout, cluster, micro_batches, sent=gradients, bucket_bytes=gradients
         )
 
     def further_state(self, config: "StepConfig", parameters: int) -> float:

@@ -121,8 +121,8 @@ def _convert(path: Path, to: str = "full", output: str | Path | None = None) -> 
         fix = f"one of: {', '.join(FORMATS)}" + (by_ranks if to in ("sharded", "local") else "")
         raise UsageError(f"there is no format {to!r} to convert to", fix=fix)
     checkpoint = newest_at(path)
-    whole = f"{locate(checkpoint).name}-full"
-    target = Path(output) if output else Path(whole if to == "full" else "model.pt")
+    full_name = f"{locate(checkpoint).name}-full"
+    target = Path(output) if output else Path(full_name if to == "full" else "model.pt")
     if to == "torch":
         return f"{checkpoint} → {export_torch(checkpoint, target)}"
     return f"{checkpoint} → {rewrite_full(checkpoint, target)}"

@@ -91,7 +91,7 @@ def digest(path: Checkpoint) -> str:
     written.
     """
     checkpoint = locate(path)
-    return digest_tensors(_whole_tensors(checkpoint, verified_manifest(checkpoint, MODEL)))
+    return digest_tensors(_complete_tensors(checkpoint, verified_manifest(checkpoint, MODEL)))
 
 
 def digest_tensors(tensors: Iterable[tuple[str, Tensor]]) -> str:
@@ -130,7 +130,7 @@ def loss_weights(path: Checkpoint) -> dict[str, Tensor]:
     checkpoint = locate(path)
     manifest = verified_manifest(checkpoint, MODEL)
     of_model = set(manifest.parameters) - _of_loss(checkpoint)
-    tensors = _whole_tensors(checkpoint, manifest, without=of_model)
+    tensors = _complete_tensors(checkpoint, manifest, without=of_model)
     return {name.removeprefix(PREFIX): tensor for name, tensor in tensors}
 
 
@@ -185,14 +185,14 @@ def export_safetensors(path: Checkpoint, output: str | Path) -> Path:
         for _, tensor in _evaluated_tensors(checkpoint, manifest, without=of_loss):
             file.write(tensor_bytes(tensor))
 
-    return _write_whole(target, write)
+    return _write_at_once(target, write)
 
 
 def export_torch(path: Checkpoint, output: str | Path) -> Path:
     """Write `{"model": weights(path), "step": …}` for `torch.load(…, weights_only=True)`."""
     step = read_manifest(path).step
     target = local_path(output, "the file to write")
-    return _write_whole(
+    return _write_at_once(
         target, lambda file: torch.save({"model": weights(path), "step": step}, file)
     )
 
@@ -217,7 +217,7 @@ def rewrite_full(path: Checkpoint, output: Checkpoint) -> CheckpointPath:
     return target.path
 
 
-def _whole_tensors(
+def _complete_tensors(
     checkpoint: Location, manifest: Manifest, *, without: Collection[str] = ()
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the whole tensors of the model on CPU, one at a time, in the order of the names."""
@@ -238,11 +238,11 @@ def _evaluated_tensors(
     """
     part = f"extra/{read_state(checkpoint).get('evaluated')}"
     if part not in manifest.parts:
-        yield from _whole_tensors(checkpoint, manifest, without=without)
+        yield from _complete_tensors(checkpoint, manifest, without=without)
         return
     verified_manifest(checkpoint, part)
     average = _unread_part(checkpoint, manifest, part, lambda _size: None)
-    for name, tensor in _whole_tensors(checkpoint, manifest, without=without):
+    for name, tensor in _complete_tensors(checkpoint, manifest, without=without):
         yield name, average.tensor(name) if name in average.blocks else tensor
 
 
@@ -255,10 +255,10 @@ def _unread_part(checkpoint: Location, manifest: Manifest, part: str, advance: A
     }
 
     def read(name: str) -> Tensor:
-        whole = torch.empty_like(blocks[name].tensor, device="cpu")
-        reader.read_into({name: blocks[name].with_tensor(whole)})
-        advance(whole.nbytes)
-        return whole
+        full = torch.empty_like(blocks[name].tensor, device="cpu")
+        reader.read_into({name: blocks[name].with_tensor(full)})
+        advance(full.nbytes)
+        return full
 
     return Part(blocks, _aliases(manifest) if part == MODEL else {}, read)
 
@@ -297,7 +297,7 @@ def _safetensors_header(manifest: Manifest) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _write_whole(target: Path, write: Callable[[BinaryIO], object]) -> Path:
+def _write_at_once(target: Path, write: Callable[[BinaryIO], object]) -> Path:
     """Write a file under a temporary name, then rename it.
 
     An existing file is never overwritten.
@@ -366,7 +366,7 @@ def import_weights(
     # Parameters are kept in float32; tensors that shared memory still do.
     converted: dict[object, Tensor] = {}
     for name, tensor in kept.items():
-        memory = TensorBlock.whole(tensor).memory if tensor.numel() else name
+        memory = TensorBlock.full(tensor).memory if tensor.numel() else name
         if memory not in converted:
             converted[memory] = tensor.float() if tensor.is_floating_point() else tensor
         kept[name] = converted[memory]

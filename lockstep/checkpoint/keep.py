@@ -138,12 +138,12 @@ def rotate(
     if keep is None:
         return []
     protected = {locate(checkpoint).name for checkpoint in protect}
-    whole = [it for it in reversed(_checkpoints(storage)) if _damage(it, thorough=False) is None]
-    surplus = [it for it in whole[keep:] if it.name not in protected]
+    intact = [it for it in reversed(_checkpoints(storage)) if _damage(it, thorough=False) is None]
+    surplus = [it for it in intact[keep:] if it.name not in protected]
     if not surplus:
         return []
-    if (reason := _damage(whole[0], thorough=True)) is not None:
-        _warn(whole[0].path, reason)
+    if (reason := _damage(intact[0], thorough=True)) is not None:
+        _warn(intact[0].path, reason)
         return []
     for checkpoint in reversed(surplus):  # the oldest first
         storage.delete(checkpoint.name)

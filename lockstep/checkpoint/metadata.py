@@ -135,7 +135,7 @@ def parse_metadata(data: bytes) -> StoredPart:
         elements = 0
         for chunk in tensor.chunks:
             bounds = zip(chunk.offsets, chunk.sizes, tensor.size, strict=True)
-            if any(offset + size > whole for offset, size, whole in bounds):
+            if any(offset + size > length for offset, size, length in bounds):
                 raise ValueError(f"a block of {name} lies outside it")
             elements += chunk.sizes.numel()
         if elements != tensor.size.numel():

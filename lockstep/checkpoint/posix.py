@@ -292,7 +292,7 @@ class UncachedFile(io.RawIOBase):
         while done < held:  # a write may be short, just before the disk is full
             self._at_page_end = self._at_page_end and (held - done) % mmap.PAGESIZE == 0
             _set_direct(self._handle, direct and self._at_page_end)
-            with memoryview(buffer) as whole, whole[done:held] as left:
+            with memoryview(buffer) as view, view[done:held] as left:
                 try:
                     done += os.write(self._handle, left)
                 except OSError as error:

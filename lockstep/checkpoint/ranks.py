@@ -189,12 +189,12 @@ def gather_tensor(
         return block.tensor.detach().cpu() if sends and block is not None else None
 
     def assemble(sent: list[Tensor | None]) -> None:
-        whole = torch.zeros(source.shape, dtype=source.dtype)
+        full = torch.zeros(source.shape, dtype=source.dtype)
         for (offset, shape), rank in source.senders.items():
             values = sent[rank] if rank or block is None else block.tensor
             assert values is not None
-            narrow(whole, offset, shape).copy_(values)
-        assembled.append(whole)
+            narrow(full, offset, shape).copy_(values)
+        assembled.append(full)
 
     ranks.all_reduce(failure, send, assemble)
     return assembled[0] if assembled else None
@@ -215,16 +215,16 @@ def gather(
     )
     model: dict[str, Tensor] = {}
     for name, source in sources_of([blocks for blocks, _ in held]).items():
-        whole = gather_tensor(source, part.blocks.get(name), failure, ranks)
-        if whole is not None:
+        full = gather_tensor(source, part.blocks.get(name), failure, ranks)
+        if full is not None:
             model |= dict.fromkeys(
-                (name, *(alias for _, ties in held for alias in ties.get(name, ()))), whole
+                (name, *(alias for _, ties in held for alias in ties.get(name, ()))), full
             )
     return model
 
 
 def scatter(
-    whole: Mapping[str, Tensor], tensors: Mapping[str, Tensor], aliases: Mapping[str, Sequence[str]]
+    full: Mapping[str, Tensor], tensors: Mapping[str, Tensor], aliases: Mapping[str, Sequence[str]]
 ) -> None:
     """Copy whole tensors of rank 0 into those of each rank, in their dtypes.
 
@@ -241,11 +241,11 @@ def scatter(
         """Compare all ranks' parameters with the tensors; return what to say where they differ."""
         wanted = {name: shape for here, _ in held for name, shape in here.items()}
         others = {other for _, ties in held for tied in ties.values() for other in tied}
-        missing = sorted(set(wanted) - set(whole))
-        unknown = sorted(set(whole) - set(wanted) - others)
+        missing = sorted(set(wanted) - set(full))
+        unknown = sorted(set(full) - set(wanted) - others)
         whys = [f"it lacks {listed(missing)}"] * bool(missing)
         whys += [f"the model has no {listed(unknown)}"] * bool(unknown)
-        given = {name: tuple(whole[name].shape) for name in wanted if name in whole}
+        given = {name: tuple(full[name].shape) for name in wanted if name in full}
         reshaped = [
             f"{n} has the shape {shape}, not {wanted[n]}"
             for n, shape in given.items()
@@ -262,14 +262,14 @@ def scatter(
         return sorted(wanted)
 
     for name in ranks.all_reduce(failure, lambda: (shapes, mine.aliases), check):
-        values = ranks.broadcast(failure, lambda name=name: whole[name].detach().cpu())  # type: ignore[misc]
+        values = ranks.broadcast(failure, lambda name=name: full[name].detach().cpu())  # type: ignore[misc]
         if name in mine.blocks:
             block = mine.blocks[name]
             block.tensor.copy_(narrow(values, block.offset, block.tensor.shape))
 
 
-def narrow(whole: Tensor, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
+def narrow(tensor: Tensor, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
     """Return the part of `whole` that begins at `offset`."""
     for dim, (start, length) in enumerate(zip(offset, shape, strict=True)):
-        whole = whole.narrow(dim, start, length)
-    return whole
+        tensor = tensor.narrow(dim, start, length)
+    return tensor

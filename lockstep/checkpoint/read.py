@@ -296,9 +296,9 @@ class LocalReader:
         self, blocks: Mapping[str, TensorBlock], owner: Mapping[str, str], ranks: Ranks
     ) -> None:
         """Refuse these raw shards unless each rank loads exactly the blocks that it saved."""
-        whole = f"{self._checkpoint.name}-full"
+        full_name = f"{self._checkpoint.name}-full"
         there = quote(str(self._checkpoint))
-        new = quote(str(whole))
+        new = quote(str(full_name))
         fix = f"lockstep checkpoint convert {there} --to full --output {new}, then --resume {new}"
         if len(self.by_rank) != ranks.size:
             what = (

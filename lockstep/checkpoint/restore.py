@@ -206,7 +206,7 @@ def _equal_aliases(model: _Target | None, aliases: Mapping[str, Sequence[str]]) 
                 shape, dtype = stored[name]
                 both = {each: torch.empty(shape, dtype=dtype_of(dtype)) for each in (name, other)}
                 model.reader.read_into(
-                    {each: TensorBlock.whole(tensor) for each, tensor in both.items()}
+                    {each: TensorBlock.full(tensor) for each, tensor in both.items()}
                 )
                 found += [other] if torch.equal(both[name], both[other]) else []
     return found

@@ -40,12 +40,12 @@ class TensorBlock:
     offset: tuple[int, ...]  # the index, in the whole, of the block's first element
 
     @classmethod
-    def whole(cls, tensor: Tensor) -> "TensorBlock":
+    def full(cls, tensor: Tensor) -> "TensorBlock":
         return cls(tensor, tuple(tensor.shape), (0,) * tensor.ndim)
 
     @classmethod
     def unread(cls, shape: Sequence[int], dtype: torch.dtype) -> "TensorBlock":
-        return cls.whole(torch.empty(tuple(shape), dtype=dtype, device="meta"))
+        return cls.full(torch.empty(tuple(shape), dtype=dtype, device="meta"))
 
     @property
     def is_empty(self) -> bool:
@@ -167,7 +167,7 @@ def blocks_of(tensors: Mapping[str, Tensor]) -> dict[str, TensorBlock]:
                 offset = tuple(chunks_of(tensor).offsets)
                 blocks[name] = TensorBlock(tensor.to_local().detach(), tuple(tensor.shape), offset)
             else:
-                blocks[name] = TensorBlock.whole(tensor.detach())
+                blocks[name] = TensorBlock.full(tensor.detach())
     return blocks
 
 
@@ -242,11 +242,11 @@ def merge(ranks: Sequence[Description]) -> CheckpointPlan:
     parts = sorted(
         {part for rank in ranks for part in rank.tensors}, key=lambda part: (part != MODEL, part)
     )
-    whole: dict[str, dict[str, TensorInfo]] = {part: {} for part in parts}
+    infos: dict[str, dict[str, TensorInfo]] = {part: {} for part in parts}
     for rank in ranks:
         for part, tensors in rank.tensors.items():
             for name, info in tensors.items():
-                first = whole[part].setdefault(name, info)
+                first = infos[part].setdefault(name, info)
                 if first != info:
                     one, another = (f"{dtype}{list(shape)}" for shape, dtype in (first, info))
                     what = f"ranks disagree about {name}: {one} on one, {another} on another"
@@ -256,13 +256,13 @@ def merge(ranks: Sequence[Description]) -> CheckpointPlan:
         for name, others in rank.aliases.items():
             aliases[name] = tuple(dict.fromkeys((*aliases.get(name, ()), *others)))
     for name, others in aliases.items():
-        if both := [other for other in others if other in whole[MODEL]]:
+        if both := [other for other in others if other in infos[MODEL]]:
             what = f"{name} and {both[0]} are one parameter on one rank and two on another"
             raise UsageError(
                 what, fix="give every rank's snapshot aliases={canonical name: (further names,)}"
             )
     parameters = {
-        name: ParameterInfo(*info, aliases.get(name, ())) for name, info in whole[MODEL].items()
+        name: ParameterInfo(*info, aliases.get(name, ())) for name, info in infos[MODEL].items()
     }
     # the groups of each optimizer; ranks may hold different parameters of one
     merged: dict[str, dict[str, Any]] = {}

@@ -261,9 +261,9 @@ class FullWriter(ShardedWriter):
         }
 
     def _read(self, part: str, name: str) -> Tensor:
-        (whole,) = self._gather((part, name))
-        assert whole is not None, "rank 0 gets it"
-        return whole
+        (full,) = self._gather((part, name))
+        assert full is not None, "rank 0 gets it"
+        return full
 
     def _gather(self, wanted: tuple[str, str] | Exception | None) -> list[Tensor | None]:
         """Gather the tensor that rank 0 wants.
@@ -282,9 +282,9 @@ class FullWriter(ShardedWriter):
             return []
         part, name, source = asked
         block = self.staged.parts.get(part, Part()).blocks.get(name)
-        whole = gather_tensor(source, block, self.failure, self.ranks)
+        full = gather_tensor(source, block, self.failure, self.ranks)
         self._ended = False  # not reached if an exchange failed, which ends the loop on all ranks
-        return [whole]
+        return [full]
 
 
 class LocalWriter(FormatWriter):

@@ -315,12 +315,12 @@ def _sizes(config: Config) -> Iterator[Contradiction]:
     # this comparison.
     from_loader = config.model.name is None and "batch_size" not in t.model_fields_set
     if t.global_batch_size is not None and t.global_batch_size % t.batch_size and not from_loader:
-        whole, rest = divmod(t.global_batch_size, t.batch_size)
-        below = f"{whole * t.batch_size} or " if whole else ""
-        equation = f"{t.global_batch_size} = {whole} × {t.batch_size} + {rest}"
+        quotient, rest = divmod(t.global_batch_size, t.batch_size)
+        below = f"{quotient * t.batch_size} or " if quotient else ""
+        equation = f"{t.global_batch_size} = {quotient} × {t.batch_size} + {rest}"
         what = f"global_batch_size is not a multiple of batch_size: {equation}"
         fix = (
-            f"write global_batch_size {below}{(whole + 1) * t.batch_size}, or a batch_size that"
+            f"write global_batch_size {below}{(quotient + 1) * t.batch_size}, or a batch_size that"
             " divides "
         )
         fix += (
@@ -333,14 +333,14 @@ def _sizes(config: Config) -> Iterator[Contradiction]:
         and t.global_batch_size % (t.batch_size * t.accumulation)
         and not from_loader
     ):
-        whole, rest = divmod(t.global_batch_size, t.batch_size * t.accumulation)
+        quotient, rest = divmod(t.global_batch_size, t.batch_size * t.accumulation)
         what = (
             f"no number of ranks makes batch_size {t.batch_size} × gradient_accumulation_steps"
             f" {t.accumulation} × "
         )
         what += (
             f"data-parallel size = global_batch_size {t.global_batch_size}: {t.global_batch_size} ="
-            f" {whole} × "
+            f" {quotient} × "
         )
         what += f"{t.batch_size * t.accumulation} + {rest}"
         fix = (
@@ -366,15 +366,19 @@ def require_equation(training: TrainingConfig, ranks: int, batch_size: int | Non
     """
     size = batch_size or training.batch_size
     accumulation = training.accumulation
-    whole = training.global_batch_size
+    global_batch = training.global_batch_size
     product = size * accumulation * ranks
-    if whole is None or training.gradient_accumulation_steps is None or product == whole:
+    if (
+        global_batch is None
+        or training.gradient_accumulation_steps is None
+        or product == global_batch
+    ):
         return
-    follows, rest = divmod(whole, size * ranks)
+    follows, rest = divmod(global_batch, size * ranks)
     here = f" (here: {follows})" if not rest else ""
     raise UsageError(
         f"batch_size {size} × gradient_accumulation_steps {accumulation} × data-parallel size"
-        f" {ranks} = {product}, and global_batch_size is {whole}",
+        f" {ranks} = {product}, and global_batch_size is {global_batch}",
         where="training.gradient_accumulation_steps, training.global_batch_size",
         fix=(
             f"leave gradient_accumulation_steps out, since it follows from global_batch_size{here};"

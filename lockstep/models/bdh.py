@@ -253,7 +253,7 @@ class _Chunked(torch.autograd.Function):
         """
         q, x = ctx.saved_tensors
         pieces = list(
-            zip(*(torch.split(whole, ctx.chunk, 1) for whole in (q, x, gradients[0])), strict=True)
+            zip(*(torch.split(each, ctx.chunk, 1) for each in (q, x, gradients[0])), strict=True)
         )
         to_q = []
         to_x = []

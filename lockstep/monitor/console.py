@@ -284,9 +284,9 @@ class _Above:
         self._held = ""
 
     def write(self, text: str) -> int:
-        whole, newline, self._held = (self._held + text).rpartition("\n")
+        complete, newline, self._held = (self._held + text).rpartition("\n")
         if newline:
-            self._bar.above(self.stream, whole + newline)
+            self._bar.above(self.stream, complete + newline)
         return len(text)
 
     def finish(self) -> None:

@@ -22,7 +22,7 @@ from lockstep.config import PrometheusConfig
 from lockstep.errors import UsageError
 from lockstep.monitor.media import Media, file_name
 from lockstep.monitor.sinks import Row, SinkContext, scalars
-from lockstep.records import RunDirectory, append_whole
+from lockstep.records import RunDirectory, append_at_once
 
 
 class TensorBoard:
@@ -109,7 +109,7 @@ class TensorBoard:
     def _append(self, event: Any) -> None:
         buffer = io.BytesIO()
         self._as_record(buffer).write(event.SerializeToString())
-        append_whole(self._path, buffer.getvalue())  # half an event would hide all later ones
+        append_at_once(self._path, buffer.getvalue())  # half an event would hide all later ones
 
 
 class WeightsAndBiases:

@@ -96,8 +96,8 @@ def _compared(
     model = facts.model
     with _unchanged(model, segments), torch.no_grad():
         try:
-            expected, seen = _run_whole(model, segments, arguments)
-            again, _ = _run_whole(model, segments, arguments, seed=1)
+            expected, seen = _run_model(model, segments, arguments)
+            again, _ = _run_model(model, segments, arguments, seed=1)
             outputs, first = _run_chain(facts, segments, arguments, seen)
         except Exception as error:  # a model of somebody's, which may need other inputs than these
             return None, None, f"{type(error).__name__}: {error}".splitlines()[0]
@@ -152,7 +152,7 @@ def _guessed(segments: Named) -> Arguments | None:
     return None
 
 
-def _run_whole(
+def _run_model(
     model: nn.Module, segments: Named, arguments: Arguments, *, seed: int = 0
 ) -> tuple[Any, dict[str, Tensor]]:
     """Return a model's outputs, and the outputs of its modules after which segments are named."""

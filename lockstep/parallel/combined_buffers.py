@@ -257,8 +257,8 @@ class CombinedBuffers:
                 raise UsageError(what, where=KEY, fix=fix)
             if not self._looked and bool(differs(before, after).any()):
                 self._ways.mark_written(place.name)
-        whole = self._mean if index else [*self._mean, *self._first]
-        self._results[index] = [place.tensor.detach() for place in whole]
+        wanted = self._mean if index else [*self._mean, *self._first]
+        self._results[index] = [place.tensor.detach() for place in wanted]
         self._rows.take(index, self._began)
 
     def forget(self) -> None:

@@ -44,10 +44,14 @@ class Replicas(Strategy):
         cluster: GpuCluster,
         micro_batches: int,
     ) -> StepTime:
-        whole = pieces.parameter_bytes
+        uncompressed = pieces.parameter_bytes
         ddp = config.distributed.ddp
-        sizes = {"fp16": whole / 2, "bf16": whole / 2, "powersgd": pieces.low_rank_bytes}
-        sent = sizes.get(ddp.compression.kind, whole)
+        sizes = {
+            "fp16": uncompressed / 2,
+            "bf16": uncompressed / 2,
+            "powersgd": pieces.low_rank_bytes,
+        }
+        sent = sizes.get(ddp.compression.kind, uncompressed)
         bucket = ddp.bucket_cap_mb * 2**20
         return replicated_step(
             pieces, layout, cluster, micro_batches, sent=sent, bucket_bytes=bucket

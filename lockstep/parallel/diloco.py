@@ -42,11 +42,11 @@ class DiLoCo(Strategy):
                 what, where="distributed.shard_size, distributed.pipeline_size", fix=fix
             )
         if workers % ranks:
-            whole, rest = divmod(workers, ranks)
+            each, rest = divmod(workers, ranks)
             fewer = next(n for n in range(min(workers, ranks), 0, -1) if workers % n == 0)
             what = f"{workers} workers can't be shared out evenly among {ranks} ranks: "
-            what += f"{workers} = {whole} × {ranks} + {rest}"
-            fix = f"start {fewer} ranks, or set workers to {(whole + 1) * ranks}"
+            what += f"{workers} = {each} × {ranks} + {rest}"
+            fix = f"start {fewer} ranks, or set workers to {(each + 1) * ranks}"
             raise UsageError(what, where="distributed.diloco.workers", fix=fix)
         sizes = {"replicate": config.replicate_size or ranks}
         return replace(

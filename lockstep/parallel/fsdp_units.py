@@ -250,11 +250,11 @@ class UnitUsage(AroundMicroBatch):
                 return
             seen = True
             for name in mine:
-                whole = module.get_parameter(name)
-                if whole.requires_grad:
+                gathered = module.get_parameter(name)
+                if gathered.requires_grad:
                     full = f"{unit_name}.{name}" if unit_name else name
                     note = partial(lambda full, _parameter: self._used.add(full), full)
-                    whole.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
+                    gathered.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
 
         return watch
 

@@ -150,17 +150,17 @@ class _SkipMeta(TorchFunctionMode):
 def materialise(model: nn.Module, first: FirstValues) -> None:
     """Fill a placed model, whose storage exists but holds nothing yet."""
     for name, parameter in model.named_parameters():
-        whole = first.parameter(name)
+        value = first.parameter(name)
         if isinstance(parameter, DTensor):
             mesh = parameter.device_mesh
             coordinate = parameter.device_mesh.get_coordinate()
             assert coordinate is not None
             for axis, placement in enumerate(parameter.placements):
                 if isinstance(placement, Shard):
-                    whole = local_chunk(whole, placement.dim, mesh.size(axis), coordinate[axis])
-            parameter.to_local().copy_(whole)
+                    value = local_chunk(value, placement.dim, mesh.size(axis), coordinate[axis])
+            parameter.to_local().copy_(value)
         else:
-            parameter.copy_(whole)  # host waits for the copy
+            parameter.copy_(value)  # host waits for the copy
     values = first.buffers()
     for name, buffer in model.named_buffers():
         if name in values:

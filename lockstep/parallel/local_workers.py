@@ -342,8 +342,10 @@ class LocalWorkers:
             name: buffer.clone() for name, buffer in self._live_buffers.items()
         }
         frozen = {name: p.detach() for name, p in placed.parameters.items() if not p.requires_grad}
-        whole = {**self._values.views, **frozen}
-        self.common: dict[str, Tensor] = {name: whole[name] for name in placed.parameters} | buffers
+        by_name = {**self._values.views, **frozen}
+        self.common: dict[str, Tensor] = {
+            name: by_name[name] for name in placed.parameters
+        } | buffers
         feeds_back = config.send_as in LARGEST and config.error_feedback
         self._workers = []
         for place in mine:

@@ -260,10 +260,10 @@ def train_loss_weights(
     meshes = [p.device_mesh for p in placed.parameters.values() if isinstance(p, DTensor)]
     for name, parameter in weights.own.items():
         if meshes:  # an optimizer takes no mixture; the memory is the parameter's
-            whole = DTensor.from_local(
+            replicated = DTensor.from_local(
                 parameter.detach(), meshes[0], [Replicate()] * meshes[0].ndim, run_check=False
             )
-            weights.placed[name] = nn.Parameter(whole, parameter.requires_grad)
+            weights.placed[name] = nn.Parameter(replicated, parameter.requires_grad)
     counted = placed.counted
     # of what ranks hold whole, one counts it
     if not all(dist.get_rank(group) == 0 for group in placed.norm_groups):

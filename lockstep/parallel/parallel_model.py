@@ -92,23 +92,23 @@ def run_hooks(hooks: GradientHooks, parameters: Mapping[str, nn.Parameter]) -> N
         if parameter is None or parameter.grad is None:
             continue
         grad = parameter.grad
-        whole = grad.full_tensor() if isinstance(grad, DTensor) else grad
+        full = grad.full_tensor() if isinstance(grad, DTensor) else grad
         for function in functions:
-            result = function(whole)
-            whole = whole if result is None else result
-        if whole.shape != grad.shape:
+            result = function(full)
+            full = full if result is None else result
+        if full.shape != grad.shape:
             what = (
-                f"the gradient hook of {name} returns the shape {list(whole.shape)}, and the"
+                f"the gradient hook of {name} returns the shape {list(full.shape)}, and the"
                 " gradient has "
             )
             what += f"{list(grad.shape)}"
             raise UsageError(what, fix="return a tensor of the gradient's shape, or None")
         if isinstance(grad, DTensor):
             everywhere = [Replicate()] * grad.device_mesh.ndim
-            same = DTensor.from_local(whole, grad.device_mesh, everywhere, run_check=False)
+            same = DTensor.from_local(full, grad.device_mesh, everywhere, run_check=False)
             grad.to_local().copy_(same.redistribute(grad.device_mesh, grad.placements).to_local())
-        elif whole is not grad:
-            grad.copy_(whole)
+        elif full is not grad:
+            grad.copy_(full)
 
 
 if TYPE_CHECKING:

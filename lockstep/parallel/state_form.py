@@ -87,12 +87,12 @@ class StateForm:
         Raises:
             UsageError: the model's `load_state_dict` refuses it.
         """
-        whole = {
+        full = {
             name: torch.zeros(shape, dtype=dtype)
             for name, (shape, dtype) in self.shapes.items()
             if self.owners[name] == name
         }
-        with self._holding({name: whole[first] for name, first in self.owners.items()}):
+        with self._holding({name: full[first] for name, first in self.owners.items()}):
             try:
                 self.root.load_state_dict(dict(state))
             except (RuntimeError, KeyError) as error:
@@ -101,7 +101,7 @@ class StateForm:
                 raise UsageError(
                     "the model does not load the state", why=" ".join(lines), fix=fix
                 ) from error
-        return whole
+        return full
 
     def extra_state(self, parts: Iterable[nn.Module]) -> dict[str, Any]:
         """Return name → state beside the tensors, of the modules within `parts`, for JSON."""

@@ -260,12 +260,12 @@ def evaluate_layout(
     dense, experts = apart(facts, layout)
     held = (dense / layout.shard + experts) / (layout.pipeline * layout.tensor)
     state = 0.0 if config.distributed.fsdp.cpu_offload else held * (4 + facts.optimizer_bytes)
-    whole = (
+    unsharded = (
         8 * dense / (layout.pipeline * layout.tensor)
         if strategy.in_stages and layout.shard > 1
         else 0.0
     )
-    candidate.least = state + whole
+    candidate.least = state + unsharded
     candidate.samples = config.training.batch_size * count * layout.data_parallel_size
     if candidate.least > candidate.limit:
         return candidate

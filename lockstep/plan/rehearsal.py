@@ -332,14 +332,14 @@ def with_blocks_left_out(
         states: parameter → its optimizer state.
         in_buckets: parameters whose gradients have buckets of their own.
     """
-    whole = list(start)
+    parts_of_all = list(start)
     for parameter in block.parameters():
         size = _bytes(parameter)
         state = sum(_bytes(t) for t in states[parameter].values() if isinstance(t, Tensor))
-        whole[INDEX_OF_KIND["parameters"]] += left_out * size
-        whole[INDEX_OF_KIND["optimizer"]] += left_out * state
-        whole[INDEX_OF_KIND["buckets"]] += left_out * size * (parameter in in_buckets)
-    return tuple(whole)
+        parts_of_all[INDEX_OF_KIND["parameters"]] += left_out * size
+        parts_of_all[INDEX_OF_KIND["optimizer"]] += left_out * state
+        parts_of_all[INDEX_OF_KIND["buckets"]] += left_out * size * (parameter in in_buckets)
+    return tuple(parts_of_all)
 
 
 def _bytes(tensor: Tensor) -> int:

@@ -150,14 +150,14 @@ class EqualChunks(TorchFunctionMode):
         return (_chunks if kept else func)(*args, **(kwargs or {}))
 
 
-def _chunks(whole: Tensor, chunks: int, dim: int = 0) -> tuple[Tensor, ...]:
-    length = whole.shape[dim]
+def _chunks(tensor: Tensor, chunks: int, dim: int = 0) -> tuple[Tensor, ...]:
+    length = tensor.shape[dim]
     size = -(-length // chunks)
     if not size:
-        return torch.chunk(whole, chunks, dim)
+        return torch.chunk(tensor, chunks, dim)
     even, rest = divmod(length, size)
-    last = [whole.narrow(dim, length - rest, rest)] if rest else []
-    return (*([whole.narrow(dim, 0, size)] * even if even else []), *last)
+    last = [tensor.narrow(dim, length - rest, rest)] if rest else []
+    return (*([tensor.narrow(dim, 0, size)] * even if even else []), *last)
 
 
 def _cost_of(func: Any, args: Any, kwargs: Any, out: Any) -> Cost | None:

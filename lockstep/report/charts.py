@@ -59,7 +59,7 @@ def charts(runs: list[RunData]) -> list[Figure]:
     drawings: list[tuple[str, Callable[[], Sequence[Figure | None]]]] = [
         ("loss", lambda: [_loss(runs), *(loss_against(runs)[1:] if len(runs) > 1 else [])]),
         ("throughput", lambda: [_throughput(runs)]),
-        ("phases", lambda: [_phases(runs), _whole_time(runs)]),
+        ("phases", lambda: [_phases(runs), _total_time(runs)]),
     ]
     if len(runs) == 1:
         of_one = {"ranks": _ranks, "spread": _own_time, "memory": _memory}
@@ -302,7 +302,7 @@ def _phases(runs: list[RunData]) -> Figure:
     )
 
 
-def _whole_time(runs: list[RunData]) -> Figure:
+def _total_time(runs: list[RunData]) -> Figure:
     known = [(run.name, read.phase_totals(run)) for run in runs if run.gathered]
     factor, sign, unit = _moments(max((sum(seconds.values()) for _, seconds in known), default=0.0))
     parts = [

@@ -63,11 +63,11 @@ def study(
 
     training = load_config(config, overrides).training
     per_rank = training.batch_size * training.accumulation
-    whole = training.global_batch_size or per_rank * max((*ranks, 1))
+    global_batch = training.global_batch_size or per_rank * max((*ranks, 1))
     points: list[Point] = []
     with temporary("scaling") as folder:
         for kind, count in product(("weak", "strong"), sorted(ranks)):
-            batch = per_rank * count if kind == "weak" else whole
+            batch = per_rank * count if kind == "weak" else global_batch
             settings = {
                 "training.global_batch_size": batch,
                 "training.gradient_accumulation_steps": "null",

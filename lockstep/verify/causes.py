@@ -82,7 +82,7 @@ def wanted_experiments(e: Evidence, topology: str) -> list[str]:
     if values.get("pipeline_size"):
         wanted.append(experiments.CHAIN)
     elif values.get("context_size"):
-        wanted.append(experiments.WHOLE)
+        wanted.append(experiments.COMPLETE)
     return wanted if e.flows else [*wanted, experiments.PERTURB, experiments.DOUBLE, *off]
 
 
@@ -273,27 +273,27 @@ def _other_ranks(e: Evidence) -> Cause | None:
 
 def _positions(e: Evidence) -> Cause | None:
     """Return a cause if the step agrees where each rank computes entire sequences."""
-    if not e.agrees(experiments.WHOLE):
+    if not e.agrees(experiments.COMPLETE):
         return None
-    where = e.tried[experiments.WHOLE].module
+    where = e.tried[experiments.COMPLETE].module
     if not where:
         text = (
             "the step agrees where each rank computes whole sequences: what differs is between the"
             " parts of a "
             "sequence"
         )
-        return Cause("context", text, [experiments.WHOLE])
-    if e.tried[experiments.WHOLE].numbers:
+        return Cause("context", text, [experiments.COMPLETE])
+    if e.tried[experiments.COMPLETE].numbers:
         text = (
             f"{where} gives the positions of a rank's part of a sequence other numbers than those"
             " of the whole have"
         )
-        return Cause("positions", text, [experiments.WHOLE])
+        return Cause("positions", text, [experiments.COMPLETE])
     text = (
         f"{where} lets positions of a sequence meet outside of an Attend: each rank sees its own"
         " part of them only"
     )
-    return Cause("context", text, [experiments.WHOLE])
+    return Cause("context", text, [experiments.COMPLETE])
 
 
 def _clip(e: Evidence) -> Cause | None:

@@ -72,7 +72,7 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8) if tensor.numel() else tensor
 
 
-def shard_like(whole: Tensor, mine: Tensor) -> Tensor:
+def shard_like(full: Tensor, mine: Tensor) -> Tensor:
     """Return the part of a whole tensor that this rank holds of it."""
     if isinstance(mine, DTensor):
         mesh = mine.device_mesh
@@ -80,8 +80,8 @@ def shard_like(whole: Tensor, mine: Tensor) -> Tensor:
         assert coordinate is not None
         for axis, placement in enumerate(mine.placements):
             if isinstance(placement, Shard):
-                whole = local_chunk(whole, placement.dim, mesh.size(axis), coordinate[axis])
-    return whole
+                full = local_chunk(full, placement.dim, mesh.size(axis), coordinate[axis])
+    return full
 
 
 def message_rounding(trainer: Trainer) -> tuple[float, float]:
@@ -199,10 +199,10 @@ def compare_with_perturbed(
     }
     known = {name: (a, b) for name, (a, b) in pairs.items() if a is not None and b is not None}
     moved = {name: float((a.double() - b.double()).norm()) for name, (a, b) in known.items()}
-    whole = math.sqrt(
+    in_all = math.sqrt(
         sum(float(b.double().square().sum()) for _, b in pairs.values() if b is not None)
     )
-    uncertain = math.sqrt(sum(own * own for own in moved.values())) / max(whole, 1e-300)
+    uncertain = math.sqrt(sum(own * own for own in moved.values())) / max(in_all, 1e-300)
     if not uncertain <= CEILING:
         return {}, f"{TOO_FAR} {uncertain:.0%}"
     found = _missing(names, gradients, reference)

@@ -78,7 +78,7 @@ class StepResult:
     flows: list[RankFlow] = field(default_factory=list)
     # of each rank, as in `StepFacts`
     outputs: list[list[tuple[str, int]]] = field(default_factory=list)
-    module: str = ""  # module, numbers: as in `WholeSequences`
+    module: str = ""  # module, numbers: as in `CompleteSequences`
     numbers: bool = False
     # updates, right_update: of each rank, and of the reference, as in `StepFacts`
     updates: list[UpdateFacts] = field(default_factory=list)
@@ -245,9 +245,9 @@ def differing_options(
                     ranks += [] if rank in ranks else [rank]
     texts = []
     for (key, mine_text, right_text), (names, ranks) in found.items():
-        whole = len(names) == len(right.options)
+        of_all = len(names) == len(right.options)
         option = "the learning rate (lr)" if key == "lr" else key
-        what = "" if whole else f" for {listed(list(names))}"
+        what = "" if of_all else f" for {listed(list(names))}"
         texts.append((f"{option} {mine_text} instead of {right_text}{what}", ranks))
     return texts
 

@@ -60,7 +60,7 @@ ALONE = "with a forward pass that knows of no other rank"
 PRECISE = "without conversions to 16 bits"
 MODES = "with every module in training mode"
 HOOKS = "without hooks on gradients"
-WHOLE = "with whole sequences on each rank"  # which keeps its part of what the model returns
+COMPLETE = "with whole sequences on each rank"  # which keeps its part of what the model returns
 CHAIN = "with the segments in place of the forward pass"  # in the reference, too
 SETTINGS = "with the reference's settings of modules"  # such as a rate of dropout
 SAMPLES = "with the reference's samples"
@@ -325,7 +325,7 @@ def further_experiments(
     for name in dict.fromkeys(wanted):
         if name in off:
             cases.append(Case(name, off[name], start=at))
-        elif name == WHOLE:
+        elif name == COMPLETE:
             settings = {key: value for each in off.values() for key, value in each.items()}
             settings["distributed.reproducible"] = False  # where layers sum chunks of their own
             cases.append(Case(name, settings, start=at, switches=frozenset({name})))

@@ -342,22 +342,22 @@ class FlowRecorder:
         )
         every = sorted({key[0] for key in self._reference.tensors if key[3] == "gradient"})
         for name, gradient in gradients.items():
-            whole = stored.get(GRADIENT, name)
-            if whole is not None:
-                whole = shard_like(whole, gradient)
+            expected = stored.get(GRADIENT, name)
+            if expected is not None:
+                expected = shard_like(expected, gradient)
                 gradient = local(gradient).cpu()
-            if whole is None or gradient.shape != whole.shape:
+            if expected is None or gradient.shape != expected.shape:
                 continue
             key = (-1, name, 0, "reduced gradient")
-            off = distance(gradient, whole)
+            off = distance(gradient, expected)
             self.stored.bounds[key] = off
             self.flow.parts += 1
             bounds = [self._reference.bounds.get((m, name, 0, "gradient"), 0.0) for m in every]
             if off > max(LEAST, SLACK * max([self._reference.bounds.get(key, 0.0), *bounds])):
                 unit = self._unit(mine[0]) if mine else 1.0
-                terms = self._reference.terms(name, every, whole)
+                terms = self._reference.terms(name, every, expected)
                 how = reduced_relation(
-                    gradient, whole, terms, mine, self._trainer.layout.world_size, unit, scale
+                    gradient, expected, terms, mine, self._trainer.layout.world_size, unit, scale
                 )
                 self._deviates(REDUCTION, key, off, how)
 

@@ -149,7 +149,7 @@ class FullPrecision(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
 
-class WholeSequences:
+class CompleteSequences:
     """Lets a model that runs on parts of sequences run on whole ones.
 
     Finds where positions meet outside of attention.

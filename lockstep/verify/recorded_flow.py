@@ -83,14 +83,14 @@ class RecordedFlow:
     units: dict[int, float] = field(default_factory=dict)
     bounds: dict[Key, float] = field(default_factory=dict)  # how far each part may deviate
 
-    def terms(self, name: str, micro_batches: Sequence[int], whole: Tensor) -> dict[int, Tensor]:
+    def terms(self, name: str, micro_batches: Sequence[int], full: Tensor) -> dict[int, Tensor]:
         """Return what each micro-batch adds to a gradient.
 
         The result is empty if that is not known, as for a shard.
         """
         terms = {m: self.tensors.get((m, name, 0, "gradient")) for m in micro_batches}
         known = {m: term.double() for m, term in terms.items() if term is not None}
-        fits = all(term.shape == whole.shape for term in known.values())
+        fits = all(term.shape == full.shape for term in known.values())
         return known if fits and len(known) == len(micro_batches) else {}
 
 

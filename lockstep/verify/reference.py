@@ -78,13 +78,16 @@ def checks_of(spec: Spec) -> list[str]:
     subject.close()
     training = spec.config.training
     size = training.batch_size
-    whole = training.global_batch_size or training.batch_size
+    global_batch = training.global_batch_size or training.batch_size
     wanted = []
-    if indexed and sum(p.numel() for p in model.parameters()) * (whole // size + 1) <= _LARGEST:
+    if (
+        indexed
+        and sum(p.numel() for p in model.parameters()) * (global_batch // size + 1) <= _LARGEST
+    ):
         wanted += [BASE, NUDGED_BASE]
         wanted += [HALF] if size % 2 == 0 else []
-        wanted += [TWICE] if whole % (2 * size) == 0 and whole > 2 * size else []
-        wanted += [PLAIN] if whole > size else []
+        wanted += [TWICE] if global_batch % (2 * size) == 0 and global_batch > 2 * size else []
+        wanted += [PLAIN] if global_batch > size else []
     return wanted + ([EVALUATED, LOADED] if spec.steps > 1 else [])
 
 
@@ -117,12 +120,15 @@ def _cut_step(spec: Spec, folder: Path, what: str) -> _CutStep:
     """Take the first step with its samples cut in one way; return its gradients."""
     training = spec.config.training
     size = training.batch_size
-    whole = training.global_batch_size or training.batch_size
-    sizes = {HALF: size // 2, TWICE: 2 * size, PLAIN: whole}
+    global_batch = training.global_batch_size or training.batch_size
+    sizes = {HALF: size // 2, TWICE: 2 * size, PLAIN: global_batch}
     settings = {
         key: value for off in switched_off(spec.config).values() for key, value in off.items()
     }
-    settings |= {"training.batch_size": sizes.get(what, size), "training.global_batch_size": whole}
+    settings |= {
+        "training.batch_size": sizes.get(what, size),
+        "training.global_batch_size": global_batch,
+    }
     switches = frozenset({DRAWS, PERTURB} if what == NUDGED_BASE else {DRAWS})
     with worker.trainer_of(spec, SINGLE, Case(what, settings, switches=switches), folder) as (
         trainer,
@@ -225,8 +231,8 @@ def _judge_cut(what: str, base: _CutStep, other: _CutStep, nudged: _CutStep | No
         return Check(TITLES[what], passed=True, text=text, relative=off)
     if off <= SLACK * nudge:
         return Check(TITLES[what], passed=True, relative=off)
-    wholes, parts = (base, other) if what == HALF else (other, base)
-    fits = _fits(wholes, parts)
+    uncut, parts = (base, other) if what == HALF else (other, base)
+    fits = _fits(uncut, parts)
     # A weak term that couples samples, as the balance of experts is, explains a small difference.
     if any(residual > min(ADDS_UP, off / 4) for *_, residual in fits) or not fits:
         text = (
@@ -234,7 +240,7 @@ def _judge_cut(what: str, base: _CutStep, other: _CutStep, nudged: _CutStep | No
             " batch): batch_size is "
         )
         return Check(TITLES[what], passed=True, text=text + "part of what is learned", relative=off)
-    per = len(parts.means) // len(wholes.means)
+    per = len(parts.means) // len(uncut.means)
     number, weights, _ = max(fits, key=lambda fit: _unlike(fit, parts, per))
     if _unlike((number, weights, 0.0), parts, per) <= ADDS_UP:
         what_differs = (
@@ -257,17 +263,17 @@ def _judge_cut(what: str, base: _CutStep, other: _CutStep, nudged: _CutStep | No
         f" micro-batch {number}, "
         f"its gradient weighs each by {', '.join(f'{w:.3f}' for w in weights)}, and the step by"
         f" {declared}; "
-        f"weighed so, the cuts agree\ndo: {_fix(wholes, weights, per)}"
+        f"weighed so, the cuts agree\ndo: {_fix(uncut, weights, per)}"
     )
     return Check(TITLES[what], passed=False, kind="loss normalisation", text=text, relative=off)
 
 
-def _fix(wholes: _CutStep, weights: Sequence[float], per: int) -> str:
+def _fix(uncut: _CutStep, weights: Sequence[float], per: int) -> str:
     """Return the line to write: which sum over the batch is in the proportion of the weights."""
-    leaves, spec = tree_flatten(wholes.batch)
+    leaves, spec = tree_flatten(uncut.batch)
     size = next((leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim), 0)
     if per != 2 or size % 2 or not abs(sum(weights) - 1) < ADDS_UP:
-        return fix_for_count(counted=True, batch=wholes.batch)
+        return fix_for_count(counted=True, batch=uncut.batch)
     cut = [slice(0, size // 2), slice(size // 2, size)]
     halves = [
         [leaf[part] if isinstance(leaf, Tensor) and leaf.ndim else leaf for leaf in leaves]
@@ -277,17 +283,17 @@ def _fix(wholes: _CutStep, weights: Sequence[float], per: int) -> str:
     return fix_for_count((one, two), weights[0], counted=True)
 
 
-def _fits(wholes: _CutStep, parts: _CutStep) -> list[tuple[int, list[float], float]]:
-    """Return (number, weights, residual) for each micro-batch of `wholes`.
+def _fits(uncut: _CutStep, parts: _CutStep) -> list[tuple[int, list[float], float]]:
+    """Return (number, weights, residual) for each micro-batch of `uncut`.
 
     They describe its gradient as a weighted sum of the gradients of its parts.
     """
-    per = len(parts.means) // len(wholes.means)
+    per = len(parts.means) // len(uncut.means)
     found = []
-    for number, whole in enumerate(wholes.means):
+    for number, full in enumerate(uncut.means):
         columns = [values_of(mean) for mean in parts.means[number * per : (number + 1) * per]]
         if len(columns) == per and any(column.any() for column in columns):
-            sum_ = weighted_sum(columns, values_of(whole))
+            sum_ = weighted_sum(columns, values_of(full))
             found.append((number, sum_.weights.tolist(), sum_.residual))
     return found
 
@@ -317,7 +323,7 @@ def _second_step(spec: Spec, folder: Path, what: str) -> tuple[float, str]:
         pairs = [
             (g.cpu(), r) for name, g in observer.gradients.items() if (r := right[name]) is not None
         ]
-        whole = distance(
+        distance_of_all = distance(
             torch.cat([g.flatten() for g, _ in pairs]), torch.cat([r.flatten() for _, r in pairs])
         )
         each = {
@@ -325,7 +331,7 @@ def _second_step(spec: Spec, folder: Path, what: str) -> tuple[float, str]:
             for n, g in observer.gradients.items()
             if (r := right[n]) is not None
         }
-        return whole, max(each, key=lambda name: each[name], default="")
+        return distance_of_all, max(each, key=lambda name: each[name], default="")
 
 
 def _judge_second(what: str, found: tuple[float, str]) -> Check:

@@ -109,8 +109,10 @@ class Trace:
         """Write a step; None: the first values."""
         self.folder.mkdir(parents=True, exist_ok=True)
         # The format rejects tied or viewed storage.
-        whole = {key: tensor.detach().cpu().contiguous().clone() for key, tensor in tensors.items()}
-        save_file(whole, self._path(step, "safetensors"))
+        on_host = {
+            key: tensor.detach().cpu().contiguous().clone() for key, tensor in tensors.items()
+        }
+        save_file(on_host, self._path(step, "safetensors"))
         if facts is not None:
             self._path(step, "pickle").write_bytes(pickle.dumps(facts))
 

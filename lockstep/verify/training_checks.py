@@ -111,7 +111,7 @@ class TrainingChecks:
         self._without: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
         self._passes = 0  # backward passes since the last step
         self._all_passes = 0
-        self._whole_losses = True  # of this step: each is a mean that nothing has divided
+        self._undivided_losses = True  # of this step: each is a mean that nothing has divided
         # of each optimizer: passes at its last update, and whether its gradients were seen cleared
         # since
         self._updates: dict[int, tuple[int, bool]] = {}
@@ -197,7 +197,7 @@ class TrainingChecks:
             self.find("clipping", text, "clip once, when all gradients are there")
         self._passes += 1
         self._all_passes += 1
-        self._whole_losses &= isinstance(loss, Tensor) and is_mean(loss)
+        self._undivided_losses &= isinstance(loss, Tensor) and is_mean(loss)
         if (
             self.looks
             and isinstance(loss, Tensor)
@@ -286,7 +286,7 @@ class TrainingChecks:
         # same batch.
         if not (
             1 < self._passes <= self._batches
-            and self._whole_losses
+            and self._undivided_losses
             and self.steps
             and self._gradient
         ):
@@ -330,7 +330,7 @@ class TrainingChecks:
         self._passes = 0
         self._batches = 0
         self._clipped = None
-        self._whole_losses = True
+        self._undivided_losses = True
         if self.steps == self.first:
             self._check_models()
         elif self.steps > self.first and not all(map(_in_training, self.models)):

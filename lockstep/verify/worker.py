@@ -35,7 +35,7 @@ from lockstep.trainer import Trainer
 from lockstep.verify import comparisons, experiments
 from lockstep.verify.differences import RankReport, StepResult, TensorDifference, combine_reports
 from lockstep.verify.flow import FlowRecorder
-from lockstep.verify.modes import WholeSequences
+from lockstep.verify.modes import CompleteSequences
 from lockstep.verify.recorded_flow import load
 from lockstep.verify.subject import MAIN, Case, Spec, VerifyJob
 from lockstep.verify.trace import BOUND, BUFFER, GRADIENT, VALUE, StepObserver, Stored, Trace
@@ -167,7 +167,7 @@ def _compare(
     factor, floor = comparisons.message_rounding(trainer)
     parts = experiments.FORCED in case.switches
     recorder = FlowRecorder(trainer, names, load(trace.folder / _FLOW)) if parts else None
-    whole = WholeSequences(trainer, names) if experiments.WHOLE in case.switches else None
+    complete = CompleteSequences(trainer, names) if experiments.COMPLETE in case.switches else None
     if experiments.SAMPLES in case.switches:
         _use_samples(trainer, trace.folder / _SAMPLES)
     if experiments.OPTIONS in case.switches:
@@ -226,9 +226,9 @@ def _compare(
             raise RunError(why)
         norm_limit = comparisons.limit_of_norm(reference, factor, floor)
         result = combine_reports(step, reports, reference, norm_limit, exact=exact)
-        if whole is not None:
-            result.module = whole.module
-            result.numbers = whole.numbers
+        if complete is not None:
+            result.module = complete.module
+            result.numbers = complete.numbers
         yield result
         if result.differences and exact:
             break  # the steps after it are another run

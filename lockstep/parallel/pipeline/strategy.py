@@ -35,12 +35,12 @@ class Pipeline(Strategy):
         return layout_of_sizes(self.name, sizes, world_size, given_sizes(config))
 
     def describe(self, layout: Layout) -> str:
-        whole = f"{self.name.partition('*')[0]}:{layout.pipeline}"
+        stages = f"{self.name.partition('*')[0]}:{layout.pipeline}"
         if self.replicas is not None:
-            return f"{whole}*{self.replicas.describe(replace(layout, pipeline=1))}"
+            return f"{stages}*{self.replicas.describe(replace(layout, pipeline=1))}"
         if layout.data_parallel_size == 1:
-            return whole
-        return f"{whole}*" + (
+            return stages
+        return f"{stages}*" + (
             f"ddp:{layout.replicate}" if layout.shard == 1 else describe_shards(layout)
         )
 

@@ -257,14 +257,14 @@ class StageTrees:
         """Wait for a bucket's sum, gather it over replicas, and write it to `.grad`."""
         mine = reduce.finish()
         replicas = self._replicas.size()
-        whole = mine.new_empty(replicas * mine.numel())
+        gathered = mine.new_empty(replicas * mine.numel())
         if replicas > 1:
-            all_gather_flat(whole, mine, group=self._replicas.get_group())
+            all_gather_flat(gathered, mine, group=self._replicas.get_group())
         else:
-            whole = mine
+            gathered = mine
         widths = [self._width(name) for name in names]
         for name, columns in zip(
-            names, torch.split(whole.view(replicas, -1), widths, dim=1), strict=True
+            names, torch.split(gathered.view(replicas, -1), widths, dim=1), strict=True
         ):
             parameter = self.held.named_parameters()[name]
             piece = local(parameter)

@@ -292,10 +292,10 @@ def check_accumulation(c: ScriptComparison, reference: ScriptRecord) -> None:
     given = [
         [samples] * len(batches) for samples in (together, *(c.feed[loader, i] for i in batches))
     ]
-    (whole, _), *micro_batches = c.parts(0, at, given)
+    (full_batch, _), *micro_batches = c.parts(0, at, given)
     parts = [gradient for gradient, _ in micro_batches]
     step = c.gradients(0, World([reference]))[0]
-    if distance(step, whole) > CEILING / NUDGES:
-        found = gradients.accumulation_cause(step, whole, parts, c.outcome.framework)
+    if distance(step, full_batch) > CEILING / NUDGES:
+        found = gradients.accumulation_cause(step, full_batch, parts, c.outcome.framework)
         if found is not None:
             c.outcome.causes.append(found)

@@ -339,13 +339,13 @@ def coupling_cause(evidence: GradientEvidence, alone: Sequence[Values]) -> Cause
 
 
 def accumulation_cause(
-    step: Values, whole: Values, micro_batches: Sequence[Values], framework: str
+    step: Values, full_batch: Values, micro_batches: Sequence[Values], framework: str
 ) -> Cause | None:
     """Return the cause if a step weighs its micro-batches otherwise than the whole batch does.
 
     The step's gradient is then the mean of its micro-batches' gradients.
     """
-    weights = explaining_weights(micro_batches, whole)
+    weights = explaining_weights(micro_batches, full_batch)
     # Else they are sums, divided by a number that does not depend on the micro-batch.
     if (
         weights is None

@@ -208,7 +208,7 @@ def batch_file(folder: Path, rank: int, loader: int, index: int) -> Path:
     return folder / f"samples-{rank}-{loader}-{index}.pickle"
 
 
-def _whole(pieces: Sequence[TensorPiece], dim: int | None) -> Tensor:
+def _assembled(pieces: Sequence[TensorPiece], dim: int | None) -> Tensor:
     """Return the complete tensor from the pieces that ranks hold.
 
     A script may have cut it along `dim` over the ranks. Of equal copies, the last is taken.
@@ -273,7 +273,7 @@ class World:
             for unit in self.units:
                 in_order = name in self.joined or ranks[held[0]][name].flat
                 ordered = held if in_order else sorted(held, key=lambda rank: rank in unit)
-                value = _whole([ranks[rank][name] for rank in ordered], self.joined.get(name))
+                value = _assembled([ranks[rank][name] for rank in ordered], self.joined.get(name))
                 for rank in unit:
                     found[rank][name] = value
         return found
