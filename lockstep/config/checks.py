@@ -162,14 +162,14 @@ def _context(config: StepConfig, _layout: Layout | None) -> Iterator[Contradicti
 
 
 def excluded(
-    axis: str, cut: str, settings: Iterable[tuple[str, object, object, str]]
+    axis: str, divided: str, settings: Iterable[tuple[str, object, object, str]]
 ) -> Iterator[Contradiction]:
     """Yield the settings that a cut does not go with: key, value, what it has to be, why."""
     for key, value, off, why in settings:
         if value not in (off, "auto"):
             fix = f"write {key.rpartition('.')[2]}: {str(off).lower()}, or {axis}_size: 1"
             yield Contradiction(
-                (f"distributed.{axis}_size", key), f"{key} is {value}, and {cut}: {why}", fix
+                (f"distributed.{axis}_size", key), f"{key} is {value}, and {divided}: {why}", fix
             )
 
 
@@ -223,10 +223,10 @@ def _buffers(config: StepConfig, layout: Layout | None) -> Iterator[Contradictio
 
     Each of these ranks sees only a part of what a buffer is computed from.
     """
-    for axis, cut in SPREADS.items():
+    for axis, divided in SPREADS.items():
         if config.distributed.buffers and ranks_along(config, layout, axis) > 1:
             what = (
-                f"what forward passes write to buffers can't be combined where {cut} are spread"
+                f"what forward passes write to buffers can't be combined where {divided} are spread"
                 " over ranks"
             )
             fix = f"leave buffers out, or write {axis}_size: 1"

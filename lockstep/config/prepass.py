@@ -189,7 +189,7 @@ def _rewrite(lines: list[str], blocks: list[TemplateBlock], index: int) -> list[
     pending = ""  # the delimiter that closes a Jinja construct of several lines
     for number, line in enumerate(lines):
         mark = f"\ue000{index}:{number + 1}\ue001"
-        cut = open_blocks[-1].indent if open_blocks else 0
+        outer = open_blocks[-1].indent if open_blocks else 0
         statement = _STATEMENT.match(line)
         expression = _EXPRESSION.match(line)
         if pending:
@@ -198,7 +198,9 @@ def _rewrite(lines: list[str], blocks: list[TemplateBlock], index: int) -> list[
         elif number in starts:
             block = starts[number]
             open_blocks.append(block)
-            head = "" if block.expands else f"{{% filter reindent({max(0, block.indent - cut)}) %}}"
+            head = (
+                "" if block.expands else f"{{% filter reindent({max(0, block.indent - outer)}) %}}"
+            )
             assert statement is not None
             rewritten.append(f"{head}{{% block {statement[3]} %}}")
         elif number in ends:
@@ -209,15 +211,14 @@ def _rewrite(lines: list[str], blocks: list[TemplateBlock], index: int) -> list[
         elif statement:
             rewritten.append(f"{{% {statement[2]} {statement[3]} %}}")
         elif expression:
-            rewritten.append(
-                f"{{{{ ({expression[2]}) | reindent({max(0, len(expression[1]) - cut)}) }}}}{mark}"
-            )
+            indent = max(0, len(expression[1]) - outer)
+            rewritten.append(f"{{{{ ({expression[2]}) | reindent({indent}) }}}}{mark}")
         elif line.lstrip().startswith("#") and _DELIMITER.search(line):
             # a comment about templates is not a template
             rewritten.append(f"{{% raw %}}{line}{{% endraw %}}{mark}")
         else:
             pending = _pending(line, "")
-            kept = line[min(cut, _spaces(line)) :]
+            kept = line[min(outer, _spaces(line)) :]
             rewritten.append(kept if pending else kept + mark)
     return rewritten
 

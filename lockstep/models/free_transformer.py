@@ -273,8 +273,8 @@ def code_halves(z_logits: Tensor) -> tuple[Tensor, Tensor]:
 
     G[…, high · 2^⌊H/2⌋ + low] is the product of the two.
     """
-    cut = z_logits.shape[-1] // 2
-    return _code_probabilities(z_logits[..., :cut]), _code_probabilities(z_logits[..., cut:])
+    half = z_logits.shape[-1] // 2
+    return _code_probabilities(z_logits[..., :half]), _code_probabilities(z_logits[..., half:])
 
 
 def _code_probabilities(logits: Tensor) -> Tensor:

@@ -90,7 +90,7 @@ def decoder_segments(model: nn.Module) -> list[tuple[str, nn.Module]] | None:
         return None
     kept = model.__dict__.get(_CACHE)
     if kept is None:
-        kept = _cut(causal, family, path)
+        kept = _segments_of(causal, family, path)
         _require_all(model, kept)
         model.__dict__[_CACHE] = kept
     return list(kept)
@@ -134,7 +134,7 @@ def refuse_balanced_experts(model: nn.Module) -> None:
         )
 
 
-def _cut(model: nn.Module, family: Family, path: str) -> list[tuple[str, nn.Module]]:
+def _segments_of(model: nn.Module, family: Family, path: str) -> list[tuple[str, nn.Module]]:
     """Return the chain: what runs before the layers, each layer, what runs after them."""
     decoder: Any = getattr(model, family.decoder)
     layers = dict(getattr(decoder, family.layers).named_children())

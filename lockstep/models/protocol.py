@@ -67,7 +67,7 @@ class Observed:
 
     # whether torch's loss functions showed its divisor; None: not computed in this process
     told: bool | None = None
-    cut: bool = False  # whether the step that runs has several micro-batches
+    accumulates: bool = False  # whether the step that runs has several micro-batches
     # whether to look for auxiliary terms and divisors, while losses are compared
     looks: bool = False
     # whether terms depend on how a batch is divided: the load balancing of experts
@@ -192,7 +192,7 @@ class Objective:
         shown = seen.count(batch, num_samples)
         count = self.count(batch) if shown is None else shown
         observed.told = shown is not None
-        if observed.cut and seen.uneven:
+        if observed.accumulates and seen.uneven:
             refuse_uneven(seen.uneven)
         if observed.looks:
             # by the names that the library gives the losses that balance experts
@@ -208,7 +208,7 @@ class Objective:
     def begin_step(self, micro_batches_per_step: int) -> None:
         """Say into how many micro-batches the samples are cut that follow."""
         if self.observed is not None:
-            self.observed.cut = micro_batches_per_step > 1
+            self.observed.accumulates = micro_batches_per_step > 1
 
     def estimate(self, batch: Any) -> int | Tensor:
         """Estimate the number of valid targets before the forward pass.

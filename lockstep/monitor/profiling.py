@@ -187,8 +187,8 @@ def length(disjoint: Iterable[Interval]) -> float:
 
 def within(intervals: Iterable[Interval], window: Interval) -> list[Interval]:
     """Cut intervals to a window."""
-    cut = ((max(start, window[0]), min(end, window[1])) for start, end in intervals)
-    return [(start, end) for start, end in cut if end > start]
+    clipped = ((max(start, window[0]), min(end, window[1])) for start, end in intervals)
+    return [(start, end) for start, end in clipped if end > start]
 
 
 _log = logging.getLogger("lockstep")

@@ -456,10 +456,10 @@ class TrainingChecks:
             for name, module in model.named_modules()
         ]
         called = {owner for owner, module in modules if id(module) in self.called}
-        cut = [name for name in never if name.rpartition(".")[0] in called]
-        if cut and "stale optimizer" not in self.findings:
+        detached = [name for name in never if name.rpartition(".")[0] in called]
+        if detached and "stale optimizer" not in self.findings:
             text = (
-                f"{listed(cut, 5)} take part in the forward pass, and got no gradient in"
+                f"{listed(detached, 5)} take part in the forward pass, and got no gradient in"
                 f" {self.first} steps"
             )
             fix = "let no detach(), no_grad() or .data cut them off from the loss"

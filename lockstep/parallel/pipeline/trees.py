@@ -224,7 +224,7 @@ class StageTrees:
 
         It is one replica's part of the largest shard.
         """
-        shape, dim = self._cut(name)
+        shape, dim = self._sharding_of(name)
         rest = math.prod(shape) // max(1, shape[dim]) if shape else 1
         return -(
             -(-(-(shape[dim] if shape else 1) // self._shards) * rest) // self._replicas.size()
@@ -235,7 +235,7 @@ class StageTrees:
 
         Rows are in the order of the ranks.
         """
-        _, dim = self._cut(name)
+        _, dim = self._sharding_of(name)
         replicas = self._replicas.size()
         rows = torch.zeros(replicas, self._shards, width, device=self.device)
         if value is not None:
@@ -246,7 +246,7 @@ class StageTrees:
                 )
         return rows.view(-1, width)
 
-    def _cut(self, name: str) -> tuple[tuple[int, ...], int]:
+    def _sharding_of(self, name: str) -> tuple[tuple[int, ...], int]:
         """Return a parameter's whole shape, and the dim along which it is sharded."""
         parameter = self.held.named_parameters()[name]
         placements = parameter.placements if isinstance(parameter, DTensor) else ()

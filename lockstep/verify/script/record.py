@@ -222,10 +222,10 @@ def _assembled(pieces: Sequence[TensorPiece], dim: int | None) -> Tensor:
     result = torch.zeros(pieces[0].shape, dtype=pieces[0].local.dtype)
     for piece in pieces:
         part = result
-        for cut, parts, index in piece.cuts:
-            size = -(-part.shape[cut] // parts)
-            start = min(index * size, part.shape[cut])
-            part = part.narrow(cut, start, min(size, part.shape[cut] - start))
+        for sharded, parts, index in piece.cuts:
+            size = -(-part.shape[sharded] // parts)
+            start = min(index * size, part.shape[sharded])
+            part = part.narrow(sharded, start, min(size, part.shape[sharded] - start))
         part.copy_(piece.local)
     return result
 
