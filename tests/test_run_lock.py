@@ -283,6 +283,6 @@ def test_a_run_that_was_taken_over_ends(tmp_path: Path) -> None:
     (tmp_path / FILE).write_text(json.dumps(vars(other)))
     lock = run.state.output._lock
     assert lock is not None
-    wait_for(lambda: lock._lost is not None, seconds=5)
+    wait_for(lambda: lock._lost is not None)
     with pytest.raises(RunError, match="another run has taken over"):
         run.train(Points())

@@ -35,6 +35,9 @@ def browser() -> str | None:
     return next((found for name in NAMES if (found := shutil.which(name))), None)
 
 
+_PATIENCE_SECONDS = 200.0  # on a busy machine
+
+
 class Page:
     """One page. `requests` are the addresses that it asked for, `complaints` what its console said
     in anger.
@@ -100,11 +103,15 @@ class Page:
     def open(self, address: str, drawn: str = "document.documentElement?.dataset.drawn") -> None:
         """Go there and wait until the page has drawn itself."""
         self._call("Page.navigate", url=address)
-        deadline = time.monotonic() + 60
-        while not self.ask(drawn):
-            assert time.monotonic() < deadline, f"the page is not drawn: {self.complaints}"
-            time.sleep(0.1)
+        self.until(drawn)
         self.settle()
+
+    def until(self, expression: str) -> None:
+        """Wait until a JavaScript expression holds in the page."""
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        while not self.ask(expression):
+            assert time.monotonic() < deadline, f"{expression} does not hold: {self.complaints}"
+            time.sleep(0.1)
 
     def settle(self, seconds: float = 0.5) -> None:
         until = time.monotonic() + seconds
@@ -126,7 +133,7 @@ class Page:
         if getattr(self, "_session", None):
             message["sessionId"] = self._session
         os.write(self._to, json.dumps(message).encode() + b"\0")
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + _PATIENCE_SECONDS
         while True:
             answer = self._next(deadline)
             if answer.get("id") == self._number:

@@ -112,8 +112,7 @@ def test_the_page_follows_the_theme_while_it_is_open(pages: dict[str, Path]) -> 
             "Emulation.setEmulatedMedia",
             features=[{"name": "prefers-color-scheme", "value": "dark"}],
         )
-        page.settle()
-        assert page.ask(colour) != before
+        page.until(f"{colour} != {json.dumps(before)}")
         assert page.complaints == []
 
 
@@ -136,8 +135,7 @@ def test_live_follows_the_run(tmp_path: Path) -> None:
             assert page.ask(steps) == "59"
             row = step_row(75, BEGUN + 60, 1, data=0.01, slow=None, noise=random.Random(0))
             append_line(run.metrics, row)
-            page.settle(3.0)
-            assert page.ask(steps) == "75"
+            page.until(f"{steps} == '75'")
             page.requests = [asked for asked in page.requests if asked != address + "data.json"]
             only_itself(page, address)
     finally:
@@ -187,8 +185,7 @@ def test_texts_images_and_histograms_are_shown_and_bounded(tmp_path: Path) -> No
             assert page.ask("document.querySelectorAll('#chart-histogram-0 .line').length") == 4
             monitor.on_log(7, {"said": "more"})
             monitor.close()
-            page.settle(3.0)
-            assert page.ask("document.querySelector('.sample pre').textContent") == "more"
+            page.until("document.querySelector('.sample pre').textContent == 'more'")
             for step in range(8, 40):
                 append_line(
                     run.metrics,

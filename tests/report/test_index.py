@@ -134,10 +134,8 @@ def test_it_draws_in_a_browser_and_shows_values_under_the_pointer(folder: Path) 
         assert page.ask("document.querySelectorAll('.plot .line').length") == 9
         assert page.ask("document.documentElement.scrollWidth <= innerWidth")
         page.resize(1280)
-        page.settle()
-        assert page.ask("document.querySelector('.plot .figure').clientWidth") > 800, (
-            "drawn anew at another width"
-        )
+        # drawn anew at another width
+        page.until("document.querySelector('.plot .figure').clientWidth > 800")
         page.ask(
             "document.querySelector('.plot .figure').dispatchEvent(new PointerEvent('pointermove'))"
             " || 0"

@@ -246,7 +246,7 @@ def test_live_is_for_this_machine_only(tmp_path: Path) -> None:
 
         def get(path: str, host: str) -> tuple[int, bytes]:
             connection = http.client.HTTPConnection(
-                "127.0.0.1", server.server_address[1], timeout=10
+                "127.0.0.1", server.server_address[1], timeout=100
             )
             connection.request("GET", path, headers={"Host": host})
             answer = connection.getresponse()
