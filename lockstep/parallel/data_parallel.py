@@ -66,22 +66,21 @@ class ThreadsAxis(Axis):
 
     def place(self, site: Site) -> ParallelModel | None:
         """Copy the model to this process's GPUs, or leave it where there is one."""
-        p = site
-        p.materialise()
-        if p.ways.patterns and num_gpus(p.device) > 1:
+        site.materialise()
+        if site.ways.patterns and num_gpus(site.device) > 1:
             what = (
-                f"dp cuts a micro-batch over {num_gpus(p.device)} GPUs, and keeps what the first"
+                f"dp cuts a micro-batch over {num_gpus(site.device)} GPUs, and keeps what the first"
                 " makes of buffers"
             )
             fix = "write strategy: ddp, which is faster as well"
             raise UsageError(what, where="distributed.buffers, distributed.strategy", fix=fix)
-        refuse_mean_losses(p.model, p.objective, num_gpus(p.device))
-        runs = apply_dp(p.model, p.config, p.random_state, p.log_lines)
-        assign = shared_out(assign_contiguous, p)
-        objective = over_parts(p.objective)
-        tree = LocalTree(list(p.model.parameters())) if p.reproducible else None
+        refuse_mean_losses(site.model, site.objective, num_gpus(site.device))
+        runs = apply_dp(site.model, site.config, site.random_state, site.log_lines)
+        assign = shared_out(assign_contiguous, site)
+        objective = over_parts(site.objective)
+        tree = LocalTree(list(site.model.parameters())) if site.reproducible else None
         return placed_in_order(
-            p, AppliedStrategy(assign, runs=runs, objective=objective, tree=tree)
+            site, AppliedStrategy(assign, runs=runs, objective=objective, tree=tree)
         )
 
 

@@ -21,7 +21,7 @@ from torch import nn
 
 from lockstep.models.chain import shared_parameters_of
 from lockstep.models.protocol import blocks_of, no_chain, offered, pipeline_segments_of, segments_of
-from lockstep.parallel.initial import canonical_names
+from lockstep.parallel.initial import canonical_names, on_meta
 from lockstep.parallel.state_form import StateForm
 from lockstep.parallel.tensor_plan import Planned, checked_plan
 from lockstep.torch_compat.module_state import persistent_buffers
@@ -48,6 +48,7 @@ class ModelFacts:
     borrowed: Mapping[
         str, Mapping[str, str]
     ]  # segment → {keyword: canonical name of a parameter that it borrows}
+    on_meta: bool  # whether its values are still to be made
     form: StateForm | None  # what the model makes of its `state_dict`; None: its tensors by name
 
     @property
@@ -97,7 +98,7 @@ class ModelFacts:
         A model that leaves meta gets new ones.
         """
         names, _ = canonical_names(self.model)
-        return replace(self, names=names)
+        return replace(self, names=names, on_meta=False)
 
 
 def experts_of(model: nn.Module) -> Named:
@@ -125,5 +126,6 @@ def facts_of(model: nn.Module, *, split: bool = False) -> ModelFacts:
         segments=segments,
         chain=pipeline_segments_of(model) if split and not segments else segments,
         borrowed=shared_parameters_of(model),
+        on_meta=on_meta(model),
         form=StateForm.of(model),
     )

@@ -36,7 +36,7 @@ from lockstep.parallel.combined_buffers import BufferWays, warn_of_unwritten, wa
 from lockstep.parallel.facts import ModelFacts, Named, facts_of
 from lockstep.parallel.fp8 import apply_fp8
 from lockstep.parallel.fsdp_units import units_of
-from lockstep.parallel.initial import FirstValues, broadcast_values, on_meta, to_empty
+from lockstep.parallel.initial import FirstValues, broadcast_values, to_empty
 from lockstep.parallel.loss_weights import LossWeights
 from lockstep.parallel.parallel_model import ParallelModel, take_hooks
 from lockstep.parallel.placement import place_whole
@@ -251,7 +251,9 @@ def prepared(
     keeps_formats = not sharded and not layout.spreads
     log_lines = lay_out(model, keeps_formats=keeps_formats, aligned=config.distributed.reproducible)
     random_state = RandomState(config.training.seed, device)
-    first = FirstValues(model, config.training.seed) if on_meta(model) and dry_run is None else None
+    first = None
+    if facts.on_meta and dry_run is None:
+        first = FirstValues(model, config.training.seed)
     if in_stages and first is None and dry_run is None:
         log_lines += check_chain(facts)
     if strategy.keys_random_numbers(device):
@@ -276,7 +278,7 @@ def prepared(
         mesh = dry_run.mesh
     else:
         mesh = device_mesh(layout, device.type) if shared else None
-    if dry_run is not None and layout.tensor * layout.expert > 1 and on_meta(model):
+    if dry_run is not None and layout.tensor * layout.expert > 1 and facts.on_meta:
         # a parameter on meta can't become a piece that is a fake tensor
         to_empty(model, torch.device("cpu"))
         facts = facts.after_new_parameters()

@@ -58,9 +58,9 @@ class AppliedStrategy:
     statistics_over: int | None = None
 
 
-def shared_out(how: AssignAnyRank, placement: Site) -> Callable[[int], list[tuple[int, bool]]]:
-    """Return `how` for this rank among the placement's data-parallel ranks."""
-    return partial(how, rank=placement.rank, ranks=placement.ranks)
+def shared_out(how: AssignAnyRank, site: Site) -> Callable[[int], list[tuple[int, bool]]]:
+    """Return `how` for this rank among the site's data-parallel ranks."""
+    return partial(how, rank=site.rank, ranks=site.ranks)
 
 
 def place_whole(site: Site) -> ParallelModel:
@@ -82,9 +82,8 @@ def place_whole(site: Site) -> ParallelModel:
     return placed_in_order(site, AppliedStrategy(shared_out(how, site), tree=tree))
 
 
-def placed_in_order(placement: Site, applied: AppliedStrategy) -> ParallelModel:
+def placed_in_order(site: Site, applied: AppliedStrategy) -> ParallelModel:
     """Return the placed model, which runs a step's micro-batches in order."""
-    site = placement
     model = site.model
     _check(applied, site)
     objective = applied.objective or site.objective

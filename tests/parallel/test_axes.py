@@ -18,7 +18,7 @@ from lockstep.parallel.facts import facts_of
 from lockstep.parallel.place import with_axes
 from lockstep.precision import Precision
 from lockstep.randomness import RandomState
-from lockstep.registry import AXES
+from lockstep.registry import AXES, BY_SIZE
 from lockstep.strategy import strategy_named
 
 _SIZES = {"n_layer": 2, "n_head": 2, "n_embd": 16, "vocab_size": 8, "block_size": 8}
@@ -46,6 +46,31 @@ def test_each_name_of_the_registry_is_the_name_of_its_class() -> None:
         kind = AXES.load(name)
         assert issubclass(kind, Axis)
         assert kind.name == name
+
+
+_ALL = ["batch_norm", "context", "expert", "tensor"]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "beside", "said"),
+    [
+        ("single", [], []),
+        ("dp", [], ["in_threads"]),
+        ("ddp", _ALL, ["in_buckets"]),
+        ("fsdp", _ALL, []),
+        ("context", ["context", "tensor"], []),
+        ("tensor", ["context", "tensor"], []),
+        ("pipeline", ["context", "expert", "tensor"], ["in_stages"]),
+        ("accelerate", [], ["in_buckets"]),
+        ("diloco", [], []),
+    ],
+)
+def test_a_strategy_is_what_the_axes_of_its_list_say(
+    strategy: str, beside: list[str], said: list[str]
+) -> None:
+    found = strategy_named(strategy)
+    assert [axis for axis in BY_SIZE if found.goes_with(axis)] == beside
+    assert [q for q in ("in_stages", "in_buckets", "in_threads") if getattr(found, q)] == said
 
 
 def test_on_one_rank_no_axis_does_anything_to_a_plain_step() -> None:
