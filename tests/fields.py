@@ -56,7 +56,8 @@ def assignments() -> list[Assignment]:
 
 def _owner(target: ast.Attribute, variables: Mapping[str, str | None], module: str) -> str | None:
     """The class in another module whose field this is; "?" if it is one of several."""
-    if isinstance(target.value, ast.Name) and target.value.id in ("self", "cls"):
+    # `ctx` is a node of torch's graph, in which an autograd function keeps what it likes.
+    if isinstance(target.value, ast.Name) and target.value.id in ("self", "cls", "ctx"):
         return None
     known = _type_of(target.value, variables)
     if known == _FOREIGN:

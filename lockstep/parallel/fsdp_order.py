@@ -400,7 +400,7 @@ class UnitOrder(AroundMicroBatch):
         self._orders[True] = []
         self._inputs[True] = {}
         for order, known, again in every:
-            self._again.known |= again
+            self._again.known.update(again)
             self._orders[True] = _merged(self._orders[True], order)
             for place, inputs in known.items():
                 self._inputs[True][place] = min(inputs, self._inputs[True].get(place, inputs))

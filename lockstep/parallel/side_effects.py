@@ -286,7 +286,7 @@ class _Watch:
         if left:
             self._reads[id(root)] = RecordedReads(left)
             if self.compiled:  # it would be compiled again
-                self._reads[id(root)].unknown |= set(left)
+                self._reads[id(root)].unknown.update(left)
             else:
                 self._reads[id(root)].start()
 

@@ -141,7 +141,7 @@ class _Topology:
     def __post_init__(self) -> None:
         self.outcome = Outcome(self.job.topology, self.job.ranks)
         if isinstance(self.found, str):
-            self.outcome.failed = self.found
+            self.outcome.fail(self.found)
 
     @property
     def results(self) -> list[StepResult]:
@@ -164,16 +164,18 @@ class _Topology:
         """Return the outcome, once there are causes."""
         outcome = self.outcome
         results = self.results
-        outcome.steps = len(results)
-        outcome.rounding = max((result.rounding for result in results), default=0.0)
-        outcome.same_bits = bool(results) and all(result.same_bits for result in results)
+        outcome.take_steps(len(results), outcome.framework)
+        rounding = max((result.rounding for result in results), default=0.0)
+        same_bits = bool(results) and all(result.same_bits for result in results)
         wrong = next((result for result in results if result.first is not None), None)
-        if wrong is not None:
+        if wrong is None:
+            outcome.compare(None, rounding, same_bits=same_bits)
+        else:
             assert wrong.first is not None
-            outcome.first = replace(wrong.first, step=wrong.step)
-            outcome.alike = sum(d.aspect == outcome.first.aspect for d in wrong.differences) - 1
-            outcome.parameters = list(wrong.fingerprints)
-            outcome.parts = [] if outcome.passed else self._parts(wrong)
+            first = replace(wrong.first, step=wrong.step)
+            alike = sum(d.aspect == first.aspect for d in wrong.differences) - 1
+            outcome.compare(first, rounding, alike=alike, same_bits=same_bits)
+            outcome.describe(wrong.fingerprints, [] if outcome.passed else self._parts(wrong))
         for column, aspects in COLUMNS.items():
             sign = ALLOWED if outcome.passed else DIFFERENT
             if not any(result.has(*aspects) for result in results):
@@ -234,7 +236,7 @@ def _find_causes(different: Sequence[_Topology], start: Start) -> None:
     for topology, (job, known) in zip(different, evidence, strict=True):
         cause = cause_of(known)
         cause.is_error |= job.spec.exact  # if every bit must be equal, rounding is an error
-        topology.outcome.causes = [cause]
+        topology.outcome.causes[:] = [cause]
         topology.deviations = known.deviations
 
 

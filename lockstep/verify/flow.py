@@ -107,9 +107,9 @@ class FlowRecorder:
                         for key, value in mine.items()
                         if right.get(key, value) != value
                     ]
-                    self.flow.settings += [
+                    self.flow.settings.extend(
                         f"{name}.{key} {a!r} instead of {b!r}" for key, a, b in both
-                    ]
+                    )
         if placed.layout.shard == placed.layout.pipeline == 1:
             for name, parameter in placed.parameters.items():
                 if parameter.requires_grad and not isinstance(parameter, DTensor):
@@ -154,9 +154,9 @@ class FlowRecorder:
     def _remember(self) -> None:
         """Note what the forward pass that ends here has changed in the model's memory."""
         if self._forward:
-            self.flow.moved += [
-                name for name in self._memory.moved() if name not in self.flow.moved
-            ]
+            self.flow.moved.extend(
+                [name for name in self._memory.moved() if name not in self.flow.moved]
+            )
 
     def _now(self) -> tuple[int, str | None]:
         """Return the micro-batch, and the module whose own code runs in a forward pass.
@@ -351,7 +351,7 @@ class FlowRecorder:
             key = (-1, name, 0, "reduced gradient")
             off = distance(gradient, expected)
             self.stored.bounds[key] = off
-            self.flow.parts += 1
+            self.flow.count_part()
             bounds = [self._reference.bounds.get((m, name, 0, "gradient"), 0.0) for m in every]
             if off > max(LEAST, SLACK * max([self._reference.bounds.get(key, 0.0), *bounds])):
                 unit = self._unit(mine[0]) if mine else 1.0
@@ -375,7 +375,7 @@ class FlowRecorder:
         mine = mine.cpu()
         right = right.cpu()
         off = distance(mine, right)
-        self.flow.parts += 1
+        self.flow.count_part()
         self.stored.bounds[key] = off
         if off <= self._bound(key):
             return
@@ -423,7 +423,7 @@ class FlowRecorder:
     def finish(self) -> RankFlow:
         """Return what was found; the recorder is of no use afterwards."""
         self._opened.close()
-        self.flow.deviations = sorted(
+        self.flow.deviations[:] = sorted(
             self._found, key=lambda deviation: recorded_flow.STAGES.index(deviation.stage)
         )
         if self._reference is not None and self.flow.deviations:

@@ -6,6 +6,7 @@ Tests: tests/verify/test_command.py, tests/verify/test_script.py
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from lockstep.verify.algebra import Relation
@@ -84,6 +85,33 @@ class Outcome:
     notices: list[str] = field(default_factory=list)  # what the comparison takes for granted
     failed: str = ""  # the error, if it could not be run
     not_judged: str = ""  # why a script's gradients and weights can't be compared
+
+    def fail(self, text: str) -> None:
+        """Note the error with which it could not be run."""
+        self.failed = text
+
+    def leave_open(self, text: str) -> None:
+        """Note why a script's gradients and weights can't be compared."""
+        self.not_judged = text
+
+    def take_steps(self, steps: int, framework: str) -> None:
+        """Note how many steps are compared, and whose loop took them."""
+        self.steps = steps
+        self.framework = framework
+
+    def compare(
+        self, first: Difference | None, rounding: float, *, alike: int = 0, same_bits: bool = False
+    ) -> None:
+        """Note what the comparison found: the first difference, and how large rounding is."""
+        self.first = first
+        self.rounding = rounding
+        self.alike = alike
+        self.same_bits = same_bits
+
+    def describe(self, parameters: Iterable[str], parts: list[PartDifference]) -> None:
+        """Note the names of all parameters, and which parts differ."""
+        self.parameters = list(parameters)
+        self.parts = parts
 
     @property
     def passed(self) -> bool:

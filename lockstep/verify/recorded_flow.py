@@ -67,6 +67,10 @@ class RankFlow:
     settings: list[str] = field(default_factory=list)
     parts: int = 0  # number of parts that were compared
 
+    def count_part(self) -> None:
+        """Note that one more part was compared."""
+        self.parts += 1
+
 
 @dataclass
 class RecordedFlow:

@@ -106,8 +106,7 @@ class Runner:
         size = self.per_run or len(micro_batches)
         for number, run in enumerate(runs):
             if self.trees is not None:
-                self.trees.run = run
-                self.trees.places = range(number * size, (number + 1) * size)
+                self.trees.begin_run(run, range(number * size, (number + 1) * size))
             self._descriptions.begin(
                 [self._key_of[micro_batch.index] for micro_batch in run], training=True
             )

@@ -77,7 +77,7 @@ class StageTrees:
     # those that the parallel pipelines share out, which have sums of their own
     experts: PlacedExperts | None = None
     run: Sequence[MicroBatch] = ()  # micro-batches of the schedule's run
-    places: range = range(0)  # of these in the step; without those that pad a run
+    positions: range = range(0)  # of these in the step; without those that pad a run
     _partials: dict[int, Partials] = field(default_factory=dict)
     leaves: int = 0  # micro-batches in the step, over all ranks
 
@@ -88,6 +88,11 @@ class StageTrees:
         self._complete = {
             s: [n for n in self.uses.of(s) if self.uses.stages[n][0] == s] for s in self.stages
         }
+
+    def begin_run(self, run: Sequence[MicroBatch], positions: range) -> None:
+        """Begin a run of the schedule, with its micro-batches and their positions in the step."""
+        self.run = run
+        self.positions = positions
 
     def begin(self, leaves: int) -> None:
         self.leaves = leaves
@@ -129,7 +134,7 @@ class StageTrees:
                 micro_batch.index, [sums.get(name) for name in self._complete[stage]]
             )
         if self.experts is not None:
-            at = self.places[position] if position < len(self.places) else None
+            at = self.positions[position] if position < len(self.positions) else None
             self.experts.add_leaves(at, self._complete[stage])
         handed_on = [(name, sums.get(name)) for name in self.uses.crossing(stage - 1)]
         return tuple(

@@ -174,7 +174,7 @@ def explain(c: ScriptComparison, first: Difference, reference: ScriptRecord) -> 
     elif found is None and aspect == "gradients":
         causes = _gradient_causes(c, first, reference)
         if causes:
-            outcome.causes += causes
+            outcome.causes.extend(causes)
             return
     if found is None:
         text = "none was shown; one process has the ranks' samples, first values and settings"

@@ -43,13 +43,12 @@ def judge_script(runs: Runs, ranks: int) -> Outcome:
             (record.framework for record in hang.records if record is not None), outcome.framework
         )
         outcome.causes.append(hang_cause(hang.records, hang.locations, framework))
-        outcome.failed = outcome.causes[-1].text
+        outcome.fail(outcome.causes[-1].text)
     except LockstepError as error:
-        outcome.failed = "\n".join([str(error), *getattr(error, "__notes__", [])])
+        outcome.fail("\n".join([str(error), *getattr(error, "__notes__", [])]))
         _explain_crash(runs, outcome, str(error).splitlines()[0])
-    outcome.parameters = list(judgement.off)
-    outcome.parts = _drawn(outcome, judgement.off)
-    outcome.signs = signs_of(outcome)
+    outcome.describe(judgement.off, _drawn(outcome, judgement.off))
+    outcome.signs.update(signs_of(outcome))
     return outcome
 
 
@@ -108,20 +107,19 @@ class _Judgement(ScriptComparison):
                 " trains"
             )
             raise RunError(text, why=why, fix=fix)
-        outcome.steps = steps
-        outcome.framework = self.records[0].framework
+        outcome.take_steps(steps, self.records[0].framework)
         if outcome.framework == LOCKSTEP:
             text = (
                 "the script trains with Lockstep's own step, which `lockstep verify CONFIG`"
                 " compares part by part; "
             )
-            outcome.not_judged = (
+            outcome.leave_open(
                 f"{text}in Python, lockstep.verify.verify takes a function that makes model and"
                 " data"
             )
             return
-        outcome.causes += loop_causes(self.records)
-        outcome.causes += self._seen_on_ranks()
+        outcome.causes.extend(loop_causes(self.records))
+        outcome.causes.extend(self._seen_on_ranks())
         taken = [len(record.steps) for record in self.records]
         fewest = taken.index(min(taken))
         most = taken.index(max(taken))
@@ -171,7 +169,7 @@ class _Judgement(ScriptComparison):
             losses = self._losses()
             self.take("without random numbers", **again)
             if losses == self._losses():  # as where the probability of dropout is 0
-                self.outcome.causes = [
+                self.outcome.causes[:] = [
                     found for found in self.outcome.causes if found.kind != "random numbers"
                 ]
         dtypes = {
@@ -224,7 +222,7 @@ class _Judgement(ScriptComparison):
             reference = self.alone("given the samples of all ranks", [self.feed])[0]
         except LockstepError as error:
             text = "one process, with which ranks are compared, does not run the script: "
-            self.outcome.not_judged = text + str(error).splitlines()[0]
+            self.outcome.leave_open(text + str(error).splitlines()[0])
             return None
         loader = self.records[0].training_loader
         mine = self.records[0].passes[:1]
@@ -242,13 +240,13 @@ class _Judgement(ScriptComparison):
         elif self.feed and loader is not None:
             self._say_batch(reference, loader, readers)
         if not reference.steps:
-            self.outcome.not_judged = "one process took no step"
+            self.outcome.leave_open("one process took no step")
         elif not self.feed or (loader is None and not self._begins_alike(reference)):
             self._check_inputs(reference)
         elif (
             not self.is_split() and reference.passes != self.records[0].passes[: self.outcome.steps]
         ):
-            self.outcome.not_judged = (
+            self.outcome.leave_open(
                 f"one process takes {theirs[0]} micro-batches a step, a rank {mine[0]}"
             )
         return None if self.outcome.not_judged else reference
@@ -295,7 +293,7 @@ class _Judgement(ScriptComparison):
             theirs = sum(map(len, right.inputs))
             total = sum(step.elements for step in units) % 2**64
             if not mine[0]:
-                self.outcome.not_judged = (
+                self.outcome.leave_open(
                     "the samples come from no DataLoader, and the model has no inputs to compare"
                 )
                 return
@@ -308,7 +306,7 @@ class _Judgement(ScriptComparison):
                     "process could get them; an argument such as {16/n} holds a global batch of 16"
                     " on n ranks"
                 )
-                self.outcome.not_judged = text
+                self.outcome.leave_open(text)
                 return
 
     def _compare(self, reference: ScriptRecord) -> None:
@@ -345,13 +343,12 @@ class _Judgement(ScriptComparison):
                     f"{first.aspect} of step {first.step + 1} differ by {first.relative:.0e}, and"
                     " changed last bits "
                 )
-                self.outcome.not_judged = (
+                self.outcome.leave_open(
                     f"{text}move those of one process by {max(moved[first.step]):.0e}"
                 )
                 return
             limits = [(max(ROUNDING, NUDGES * g), max(ROUNDING * 50, NUDGES * w)) for g, w in moved]
             first, rounding = self.first_difference(reference, limits)
-        self.outcome.first = first
-        self.outcome.rounding = rounding
+        self.outcome.compare(first, rounding)
         if first is not None:
             explain(self, first, reference)

@@ -266,8 +266,7 @@ class _ScriptObserver:
         if name is not None:
             self._step.flow.append((name, *values.two_numbers(output)))
         if self._depth == 0 and any(module is known for known in self._models):
-            self._step.inputs.append(values.rows((args, kwargs)))
-            self._step.elements = (self._step.elements + values.elements((args, kwargs))) % 2**64
+            self._step.add_inputs(values.rows((args, kwargs)), values.elements((args, kwargs)))
 
     def _begin_with(self, model: nn.Module) -> None:
         """Learn the names of a model at its first call, and give it the task's first values."""
@@ -360,7 +359,7 @@ class _ScriptObserver:
     def _around_clipping(self, call: Any, parameters: Any) -> Any:
         tensors = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         self._checks.clipped(tensors)
-        self._step.unclipped |= self._gradients(tensors)
+        self._step.unclipped.update(self._gradients(tensors))
         return call()
 
     # ---- the optimizer ----
@@ -394,13 +393,15 @@ class _ScriptObserver:
             self._names.setdefault(id(parameter), f"parameter {position}")
         if not self.record.steps:
             self.record.note_framework()
-        self._step.gradients = self._gradients(parameters)
-        self._step.dtypes |= {str(parameter.dtype) for parameter in parameters}
-        self._step.before = {self._names[id(p)]: values.fingerprint(local(p)) for p in parameters}
-        self._step.settings = [values.settings_of(group) for group in optimizer.param_groups]
+        self._step.dtypes.update(str(parameter.dtype) for parameter in parameters)
         # There is no list of schedules; they hold the optimizer, and not the other way round.
         found = (item for item in gc.get_objects() if isinstance(item, LRScheduler))
-        self._step.schedules = [schedule.last_epoch for schedule in found]
+        self._step.begin_update(
+            self._gradients(parameters),
+            {self._names[id(p)]: values.fingerprint(local(p)) for p in parameters},
+            [values.settings_of(group) for group in optimizer.param_groups],
+            [schedule.last_epoch for schedule in found],
+        )
         number = len(self.record.steps)
         if number < len(self.task.gradients):
             given = self.task.gradients[number]
@@ -426,9 +427,9 @@ class _ScriptObserver:
             group.update(own)
         self._checks.end_update(optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self._step.values = {
-            self._names[id(p)]: self._piece(p) for p in parameters if id(p) in self._names
-        }
+        self._step.end_update(
+            {self._names[id(p)]: self._piece(p) for p in parameters if id(p) in self._names}
+        )
         self.record.steps.append(self._step)
         self._step = RecordedStep()
         if len(self.record.steps) == self.task.steps:

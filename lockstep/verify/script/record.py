@@ -146,6 +146,28 @@ class RecordedStep:
     schedules: list[int] = field(default_factory=list)
     values: Pieces = field(default_factory=dict)  # parameters after the step
 
+    def add_inputs(self, rows: list[str], elements: int) -> None:
+        """Note the inputs of a pass of an entire model."""
+        self.inputs.append(rows)
+        self.elements = (self.elements + elements) % 2**64
+
+    def begin_update(
+        self,
+        gradients: Pieces,
+        before: dict[str, str],
+        settings: list[dict[str, Any]],
+        schedules: list[int],
+    ) -> None:
+        """Note what the optimizer finds when it begins to update."""
+        self.gradients = gradients
+        self.before = before
+        self.settings = settings
+        self.schedules = schedules
+
+    def end_update(self, values: Pieces) -> None:
+        """Note the updated parameters."""
+        self.values = values
+
 
 @dataclass
 class ScriptRecord:
