@@ -63,6 +63,7 @@ DOCTESTS = (
     "lockstep.parallel.pipeline.plan",
     "lockstep.parallel.reproducible.tree",
     "lockstep.parallel.strides",
+    "lockstep.verify.script.reduction",
 )
 
 

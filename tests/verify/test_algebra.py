@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from lockstep.verify.algebra import NOT_REDUCED, RELATED, Relation, reduced_relation, relation
-from lockstep.verify.script.gradients import GradientEvidence, reduction_cause
+from lockstep.verify.script.gradients import GradientEvidence
 from lockstep.verify.script.record import TORCH
+from lockstep.verify.script.reduction import reduction_cause
 
 RIGHT = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
 OTHER = torch.randn(4, 4, generator=torch.Generator().manual_seed(1))

@@ -20,6 +20,7 @@ from lockstep.verify.script.fixes import script_cause
 from lockstep.verify.script.gradients import GradientEvidence, vector
 from lockstep.verify.script.ranks import is_cut_by_script, replicas_cause
 from lockstep.verify.script.record import Pieces, RecordedStep, ScriptRecord, World
+from lockstep.verify.script.reduction import reduction_cause
 from lockstep.verify.script.runs import Feed, Runs, step_batches, united
 
 ROUNDING = 2e-5  # relative difference that needs no explanation in float32
@@ -190,7 +191,7 @@ def _gradient_causes(
     if not evidence.own:
         found = _statistics_cause(c, first) or gradients.shared_cause(evidence)
         return [] if found is None else [found]
-    found = gradients.reduction_cause(evidence)
+    found = reduction_cause(evidence)
     if found is not None:
         same = distance(mean_of(evidence.own), evidence.reference) < CEILING / NUDGES
         weighed = None if same else gradients.weighing_cause(evidence)

@@ -1,6 +1,7 @@
-"""Names why ranks of a script have another gradient than one process.
+"""Names why ranks of a script compute another gradient than one process.
 
-The reason follows from how gradients of parts add up.
+The reason follows from how gradients of parts add up. (`lockstep.verify.script.reduction`: ranks
+compute what they should, and are reduced otherwise.)
 
 Each rank's own gradient, of its samples alone, is seen before ranks are reduced, or taken by one
 process. The gradient with which ranks step is compared with sums of these
@@ -18,14 +19,11 @@ import numpy as np
 from lockstep.errors import listed
 from lockstep.verify.algebra import (
     ADDS_UP,
-    OWN,
     Values,
     distance,
     explaining_weights,
     factor,
     mean_of,
-    weighted_sum,
-    wrong_sums,
 )
 from lockstep.verify.outcome import Cause
 from lockstep.verify.script.fixes import NORMALISATION, script_cause
@@ -34,9 +32,9 @@ from lockstep.verify.script.record import ScriptRecord, Tensors
 EXACT = 1e-4  # relative difference up to which gradients are taken for equal
 _NEARLY = 0.02  # relative difference up to which a weight is taken for another number
 _NO_MORE_THAN_ROUNDING = 1e-6  # relative to the norm of all gradients
-_BY_PARTS = "gradients of each rank's samples alone"
-_NOT_SYNCHRONISED = "gradient synchronisation"
-_SUM = "sum of gradients"
+BY_PARTS = "gradients of each rank's samples alone"
+NOT_SYNCHRONISED = "gradient synchronisation"
+SUM = "sum of gradients"
 
 
 def vector(tensors: Tensors, sizes: dict[str, int]) -> Values:
@@ -79,138 +77,14 @@ def is_same(mine: Values, right: Values) -> bool:
     return distance(mine, right) <= EXACT
 
 
-def _is_wrong(mine: Values, right: Values, floor: float) -> bool:
+def is_wrong(mine: Values, right: Values, floor: float) -> bool:
     """Return whether a parameter's gradient differs by more than the rounding of all gradients."""
     return not is_same(mine, right) and float(np.linalg.norm(mine - right)) > floor
 
 
-def _floor(gradient: Values) -> float:
+def floor_of(gradient: Values) -> float:
+    """Return the size of a difference that the rounding of all gradients may have made."""
     return _NO_MORE_THAN_ROUNDING * float(np.linalg.norm(gradient))
-
-
-# ---- how ranks are reduced ----
-
-
-@dataclass(frozen=True)
-class _Mistake:
-    """A mistake in how ranks combine their own gradients into the one with which they step."""
-
-    kind: str  # of the cause; "" if nothing is known of it
-    text: str  # `{which}` stands for the parameters
-
-
-_UNEXPLAINED = _Mistake("", "")
-
-
-def reduction_cause(evidence: GradientEvidence) -> Cause | None:
-    """Return the cause if ranks don't step with the mean of their own gradients.
-
-    Each parameter is judged by itself.
-    """
-    floor = _floor(evidence.reference)
-    apart: dict[_Mistake, list[str]] = {}
-    for name, part in evidence.slices.items():
-        final = [gradient[part] for gradient in evidence.ranks]
-        if any(_is_wrong(gradient, evidence.reference[part], floor) for gradient in final):
-            mistake = _mistake(final, [gradient[part] for gradient in evidence.own])
-            if mistake is not None:
-                apart.setdefault(mistake, []).append(name)
-    apart.pop(_UNEXPLAINED, None)
-    if not apart:
-        return None
-    mistake = max(apart, key=lambda known: len(apart[known]))
-    names = apart[mistake]
-    which = "" if len(names) == len(evidence.sizes) else f" of {listed(names, 5)}"
-    by = f"{_BY_PARTS}: added up so, they are the ranks' gradient"
-    return script_cause(mistake.kind, mistake.text.format(which=which), by, evidence.framework)
-
-
-def _mistake(final: Sequence[Values], own: Sequence[Values]) -> _Mistake | None:
-    """Return how ranks' gradients of one parameter come from their own ones.
-
-    None: they are the mean.
-    """
-    mean = mean_of(own)
-    if all(is_same(gradient, mean) for gradient in final):
-        return None
-    if all(is_same(gradient, final[0]) for gradient in final[1:]):
-        return _mistake_of_all(final[0], own, mean)
-    return _mistake_of_each(final, own, mean)
-
-
-def _mistake_of_each(final: Sequence[Values], own: Sequence[Values], mean: Values) -> _Mistake:
-    """Return how ranks, which step with different gradients, come to theirs."""
-    ranks = len(own)
-    parts = [gradient / ranks for gradient in own]
-    wrong = [
-        {(left.what, left.times): left for left in wrong_sums(parts, [rank], ranks, unit=ranks)}
-        for rank in range(ranks)
-    ]
-    for what, times in dict.fromkeys(key for sums in wrong for key in sums):
-        left = [sums.get((what, times)) for sums in wrong]
-        # A sum that is 0 on a rank is not among those that may be left there.
-        values = [np.zeros_like(mean) if sum_ is None else sum_.value for sum_ in left]
-        if not all(map(is_same, final, values)):
-            continue
-        text = (
-            "the gradient{which} is not synchronised: each rank's optimizer uses the gradient of"
-            " its own samples"
-        )
-        if what == OWN and times == 1 / ranks:
-            text = (
-                "the gradient{which} is not synchronised, and divided by the number of ranks: each"
-                " rank's "
-                "optimizer uses its own"
-            )
-        elif (what, times) != (OWN, 1.0):
-            known = next(sum_ for sum_ in left if sum_ is not None)
-            text = (
-                f"the gradient{{which}} on each rank {known.relation}, and not the mean over ranks"
-            )
-        return _Mistake(_NOT_SYNCHRONISED, text)
-    apart = [rank for rank, gradient in enumerate(final) if not is_same(gradient, mean)]
-    if len(apart) == ranks:
-        return _UNEXPLAINED
-    text = (
-        f"the gradient{{which}} on rank {listed(list(map(str, apart)))} is not the mean over ranks,"
-        " and on the "
-    )
-    return _Mistake(_NOT_SYNCHRONISED, text + "others it is")
-
-
-def _mistake_of_all(final: Values, own: Sequence[Values], mean: Values) -> _Mistake:
-    """Return how the gradient with which all ranks step is made of their own ones."""
-    ranks = len(own)
-    if not final.any():
-        text = "the gradient{which} is lost: it is 0 where the ranks' own gradients are not"
-        return _Mistake(_NOT_SYNCHRONISED, text)
-    if is_same(final, mean * ranks):
-        text = (
-            f"the gradient{{which}} is the sum over ranks, {ranks} × the mean that one process has"
-        )
-        return _Mistake(_SUM, text)
-    if is_same(final, mean / ranks):
-        text = (
-            f"the gradient{{which}} is divided by the number of ranks twice: 1/{ranks} of the mean"
-        )
-        return _Mistake(_SUM, text)
-    for rank, gradient in enumerate(own):
-        if is_same(final, gradient):
-            return _Mistake(
-                _NOT_SYNCHRONISED, f"the gradient{{which}} on all ranks is rank {rank}'s alone"
-            )
-    times = factor(final, mean)
-    if distance(final, times * mean) <= ADDS_UP:
-        return _Mistake(_SUM, f"the gradient{{which}} is {times:.3g} × the mean over ranks")
-    found = weighted_sum(own, final)
-    if not found.is_unique or found.residual > ADDS_UP:
-        return _UNEXPLAINED
-    weights = ", ".join(f"{weight:.3g}" for weight in np.round(found.weights, 6) + 0.0)
-    text = f"the ranks' gradients{{which}} count {weights}, and 1/{ranks} each in a mean"
-    return _Mistake("weights of ranks", text)
-
-
-# ---- what ranks compute ----
 
 
 def weighing_cause(evidence: GradientEvidence) -> Cause | None:
@@ -224,7 +98,7 @@ def weighing_cause(evidence: GradientEvidence) -> Cause | None:
     ranks = len(evidence.own)
     said = ", ".join(f"{weight:.3f}" for weight in weights)
     by = (
-        f"{_BY_PARTS}: their mean is the ranks' gradient; weighed by {said} they are the gradient"
+        f"{BY_PARTS}: their mean is the ranks' gradient; weighed by {said} they are the gradient"
         " of one process"
     )
     total = float(weights.sum())
@@ -247,7 +121,7 @@ def weighing_cause(evidence: GradientEvidence) -> Cause | None:
                 " over its "
                 f"samples, and averaging over ranks divides it by {ranks}"
             )
-        return script_cause(_SUM, text, by, evidence.framework)
+        return script_cause(SUM, text, by, evidence.framework)
     wrong = [rank for rank, weight in enumerate(weights) if abs(weight * ranks - 1) > _NEARLY]
     if len(wrong) == ranks:
         return None
@@ -275,9 +149,9 @@ def computation_cause(
         number: of the step.
     """
     for rank, (mine, right) in enumerate(zip(evidence.own, alone, strict=True)):
-        floor = _floor(right)
+        floor = floor_of(right)
         names = [
-            name for name, at in evidence.slices.items() if _is_wrong(mine[at], right[at], floor)
+            name for name, at in evidence.slices.items() if is_wrong(mine[at], right[at], floor)
         ]
         if not names:
             continue
@@ -375,14 +249,14 @@ def shared_cause(evidence: GradientEvidence) -> Cause | None:
 
     They are compared parameter by parameter.
     """
-    floor = _floor(evidence.reference)
+    floor = floor_of(evidence.reference)
     partial: list[str] = []  # names of parameters whose gradients add up to that of one process
     scaled: dict[str, list[str]] = {}  # what they are → names of parameters
     apart: list[str] = []  # names of those that differ from rank to rank
     for name, part in evidence.slices.items():
         right = evidence.reference[part]
         ranks = [gradient[part] for gradient in evidence.ranks]
-        wrong = [rank for rank, gradient in enumerate(ranks) if _is_wrong(gradient, right, floor)]
+        wrong = [rank for rank, gradient in enumerate(ranks) if is_wrong(gradient, right, floor)]
         if not wrong:
             continue
         times = [factor(gradient, right) for gradient in ranks]
@@ -402,16 +276,16 @@ def shared_cause(evidence: GradientEvidence) -> Cause | None:
             " model: each "
             "has the part that comes through its own part of the layers"
         )
-        return script_cause(_NOT_SYNCHRONISED, text, by, evidence.framework)
+        return script_cause(NOT_SYNCHRONISED, text, by, evidence.framework)
     if scaled:
         text = "; ".join(
             f"the gradient of {listed(names, 5)} is {what}" for what, names in scaled.items()
         )
-        return script_cause(_SUM, text, by, evidence.framework)
+        return script_cause(SUM, text, by, evidence.framework)
     if apart:
         text = (
             f"the gradient of {listed(apart, 5)}, which all ranks hold whole, differs from rank to"
             " rank"
         )
-        return script_cause(_NOT_SYNCHRONISED, text, by, evidence.framework)
+        return script_cause(NOT_SYNCHRONISED, text, by, evidence.framework)
     return None
