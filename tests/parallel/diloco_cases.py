@@ -151,7 +151,8 @@ def step_by_step(steps: int) -> tuple[str, str]:
     whole = trainer_for(settings)
     for _ in whole.steps(Tokens()):
         pass
-    trainer, data = trainer_for(settings), Tokens()
+    trainer = trainer_for(settings)
+    data = Tokens()
     order = SampleOrder(len(data), 2, 16, seed=trainer.config.training.seed)
     for step in range(steps):
         for index, _ in trainer.placed.assign(8):

@@ -67,7 +67,8 @@ def held_while_training(settings: dict[str, Any]) -> dict[str, Any]:
     trainer.placed.parts[0].get_submodule("head").register_forward_hook(
         lambda *_: at_loss.append(held_bytes() - before)
     )
-    one, held = batch(), []
+    one = batch()
+    held = []
     for _ in range(9):
         trainer.training_step(one)
         held.append(held_bytes() - before)
@@ -112,7 +113,8 @@ def train_within_a_limit(settings: dict[str, Any]) -> dict[str, Any]:
     warm_up = trainer_with({"distributed.strategy": settings["distributed.strategy"]}, {})
     warm_up.training_step(batch())  # starts threads, fills caches
     gc.collect()
-    before, resident = _kib("VmData") * 1024, _kib("VmRSS") * 1024
+    before = _kib("VmData") * 1024
+    resident = _kib("VmRSS") * 1024
     resource.setrlimit(resource.RLIMIT_DATA, (before + HEADROOM, resource.RLIM_INFINITY))
     found: dict[str, Any] = {}
     try:

@@ -121,7 +121,8 @@ class Carrying(nn.Module):
     def __init__(self, middles: int = 6) -> None:
         super().__init__()
         torch.manual_seed(5)
-        self.start, self.end = Start(), End()
+        self.start = Start()
+        self.end = End()
         self.middle = nn.ModuleList(Middle() for _ in range(middles))
 
     def segments(self) -> list[tuple[str, nn.Module]]:
@@ -138,7 +139,8 @@ class Carrying(nn.Module):
         return (batch["input_ids"],)
 
     def loss(self, outputs: dict[str, Tensor], batch: dict[str, Tensor]) -> Tensor:
-        logits, targets = outputs["logits"].flatten(0, 1), batch["targets"].flatten()
+        logits = outputs["logits"].flatten(0, 1)
+        targets = batch["targets"].flatten()
         assert torch.equal(outputs["ids"], batch["input_ids"])
         return (
             nn.functional.cross_entropy(logits, targets, reduction="sum")
@@ -372,7 +374,8 @@ def reductions(settings: dict[str, Any]) -> dict[str, int]:
     """How often, in one step, schedules run and gradients are reduced over replicas."""
     counts = {"runs": 0, "reductions": 0}
     trainer = trainer_of(deep(), settings)
-    reduce, run = stage_sync.reduce_gradients, Executor.run
+    reduce = stage_sync.reduce_gradients
+    run = Executor.run
 
     def counted_reduce(unit: Any, *, begun: bool) -> None:
         counts["reductions"] += 1

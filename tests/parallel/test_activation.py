@@ -17,7 +17,10 @@ from lockstep.models.protocol import blocks_of
 from lockstep.parallel.activation import apply_activation_checkpointing
 from lockstep.randomness import RandomState, key_segments
 
-SAMPLES, WIDTH, INNER, BLOCKS = 4, 16, 64, 8
+SAMPLES = 4
+WIDTH = 16
+INNER = 64
+BLOCKS = 8
 INPUT = SAMPLES * WIDTH * 4  # bytes of what a block takes
 
 
@@ -26,11 +29,9 @@ class Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.wide, self.narrow, self.dropout = (
-            nn.Linear(WIDTH, INNER),
-            nn.Linear(INNER, WIDTH),
-            nn.Dropout(0.3),
-        )
+        self.wide = nn.Linear(WIDTH, INNER)
+        self.narrow = nn.Linear(INNER, WIDTH)
+        self.dropout = nn.Dropout(0.3)
         self.calls = 0
 
     def forward(self, x: Tensor, scale: float, *, shift: Tensor) -> Tensor:
@@ -104,7 +105,8 @@ def trained(model: nn.Module, mode: str, every: int) -> tuple[list[Tensor], list
     apply_activation_checkpointing(blocks, mode, random_state, every=every)
     x = torch.ones(SAMPLES, WIDTH, requires_grad=True)
     shift = torch.full((WIDTH,), 0.1, requires_grad=True)
-    losses, kept = [], []
+    losses = []
+    kept = []
     with random_state.running("train", 0):
         for micro_batch in range(2):
             random_state.at(micro_batch)
@@ -162,7 +164,8 @@ class Quantised(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.linear, self.drop = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.drop = nn.Dropout(0.3)
         self.norm = nn.BatchNorm1d(WIDTH)
         self.register_buffer("average", torch.ones(WIDTH))
         self.register_buffer("constant", torch.full((WIDTH,), 2.0))
@@ -189,7 +192,8 @@ def test_recomputation_begins_with_the_buffers_of_the_forward_pass_and_leaves_th
     mode: str,
 ) -> None:
     def of(mode: str) -> tuple[list[Tensor], dict[str, Tensor]]:
-        model, random_state = Codebooks(), RandomState(7, torch.device("cpu"))
+        model = Codebooks()
+        random_state = RandomState(7, torch.device("cpu"))
         key_segments(random_state, blocks_of(model), chain=False)
         apply_activation_checkpointing(blocks_of(model), mode, random_state)
         x = torch.randn(SAMPLES, WIDTH, generator=torch.Generator().manual_seed(1))
@@ -201,7 +205,8 @@ def test_recomputation_begins_with_the_buffers_of_the_forward_pass_and_leaves_th
             model.named_buffers()
         )
 
-    (plain, left), (gradients, buffers) = of("none"), of(mode)
+    plain, left = of("none")
+    gradients, buffers = of(mode)
     assert all(torch.equal(a, b) for a, b in zip(plain, gradients, strict=True))
     assert all(torch.equal(value, buffers[name]) for name, value in left.items())
     assert not torch.equal(left["layers.0.average"], torch.ones(WIDTH))

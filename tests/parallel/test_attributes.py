@@ -58,7 +58,8 @@ def trained(strategies: list[str]) -> list[dict[str, Tensor]]:
 
 
 def plain() -> dict[str, Tensor]:
-    model, (x, y) = built(), data().tensors
+    model = built()
+    x, y = data().tensors
     optimizer = by_attributes(model.parameters())
     for rows in (slice(8), slice(8, 16)):
         nn.functional.mse_loss(model(x[rows]), y[rows]).backward()  # type: ignore[no-untyped-call]

@@ -25,7 +25,8 @@ class Weights(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.one, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.one = nn.Linear(WIDTH, WIDTH)
+        self.other = nn.Linear(WIDTH, WIDTH)
         self.norm = nn.LayerNorm(WIDTH)
         self.images = nn.Sequential(
             nn.Conv2d(WIDTH, WIDTH, 3), nn.GroupNorm(2, WIDTH), nn.BatchNorm2d(WIDTH)
@@ -123,7 +124,8 @@ def gradients_of(
     """Of two micro-batches: the last one's gradient of x, those of the weights, and whose hooks
     were called.
     """
-    w, called = Weights(), []
+    w = Weights()
+    called = []
     for name, parameter in w.named_parameters():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(lambda _p, name=name: called.append(name))  # type: ignore[no-untyped-call]
@@ -164,7 +166,8 @@ def test_a_stage_without_inputs_runs_all_of_it_in_the_second_half() -> None:
 
 def test_the_second_half_continues_where_the_first_has_come_by() -> None:
     """Else it would compute the gradients on the way to the inputs once more."""
-    w, counted = Weights(), []
+    w = Weights()
+    counted = []
     x = torch.randn(3, WIDTH, requires_grad=True)
     activated = F.gelu(w.one(w.norm(x)))
     activated.register_hook(lambda _gradient: counted.append("on the way"))  # type: ignore[no-untyped-call]
@@ -176,7 +179,8 @@ def test_the_second_half_continues_where_the_first_has_come_by() -> None:
 
 
 def test_what_is_saved_for_the_backward_pass_is_let_go_by_the_second_half() -> None:
-    w, alive = Weights(), []
+    w = Weights()
+    alive = []
 
     class Held:
         def __init__(self, tensor: Tensor) -> None:

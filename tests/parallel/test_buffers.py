@@ -20,7 +20,9 @@ from lockstep.parallel.passes import MicroBatchPass
 from lockstep.trainer import Trainer
 from tests.ranks import run_ranks
 
-SAMPLES, FEATURES = 88, 5  # 5 full steps of 4 micro-batches and a short one of 2
+# 5 full steps of 4 micro-batches and a short one of 2
+SAMPLES = 88
+FEATURES = 5
 
 
 class Points(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
@@ -136,7 +138,8 @@ def plain_process(recomputes: bool = False) -> dict[str, Tensor]:
         total = sum(len(indices) for indices in window.micro_batches)
         for indices in window.micro_batches:
             items = [Points()[i] for i in indices]
-            x, y = torch.stack([a for a, _ in items]), torch.stack([b for _, b in items])
+            x = torch.stack([a for a, _ in items])
+            y = torch.stack([b for _, b in items])
             (nn.functional.cross_entropy(model(x), y, reduction="sum") / total).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -214,7 +217,8 @@ class Pictured(Normalised):
 
     def __init__(self) -> None:
         super().__init__()
-        self.convolution, self.channels = nn.Conv2d(1, 2, (1, 3), padding=(0, 1)), nn.BatchNorm2d(2)
+        self.convolution = nn.Conv2d(1, 2, (1, 3), padding=(0, 1))
+        self.channels = nn.BatchNorm2d(2)
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x + self.channels(self.convolution(x[:, None, None])).sum((1, 2)))

@@ -20,7 +20,8 @@ from lockstep.parallel.chain_check import check_chain
 from lockstep.parallel.facts import facts_of
 from tests.ranks import run_ranks
 
-VOCAB, WIDTH = 23, 12
+VOCAB = 23
+WIDTH = 12
 
 
 class Tower(nn.Module):
@@ -28,8 +29,11 @@ class Tower(nn.Module):
 
     def __init__(self, *, forgets: bool = False, last_only: bool = False) -> None:
         super().__init__()
-        self.forgets, self.last_only, self.calls = forgets, last_only, 0
-        self.tokens, self.places = nn.Embedding(VOCAB, WIDTH), Places()
+        self.forgets = forgets
+        self.last_only = last_only
+        self.calls = 0
+        self.tokens = nn.Embedding(VOCAB, WIDTH)
+        self.places = Places()
         self.rungs = nn.ModuleList(
             nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)) for _ in range(3)
         )
@@ -88,7 +92,8 @@ class Sounds(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.Conv1d(3, 4, 1), nn.Conv1d(4, 2, 1)
+        self.first = nn.Conv1d(3, 4, 1)
+        self.second = nn.Conv1d(4, 2, 1)
 
     def forward(self, waves: Tensor) -> Tensor:
         return self.second(self.first(waves))
@@ -101,11 +106,9 @@ class Pictures(nn.Module):
     def __init__(self, *, forgets: bool) -> None:
         super().__init__()
         self.forgets = forgets
-        self.filters, self.norm, self.head = (
-            nn.Conv2d(3, 4, 3, stride=4),
-            nn.BatchNorm2d(4),
-            nn.LazyLinear(5),
-        )
+        self.filters = nn.Conv2d(3, 4, 3, stride=4)
+        self.norm = nn.BatchNorm2d(4)
+        self.head = nn.LazyLinear(5)
         self(torch.randn(2, 3, 32, 32))
 
     def forward(self, pixels: Tensor) -> Tensor:

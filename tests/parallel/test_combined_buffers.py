@@ -23,7 +23,11 @@ from lockstep.trainer import Trainer
 from tests.ranks import run_ranks
 
 # 5 full steps of 4 micro-batches and a short one of 2
-SAMPLES, BATCH, EACH, WIDTH, SLOTS = 44, 8, 2, 5, 24
+SAMPLES = 44
+BATCH = 8
+EACH = 2
+WIDTH = 5
+SLOTS = 24
 
 WAYS = {
     "*.keys*": "gather",
@@ -199,7 +203,8 @@ def test_buffers_are_those_of_the_whole_batch_on_any_number_of_ranks() -> None:
     """In one process to rounding; then with one digest under `reproducible`, and to rounding
     without it.
     """
-    plain, alone = whole_batches(), remembered({})
+    plain = whole_batches()
+    alone = remembered({})
     exact = remembered({"distributed.reproducible": True})
     assert plain["2.keys_ptr"] == 20, "round the end, and half a step further"
     by_micro_batch = ("1.first", "1.coarser")
@@ -365,7 +370,8 @@ def test_an_evaluation_leaves_no_trace_in_them() -> None:
     next(steps)
     before = trainer.state_dict()["level"].clone()
     assert before.abs().max() > 0
-    first, second = trainer.evaluate(Numbered()), trainer.evaluate(Numbered())
+    first = trainer.evaluate(Numbered())
+    second = trainer.evaluate(Numbered())
     assert first == second
     assert torch.equal(trainer.state_dict()["level"], before)
     steps.close()
@@ -380,7 +386,9 @@ class Writing(nn.Module):
     def __init__(self, write: Callable[["Writing", Tensor], None] | None = None) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.linear, self.norm, self.write = nn.Linear(WIDTH + 1, 3), nn.BatchNorm1d(3), write
+        self.linear = nn.Linear(WIDTH + 1, 3)
+        self.norm = nn.BatchNorm1d(3)
+        self.write = write
         self.register_buffer("bank", torch.zeros(SLOTS, 3))
         self.register_buffer("number", torch.zeros((), dtype=torch.int64))
         self.register_buffer("number_of_calls", torch.zeros((), dtype=torch.int64))

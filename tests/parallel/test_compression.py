@@ -148,7 +148,8 @@ def test_trap_62_powersgd_compresses_from_its_start_step_and_its_memory_makes_up
     first step, and its default is 1000, so that short runs compress nothing. Here memory lies with
     parameters, and the start is said.
     """
-    powersgd, plain = found["powersgd"], found["plain"]
+    powersgd = found["powersgd"]
+    plain = found["plain"]
     assert worst(powersgd[:2], plain[:2]) < 1e-5  # whole until the start step
     assert abs(powersgd[2][1] - plain[2][1]) > 1e-3 * plain[2][1]  # then the gradient is another
     assert powersgd[-1][0] < plain[0][0] - 0.5 * (plain[0][0] - plain[-1][0])
@@ -192,7 +193,8 @@ def test_trap_62_a_compression_that_backward_hides_is_dropped_after_its_trial(
     """
     import lockstep.parallel.comm.compression as trial_module
 
-    now, said = 0.0, list[str]()
+    now = 0.0
+    said = list[str]()
     monkeypatch.setattr(trial_module.time, "perf_counter", lambda: now)
     monkeypatch.setattr(trial_module.dist, "all_reduce", lambda *_, **__: None)
     group: Any = None

@@ -38,7 +38,8 @@ class Partly(nn.Module):
         super().__init__()
         self.used = nn.Linear(4, 2)
         self.unused = nn.Linear(4, 2)
-        self.sometimes, self.calls = sometimes, itertools.count(1)
+        self.sometimes = sometimes
+        self.calls = itertools.count(1)
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.used(x)
@@ -108,7 +109,8 @@ def nn_sgd(parameters: Any) -> torch.optim.Optimizer:
 def by_hand() -> list[float]:
     """The same steps, written out."""
     torch.manual_seed(0)
-    model, found = nn.Linear(4, 2), []
+    model = nn.Linear(4, 2)
+    found = []
     optimizer = nn_sgd(model.parameters())
     for step in TOGETHER:
         points = [Points()[i] for i in step]

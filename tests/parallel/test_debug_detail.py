@@ -24,7 +24,8 @@ def begin_again(folder: str) -> None:
     """Leave the group that the tests' ranks come with: torch looks at the level when it
     makes one.
     """
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    size = dist.get_world_size()
     dist.destroy_process_group()
     dist.set_debug_level(dist.DebugLevel.DETAIL)
     dist.init_process_group(

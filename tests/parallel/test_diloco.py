@@ -155,7 +155,8 @@ def by_hand(
     with torch.no_grad():
         for parameter, value in zip(model.parameters(), start, strict=True):
             parameter.copy_(value)
-    inner, data = torch.optim.SGD(model.parameters(), lr=0.5), Tokens()
+    inner = torch.optim.SGD(model.parameters(), lr=0.5)
+    data = Tokens()
     for number in range(step, step + 4):
         rows = [data[i] for i in samples_of(number, worker)]
         batch = {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
@@ -204,11 +205,9 @@ def test_what_is_rounded_away_comes_with_the_next_exchanges(kind: str) -> None:
     """With error feedback the sum of the means keeps up with the mean of the changes, on the way
     there and back.
     """
-    wire, errors, sent = (
-        QuantizedAllReduce(kind, None),
-        torch.zeros(2, 3 * BLOCK),
-        torch.zeros(3 * BLOCK),
-    )
+    wire = QuantizedAllReduce(kind, None)
+    errors = torch.zeros(2, 3 * BLOCK)
+    sent = torch.zeros(3 * BLOCK)
     changes = torch.randn(2, 3 * BLOCK, generator=torch.Generator().manual_seed(1))
     for _ in range(50):
         mean, errors = wire.mean(changes + errors)

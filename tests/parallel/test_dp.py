@@ -95,7 +95,8 @@ def test_a_mean_of_each_gpus_part_is_refused_and_a_sum_adds_up(
 
 
 def test_a_loss_function_gets_the_outputs_of_all_gpus() -> None:
-    model, loss_fn = nn.Linear(4, 3), nn.CrossEntropyLoss(ignore_index=-1)
+    model = nn.Linear(4, 3)
+    loss_fn = nn.CrossEntropyLoss(ignore_index=-1)
     objective = objective_of(model, loss_fn)
     refuse_mean_losses(model, objective, 2)
     outputs = model(BATCH["x"])

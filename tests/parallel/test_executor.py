@@ -24,7 +24,9 @@ class Writes(AroundMicroBatch):
     """Writes down what is called, with the stage and the position."""
 
     def __init__(self, name: str, log: list[str]) -> None:
-        self.name, self.log, self.passes = name, log, set[int]()
+        self.name = name
+        self.log = log
+        self.passes = set[int]()
 
     def _write(self, what: str, run: MicroBatchPass) -> None:
         self.passes.add(id(run))
@@ -60,7 +62,8 @@ class Two(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.second = nn.Linear(WIDTH, 1)
 
     def loss(self, x: Tensor) -> Tensor:
         return self.second(torch.tanh(self.first(x))).sum()  # type: ignore[no-any-return]
@@ -102,7 +105,8 @@ def gradients(model: nn.Module) -> list[Tensor]:
 
 def test_a_model_that_is_one_stage_runs_forward_and_backward_in_turn() -> None:
     log: list[str] = []
-    outer, inner = Writes("outer", log), Writes("inner", log)
+    outer = Writes("outer", log)
+    inner = Writes("inner", log)
     executor = Executor([one_stage(Two(), [outer, inner])], random_state())
     executor.in_order(batches(2), HostLossAccumulator(2, shared=False), 1.0)
     first = [
@@ -131,7 +135,9 @@ def test_a_model_that_is_one_stage_runs_forward_and_backward_in_turn() -> None:
     ],
 )
 def test_stages_have_the_gradients_of_the_model_in_every_bit(text: str) -> None:
-    whole, model, mine = Two(), Two(), batches(2)
+    whole = Two()
+    model = Two()
+    mine = batches(2)
     by_hand = HostLossAccumulator(2, shared=False)
     Executor([one_stage(whole)], random_state()).in_order(mine, by_hand, 0.5)
     accumulator = HostLossAccumulator(2, shared=False)
@@ -172,7 +178,8 @@ def test_around_a_pass_in_two_halves_gradients_are_there_after_the_second() -> N
 
 
 def test_where_halves_are_not_wanted_the_first_does_all() -> None:
-    model, log = Two(), list[str]()
+    model = Two()
+    log = list[str]()
     executor = Executor(two_stages(model, [Writes("it", log)]), random_state(), halves=False)
     executor.run(
         program("F0.0 F1.0 I1.0 I0.0"),
@@ -194,7 +201,9 @@ def test_where_halves_are_not_wanted_the_first_does_all() -> None:
 
 
 def test_a_loss_is_weighted_by_the_gradient_with_which_its_backward_pass_starts() -> None:
-    plain, weighted, mine = Two(), Two(), batches(2)
+    plain = Two()
+    weighted = Two()
+    mine = batches(2)
     Executor([one_stage(plain)], random_state()).in_order(
         mine[:1], HostLossAccumulator(2, shared=False), 1.0
     )
@@ -224,7 +233,8 @@ def test_further_roots_are_where_a_backward_pass_begins_too(text: str) -> None:
 
 def test_after_an_error_all_clean_up_and_the_next_step_begins_anew() -> None:
     log: list[str] = []
-    model, broken = Two(), [True]
+    model = Two()
+    broken = [True]
 
     def forward(micro_batch: MicroBatch, _activations: Any) -> Loss:
         if broken[0] and micro_batch.index == 1:

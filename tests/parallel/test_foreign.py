@@ -42,7 +42,8 @@ class Rows(Dataset[tuple[Tensor, Tensor]]):
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.attention, self.mlp = linear(), linear()
+        self.attention = linear()
+        self.mlp = linear()
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.rest(x)
@@ -57,7 +58,8 @@ class Stack(nn.Module):
 
     def __init__(self, make: Callable[[], nn.Module] = Block) -> None:
         super().__init__()
-        self.layers, self.out = nn.ModuleList(make() for _ in range(3)), linear()
+        self.layers = nn.ModuleList(make() for _ in range(3))
+        self.out = linear()
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:

@@ -27,7 +27,8 @@ STEPS = 4
 # All numbers of the first step, whose weights are the same in every bit; and of later ones, before
 # which a sum that ended in another bit made something round to the next number of float8, an eighth
 # of itself away.
-FIRST, LATER = 1e-6, 2e-3
+FIRST = 1e-6
+LATER = 2e-3
 
 TOPOLOGIES: dict[str, dict[str, Any]] = {
     "ddp": {"distributed.strategy": "ddp"},
@@ -48,8 +49,11 @@ ALL_MODES = {mode: tuple(TOPOLOGIES) for mode in MODES}
 class Block(nn.Module):
     def __init__(self, shared: nn.Linear) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(32, 48), shared
-        self.narrow, self.hooked, self.own = nn.Linear(48, 24), nn.Linear(32, 32), Doubled(32, 32)
+        self.first = nn.Linear(32, 48)
+        self.second = shared
+        self.narrow = nn.Linear(48, 24)
+        self.hooked = nn.Linear(32, 32)
+        self.own = Doubled(32, 32)
         self.hooked.register_forward_hook(lambda _module, _args, output: output)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -79,7 +83,8 @@ class Stack(nn.Module):
 @needs_torchao
 def test_linears_inside_blocks_are_taken_and_keep_their_parameters() -> None:
     model = Stack()
-    before, shared = dict(model.named_parameters()), model.layers[0].second
+    before = dict(model.named_parameters())
+    shared = model.layers[0].second
     model.eval()
     (notice,) = apply_fp8(model, blocks_of(model), "emulated", CPU)
     assert notice.startswith("fp8: 3 of 10 linears, emulated, torchao ")
@@ -99,9 +104,11 @@ def test_products_are_of_numbers_rounded_to_float8() -> None:
     """Against the roundings written out: e4m3 forward, e5m2 for the gradient of what comes out."""
     torch.manual_seed(0)
     model = nn.ModuleList([nn.Sequential(nn.Linear(32, 16)), nn.Sequential(nn.Linear(32, 16))])
-    weight, bias = model[0][0].weight, model[0][0].bias
+    weight = model[0][0].weight
+    bias = model[0][0].bias
     apply_fp8(model, blocks_of(model), "emulated", CPU)
-    x, pull = torch.randn(3, 5, 32, requires_grad=True), torch.randn(3, 5, 16)
+    x = torch.randn(3, 5, 32, requires_grad=True)
+    pull = torch.randn(3, 5, 16)
     y = model[0](x)
     y.backward(pull)
 

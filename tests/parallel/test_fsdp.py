@@ -111,7 +111,8 @@ class Sometimes(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.always, self.sometimes = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.always = nn.Linear(4, 4)
+        self.sometimes = nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.always(x)
@@ -304,7 +305,8 @@ def test_a_module_whose_parameter_is_used_outside_is_no_unit() -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.embed, self.head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
+            self.embed = nn.Embedding(8, 4)
+            self.head = nn.Linear(4, 8, bias=False)
             self.head.weight = self.embed.weight
             self.body = nn.Linear(4, 4)
 

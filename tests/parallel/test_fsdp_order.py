@@ -20,13 +20,15 @@ from lockstep.strategy import parse_topology
 from lockstep.trainer import Trainer
 from tests.ranks import run_ranks
 
-WIDTH, SAMPLES = 6, 48
+WIDTH = 6
+SAMPLES = 48
 
 
 class Part(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(torch.relu(self.up(x)))
@@ -44,9 +46,11 @@ class Model(nn.Module):
     def __init__(self, way: str) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.way, self.step = way, 0
+        self.way = way
+        self.step = 0
         self.first, self.second = (nn.ModuleList(Part() for _ in range(2)) for _ in range(2))
-        self.text, self.head = nn.ModuleList(Part() for _ in range(2)), nn.Linear(WIDTH, 1)
+        self.text = nn.ModuleList(Part() for _ in range(2))
+        self.head = nn.Linear(WIDTH, 1)
         if way in ("frozen tower", "frozen reentrant"):
             self.first.requires_grad_(False)
 
@@ -203,7 +207,8 @@ def train(
         {**common, **{f"distributed.{key}": value for key, value in values.items()}, **settings}
     )
     model = Model(way).train()
-    trainer, rows = Trainer(model, loss_fn=nn.MSELoss(), config=config), []
+    trainer = Trainer(model, loss_fn=nn.MSELoss(), config=config)
+    rows = []
     for record in trainer.steps(torch.utils.data.DataLoader(Samples(kinds), batch_size=2)):
         rows.append((float(record.loss), float(record.grad_norm)))
         model.step = record.step
@@ -341,7 +346,8 @@ class Chained(nn.Module):
 
     def __init__(self, leaves_out: bool) -> None:
         super().__init__()
-        self.parts, self.leaves_out = nn.ModuleList(Part() for _ in range(2)), leaves_out
+        self.parts = nn.ModuleList(Part() for _ in range(2))
+        self.leaves_out = leaves_out
 
     def forward(self, x: Tensor) -> Tensor:
         some = self.leaves_out and float(x.detach()[0, 0]) > 0

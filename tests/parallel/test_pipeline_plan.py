@@ -242,7 +242,8 @@ def test_trap_45_gpipe_and_1f1b_wait_alike_and_stages_divide_the_wait(
     """GPipe is called bubble-minimal: it is not. (p-1)/(m+p-1) for both, (p-1)/(V·m+p-1) with V
     stages a rank.
     """
-    p, m = ranks, micro_batches
+    p = ranks
+    m = micro_batches
     for name in ("GPipe", "1F1B"):
         assert timeline(name, p, 1, m).bubble == pytest.approx(float(Fraction(p - 1, m + p - 1)))
     for laps in (2, 3):

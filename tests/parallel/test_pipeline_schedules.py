@@ -16,7 +16,10 @@ from lockstep.parallel.pipeline.schedules import timeline
 from tests.parallel.pipeline_cases import piped, trainer_of
 from tests.ranks import run_ranks
 
-RANKS, MICRO_BATCHES, WIDTH, SEGMENTS = 4, 8, 16, 8
+RANKS = 4
+MICRO_BATCHES = 8
+WIDTH = 16
+SEGMENTS = 8
 KEPT = {"GPipe": 1, "1F1B": 1, "Interleaved1F1B": 2}  # schedule → stages a rank
 SECONDS = 0.06  # of a rank's part of a forward pass, and of each half of its backward pass
 
@@ -27,7 +30,8 @@ class Saved:
     alive = most = total = 0
 
     def __init__(self, tensor: Tensor) -> None:
-        self.tensor, self.bytes = tensor, tensor.numel() * tensor.element_size()
+        self.tensor = tensor
+        self.bytes = tensor.numel() * tensor.element_size()
         Saved.alive += self.bytes
         Saved.total += self.bytes
         Saved.most = max(Saved.most, Saved.alive)
@@ -60,7 +64,8 @@ def kept_while_training(schedule: str) -> float:
 
     steps = trainer.steps(TensorDataset(torch.ones(32, WIDTH), torch.ones(32, 1)))
     next(steps)
-    Saved.most, Saved.total = Saved.alive, 0
+    Saved.most = Saved.alive
+    Saved.total = 0
     with saved_tensors_hooks(
         pack, lambda packed: packed.tensor if isinstance(packed, Saved) else packed
     ):

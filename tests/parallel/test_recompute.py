@@ -17,7 +17,8 @@ from tests.parity.same_bits import digest, trainer_for
 from tests.parity.toy import Tokens
 from tests.ranks import run_ranks
 
-STEP, RANK = 4, 1
+STEP = 4
+RANK = 1
 RECOMPUTED = {"training.bad_numbers.recompute": True, "training.max_steps": 6}
 SKIPPED = {**RECOMPUTED, "training.bad_numbers.action": "skip"}
 POWERSGD = (STEP - 1, STEP + 1)  # its first step: before the wrong one, and after it
@@ -28,7 +29,9 @@ class WrongProcessor:
     """Makes the output of a linear layer of one rank, or the gradient of it, no numbers."""
 
     def __init__(self, times: int, *, backward: bool) -> None:
-        self.times, self.backward, self.broken = times, backward, False
+        self.times = times
+        self.backward = backward
+        self.broken = False
 
     def __call__(self, module: nn.Module, _args: Any, output: Any) -> Any:
         if (
@@ -54,7 +57,8 @@ def run(
     trainer = trainer_for(topology, "transformer", settings)
     wrong = WrongProcessor(times, backward=backward)
     hook = register_module_forward_hook(wrong)
-    said, error = [], None
+    said = []
+    error = None
     try:
         for record in trainer.steps(Tokens()):
             wrong.broken = record.step == STEP - 1 and dist.get_rank() == RANK

@@ -26,7 +26,8 @@ class Recurrent(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.kind = kind
-        self.cell, self.head = nn.GRUCell(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+        self.cell = nn.GRUCell(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, 1)
         self.h: Any = None
         self.kept: Any = {"list": [], "dict": {}, "deque": deque(maxlen=2)}.get(kind)
         self.bank: list[Tensor] = []  # grows
@@ -65,7 +66,8 @@ def train(
         torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True)), batch_size=2
     )
     model = make(kind).train()
-    optimizer, more = torch.optim.SGD(model.parameters(), lr=0.01), {"reproducible": reproducible}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    more = {"reproducible": reproducible}
     trainer = Trainer(
         model, optimizer, nn.MSELoss(), strategy=strategy, global_batch_size=4, max_steps=3, **more
     )  # type: ignore[arg-type]
@@ -91,11 +93,17 @@ class Scaled(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.kind, self.head = kind, nn.Linear(WIDTH, 1)
-        self.gain, self.late_gain, self.last_gain = 1.0, None, 0.0
-        self.array, self.kept, self.series = np.ones(1), {"gain": 1.0}, [1.0, 0.0]
+        self.kind = kind
+        self.head = nn.Linear(WIDTH, 1)
+        self.gain = 1.0
+        self.late_gain = None
+        self.last_gain = 0.0
+        self.array = np.ones(1)
+        self.kept = {"gain": 1.0}
+        self.series = [1.0, 0.0]
         self.parts: list[float] = []
-        self.tracker, self.nested = SimpleTracker(), {"inner": {"gain": 1.0}}
+        self.tracker = SimpleTracker()
+        self.nested = {"inner": {"gain": 1.0}}
         self.register_buffer("lazy", None)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -137,7 +145,8 @@ class Scaled(nn.Module):
 
 class SimpleTracker:
     def __init__(self) -> None:
-        self.value, self.last = 1.0, 0.0
+        self.value = 1.0
+        self.last = 0.0
 
     def update(self, seen: float) -> float:
         self.value = 0.9 * self.value + 0.1 * seen
@@ -179,7 +188,8 @@ class Late(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.kind, self.head = kind, nn.Linear(WIDTH, 1)
+        self.kind = kind
+        self.head = nn.Linear(WIDTH, 1)
         self.register_buffer("level", torch.zeros(1))
         self.register_buffer("constant", torch.tensor([1.0, torch.nan]))
         self.register_buffer("large", torch.zeros(1 << 15))
@@ -326,7 +336,9 @@ class Balancing(nn.Module):
 
     def __init__(self, kind: str) -> None:
         super().__init__()
-        self.kind, self.linear, self.child = kind, nn.Linear(WIDTH, 1), nn.Module()
+        self.kind = kind
+        self.linear = nn.Linear(WIDTH, 1)
+        self.child = nn.Module()
         self.register_buffer("step_counts", torch.zeros(1, dtype=torch.int64), persistent=False)
         self.register_buffer("bias", torch.zeros(1))
         self.child.register_buffer("level", torch.zeros(1))

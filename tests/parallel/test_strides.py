@@ -41,10 +41,13 @@ def test_a_module_computes_with_the_format_in_which_it_came() -> None:
     for kernel, groups in ((3, 1), (1, 1), (3, 6)):
         torch.manual_seed(0)
         came: Any = Seen(6, 6, kernel, groups=groups).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        strides, image = came.weight.stride(), torch.randn(2, 6, 5, 5)
+        strides = came.weight.stride()
+        image = torch.randn(2, 6, 5, 5)
         wanted = came(image)
         wanted.square().sum().backward()
-        gradient, came.weight.grad, weight = came.weight.grad, None, came.weight
+        gradient = came.weight.grad
+        came.weight.grad = None
+        weight = came.weight
         [line] = lay_out(came)
         assert "weight lay strided in memory" in line
         assert came.weight is weight
@@ -140,7 +143,8 @@ def test_a_gradient_and_a_state_lie_as_their_parameter_does() -> None:
     weight.grad = torch.ones_like(weight)
     optimizer.step()
     state = optimizer.state[weight]
-    average, gradient = torch.randn_like(weight), torch.randn_like(weight)
+    average = torch.randn_like(weight)
+    gradient = torch.randn_like(weight)
     state["exp_avg"] = average.to(memory_format=torch.channels_last)
     weight.grad = gradient.to(memory_format=torch.channels_last)
     lay_gradients([weight])
@@ -248,8 +252,10 @@ class Filters(nn.Module):
 
     def __init__(self, channels: int, *, strided: bool) -> None:
         super().__init__()
-        self.strided, self.shift = strided, nn.Parameter(torch.randn(48, 1, 1))
-        self.conv, self.norm = nn.Conv2d(channels, 48, 3, padding=1), nn.GroupNorm(4, 48)
+        self.strided = strided
+        self.shift = nn.Parameter(torch.randn(48, 1, 1))
+        self.conv = nn.Conv2d(channels, 48, 3, padding=1)
+        self.norm = nn.GroupNorm(4, 48)
 
     def forward(self, x: Tensor) -> Tensor:
         made: Tensor = self.norm(self.conv(x)) + self.shift

@@ -21,7 +21,8 @@ from tests.ranks import run_ranks
 pytestmark = pytest.mark.root
 
 KIND = "distributed.ddp.compression.kind"
-RANK, MEASURED = 2, 4
+RANK = 2
+MEASURED = 4
 POWERSGD = {"distributed.ddp.compression.rank": RANK, "distributed.ddp.compression.start_step": 2}
 LEAST = 0.99  # of theory: what TCP repeats is taken off in whole segments, and some are short
 SIZE = {"n_embd": 128, "n_layer": 3, "mlp_hidden": 512}
@@ -144,7 +145,8 @@ def test_trap_62_a_compression_sends_the_bytes_that_it_is_calculated_to(
 ) -> None:
     """Headers of TCP and IP, and the small all-reduces of loss and norm, come on top."""
     for rank in found:
-        sent, calculated = rank[kind]["sent"], rank[kind]["calculated"]
+        sent = rank[kind]["sent"]
+        calculated = rank[kind]["calculated"]
         assert LEAST * calculated <= sent < 1.05 * calculated + 10_000, (sent, calculated)
 
 

@@ -27,7 +27,8 @@ from lockstep.parallel.transport import (
 )
 from tests.ranks import run_ranks
 
-RANKS, MICRO_BATCHES = range(2, 9), range(1, 17)
+RANKS = range(2, 9)
+MICRO_BATCHES = range(1, 17)
 Programs = Sequence[Sequence[Instruction]]
 
 
@@ -54,7 +55,8 @@ def all_get_through(of_ranks: Programs, rank_of: Sequence[int]) -> bool:
     ranks, one queue a rank. A pass whose message is not there has no program to blame but its own:
     that is an error at once.
     """
-    stages, at = len(rank_of), [0] * len(of_ranks)
+    stages = len(rank_of)
+    at = [0] * len(of_ranks)
     there: set[tuple[Message, int]] = set()  # messages, and the ranks that have them
     moved = True
     while moved:
@@ -93,7 +95,8 @@ def just_in_time(
     for rank, order in enumerate(orders):
         program: list[Instruction] = []
         for each in order:
-            needed, made = needed_by(each, len(rank_of)), made_by(each, len(rank_of))
+            needed = needed_by(each, len(rank_of))
+            made = made_by(each, len(rank_of))
             if needed is not None:
                 source = rank_of[each.stage + (-1 if each.kind == "F" else 1)]
                 program += [Receive(needed, source)] if source != rank else []
@@ -200,8 +203,10 @@ class OfTwo:
 def two_ranks() -> dict[str, Any]:
     group = dist.group.WORLD
     assert group is not None
-    me, shape = dist.get_rank(), (3, 4)
-    first, second = Message("F", 1, 0), Message("F", 1, 1)
+    me = dist.get_rank()
+    shape = (3, 4)
+    first = Message("F", 1, 0)
+    second = Message("F", 1, 1)
     known = PeerToPeer(group, torch.device("cpu"), OfTwo((3, 4)))
     described = Described(group, torch.device("cpu"), torch.device("cpu"))
     found: dict[str, Any] = {"kept": []}

@@ -73,7 +73,8 @@ def test_shards_of_a_replica_run_as_many_rounds(
     """They meet in a collective each round."""
     seen = []
     for replica in range(replicas):
-        first, ranks = replica * shards, replicas * shards
+        first = replica * shards
+        ranks = replicas * shards
         mine = [
             assign_in_groups(micro_batches, first + shard, ranks, replicas)
             for shard in range(shards)
@@ -128,13 +129,15 @@ def test_a_missing_leaf_is_left_out_or_stands_as_zero(
     hold +0 there.
     """
     present = data.draw(st.sets(st.integers(0, micro_batches - 1), min_size=1))
-    out, zero = Partials(micro_batches), Partials(micro_batches)
+    out = Partials(micro_batches)
+    zero = Partials(micro_batches)
     for index in range(micro_batches):
         value = torch.where(leaf(index) > 100, leaf(index), -0.0)  # many are −0
         if index in present:
             out.add(index, [value.clone()])
         zero.add(index, [value if index in present else torch.zeros(64)])
-    left_out, with_zeros = out.total(), zero.total()
+    left_out = out.total()
+    with_zeros = zero.total()
     assert left_out is not None
     assert with_zeros is not None
     clear_zero_signs([left_out[0], with_zeros[0]])  # type: ignore[list-item]
@@ -165,7 +168,8 @@ def test_stages_hand_on_the_gradient_of_a_shared_weight(cut: int) -> None:
     that add up their own sums do not.
     """
     torch.manual_seed(0)
-    weight, x = torch.nn.Parameter(torch.randn(16, 16)), torch.randn(8, 16)
+    weight = torch.nn.Parameter(torch.randn(16, 16))
+    x = torch.randn(8, 16)
 
     def layers(h: Tensor, count: int) -> Tensor:
         for _ in range(count):
@@ -173,12 +177,14 @@ def test_stages_hand_on_the_gradient_of_a_shared_weight(cut: int) -> None:
         return h
 
     layers(x, 5).square().sum().backward()
-    whole, weight.grad = weight.grad, None
+    whole = weight.grad
+    weight.grad = None
 
     first = layers(x, cut)
     middle = first.detach().requires_grad_()
     layers(middle, 5 - cut).square().sum().backward()
-    later, weight.grad = weight.grad, None
+    later = weight.grad
+    weight.grad = None
     assert whole is not None
     assert later is not None
     assert middle.grad is not None

@@ -15,10 +15,8 @@ from tests.models.decoders import sizes
 from tests.parity.foreign import VOCAB, Foreign, as_it_is, library, named, padded_text
 
 PAGE = Path(__file__).parents[2] / "docs/families.md"
-BEGIN, END = (
-    "<!-- table of decoders: python -m tests.parity.decoders --write -->",
-    "<!-- end of the table -->",
-)
+BEGIN = "<!-- table of decoders: python -m tests.parity.decoders --write -->"
+END = "<!-- end of the table -->"
 TOPOLOGIES = ("ddp:2", "fsdp:2", "pipeline:2", "tensor:2", "context:2")
 COLUMNS = [(topology, "object:") for topology in TOPOLOGIES] + [
     (topology, "hf:") for topology in TOPOLOGIES[2:]

@@ -15,7 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-VOCAB, LENGTH, SAMPLES, WIDTH, HEADS = 64, 12, 8, 16, 4
+VOCAB = 64
+LENGTH = 12
+SAMPLES = 8
+WIDTH = 16
+HEADS = 4
 
 Sample = dict[str, Tensor]
 
@@ -121,8 +125,10 @@ def image(index: int) -> Tensor:
 class NanoBlock(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.ln_1, self.ln_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.c_attn, self.c_proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.ln_1 = nn.LayerNorm(WIDTH)
+        self.ln_2 = nn.LayerNorm(WIDTH)
+        self.c_attn = nn.Linear(WIDTH, 3 * WIDTH)
+        self.c_proj = nn.Linear(WIDTH, WIDTH)
         self.mlp = nn.Sequential(
             nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
         )
@@ -179,10 +185,8 @@ class NanochatBlock(nn.Module):
         super().__init__()
         self.q, self.k, self.v = (nn.Linear(WIDTH, n * 4, bias=False) for n in (HEADS, 2, 2))
         self.proj = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.up, self.down = (
-            nn.Linear(WIDTH, 4 * WIDTH, bias=False),
-            nn.Linear(4 * WIDTH, WIDTH, bias=False),
-        )
+        self.up = nn.Linear(WIDTH, 4 * WIDTH, bias=False)
+        self.down = nn.Linear(4 * WIDTH, WIDTH, bias=False)
 
     def forward(self, x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
         h = F.rms_norm(x, (WIDTH,))
@@ -231,10 +235,8 @@ class DragonHatchling(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.ln = (
-            nn.Embedding(VOCAB, WIDTH),
-            nn.LayerNorm(WIDTH, elementwise_affine=False, bias=False),
-        )
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.ln = nn.LayerNorm(WIDTH, elementwise_affine=False, bias=False)
         self.encoder, self.encoder_v = (
             nn.Parameter(torch.randn(HEADS, WIDTH, 8) * 0.2) for _ in range(2)
         )
@@ -265,10 +267,8 @@ class Residual(nn.Module):
 class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.to_qkv, self.to_out = (
-            nn.Linear(WIDTH, 3 * WIDTH, bias=False),
-            nn.Linear(WIDTH, WIDTH, bias=False),
-        )
+        self.to_qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
+        self.to_out = nn.Linear(WIDTH, WIDTH, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (
@@ -286,10 +286,8 @@ class XTransformer(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.token_emb, self.pos_emb = (
-            nn.Embedding(VOCAB, WIDTH),
-            nn.Parameter(torch.randn(LENGTH, WIDTH) * 0.1),
-        )
+        self.token_emb = nn.Embedding(VOCAB, WIDTH)
+        self.pos_emb = nn.Parameter(torch.randn(LENGTH, WIDTH) * 0.1)
         feed_forward = [
             nn.Sequential(nn.Linear(WIDTH, 32), nn.GELU(), nn.Linear(32, WIDTH)) for _ in range(2)
         ]
@@ -298,7 +296,8 @@ class XTransformer(nn.Module):
             for pair in zip([Attention(), Attention()], feed_forward, strict=True)
             for layer in pair
         )
-        self.norm, self.to_logits = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCAB)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.to_logits = nn.Linear(WIDTH, VOCAB)
 
     def forward(self, idx: Tensor) -> Tensor:
         x = self.token_emb(idx) + self.pos_emb[: idx.size(1)]
@@ -314,7 +313,8 @@ class GCN(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.one, self.other = nn.Linear(6, WIDTH, bias=False), nn.Linear(WIDTH, 4, bias=False)
+        self.one = nn.Linear(6, WIDTH, bias=False)
+        self.other = nn.Linear(WIDTH, 4, bias=False)
 
     def forward(self, x: Tensor, edges: Tensor, y: Tensor) -> Sample:
         degree = edges.sum(-1).rsqrt()
@@ -336,10 +336,8 @@ class LSTM(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCAB, WIDTH)
-        self.lstm, self.head = (
-            nn.LSTM(WIDTH, WIDTH, num_layers=2, batch_first=True),
-            nn.Linear(WIDTH, 5),
-        )
+        self.lstm = nn.LSTM(WIDTH, WIDTH, num_layers=2, batch_first=True)
+        self.head = nn.Linear(WIDTH, 5)
 
     def forward(self, idx: Tensor) -> Tensor:
         return self.head(self.lstm(self.embedding(idx))[0][:, -1])
@@ -350,10 +348,8 @@ class VAE(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.encode, self.decode = (
-            nn.Linear(64, 2 * 4),
-            nn.Sequential(nn.Linear(4, 32), nn.Tanh(), nn.Linear(32, 64)),
-        )
+        self.encode = nn.Linear(64, 2 * 4)
+        self.decode = nn.Sequential(nn.Linear(4, 32), nn.Tanh(), nn.Linear(32, 64))
 
     def forward(self, x: Tensor, noise: Tensor) -> Sample:
         mean, log_variance = self.encode(x).chunk(2, -1)
@@ -428,7 +424,8 @@ def lora() -> nn.Module:
     model = library("AutoModelForCausalLM", "llama", **SIZES)().requires_grad_(False)
     for layer in model.get_submodule("model.layers").children():
         attention: Any = layer.get_submodule("self_attn")
-        attention.q_proj, attention.v_proj = LoRA(attention.q_proj), LoRA(attention.v_proj)
+        attention.q_proj = LoRA(attention.q_proj)
+        attention.v_proj = LoRA(attention.v_proj)
     return model
 
 
@@ -530,7 +527,8 @@ def against(target: float, scores: Tensor) -> Tensor:
 
 def gan() -> tuple[Judge, Maker]:
     torch.manual_seed(11)
-    judge, maker = Judge(), Maker()
+    judge = Judge()
+    maker = Maker()
     judge.making.append(maker.layers)
     maker.scoring.append(judge.layers)
     return judge, maker

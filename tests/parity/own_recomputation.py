@@ -20,7 +20,9 @@ from lockstep.config import config_from
 from lockstep.strategy import parse_topology
 from lockstep.trainer import Trainer
 
-FEATURES, WIDTH, SAMPLES = 6, 8, 48
+FEATURES = 6
+WIDTH = 8
+SAMPLES = 48
 
 # (loss, gradient norm) of each step, as exact text, and a sum of the parameters' values
 Numbers = tuple[list[tuple[str, str]], str]
@@ -29,7 +31,8 @@ Numbers = tuple[list[tuple[str, str]], str]
 class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.wide, self.narrow = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.wide = nn.Linear(WIDTH, 2 * WIDTH)
+        self.narrow = nn.Linear(2 * WIDTH, WIDTH)
         self.drop = nn.Dropout(0.3)
         self.inner = False  # recompute a part of the block
         # draw from Python's generator, too, which PyTorch does not restore
@@ -99,7 +102,9 @@ class Reversible(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, f: nn.Module, g: nn.Module, draws: Callable[[], Any], *_weights: Tensor
     ) -> Tensor:
-        ctx.f, ctx.g, ctx.at = f, g, draws()
+        ctx.f = f
+        ctx.g = g
+        ctx.at = draws()
         x1, x2 = x.chunk(2, dim=-1)
         with torch.no_grad():
             y1 = x1 + f(x2)
@@ -111,13 +116,16 @@ class Reversible(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         (y,) = ctx.saved_tensors
-        (y1, y2), (d1, d2) = y.chunk(2, dim=-1), gradients[0].chunk(2, dim=-1)
-        weights_f, weights_g = list(ctx.f.parameters()), list(ctx.g.parameters())
+        y1, y2 = y.chunk(2, dim=-1)
+        d1, d2 = gradients[0].chunk(2, dim=-1)
+        weights_f = list(ctx.f.parameters())
+        weights_g = list(ctx.g.parameters())
         with torch.enable_grad():
             start = y1.detach().requires_grad_()
             again = ctx.g(start)
         of_y1, *of_g = torch.autograd.grad(again, [start, *weights_g], d2)
-        x2, d1 = (y2 - again).detach(), d1 + of_y1
+        x2 = (y2 - again).detach()
+        d1 = d1 + of_y1
         with torch.enable_grad():
             start = x2.requires_grad_()
             again = ctx.f(start)
@@ -199,7 +207,8 @@ class Net(nn.Module):
     def __init__(self, way: Way) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.stem, self.head = nn.Linear(FEATURES, WIDTH), nn.Linear(WIDTH, 1)
+        self.stem = nn.Linear(FEATURES, WIDTH)
+        self.head = nn.Linear(WIDTH, 1)
         self.layers = nn.ModuleList(Layer() for _ in range(4))
         self.way = way
         for layer in self.layers:
@@ -217,7 +226,8 @@ class Segment(nn.Module):
 
     def __init__(self, way: Way) -> None:
         super().__init__()
-        self.layers, self.way = nn.ModuleList(Layer() for _ in range(4)), way
+        self.layers = nn.ModuleList(Layer() for _ in range(4))
+        self.way = way
 
     def forward(self, x: Tensor) -> Tensor:
         return self.way(self.layers, x)
@@ -228,7 +238,9 @@ class Recomputed(nn.Module):
 
     def __init__(self, reentrant: bool | None, **options: Any) -> None:
         super().__init__()
-        self.layer, self.reentrant, self.options = Layer(), reentrant, options
+        self.layer = Layer()
+        self.reentrant = reentrant
+        self.options = options
 
     def __call__(self, x: Tensor) -> Tensor:  # type: ignore[override]
         if self.reentrant is None or not torch.is_grad_enabled():

@@ -18,7 +18,9 @@ from lockstep.trainer import Trainer
 from tests.parity.matrix import Images
 from tests.parity.toy import SAMPLES, VOCAB, Tokens, language_model, unchecked
 
-STEPS, OF_A_RUN = 3, 43  # steps of 20 samples: the third holds three of them, in two micro-batches
+# steps of 20 samples: the third holds three of them, in two micro-batches
+STEPS = 3
+OF_A_RUN = 43
 
 SCHEDULES = {
     "GPipe": 1,
@@ -57,7 +59,8 @@ def sequential() -> nn.Module:
     for all layers.
     """
     torch.manual_seed(3)
-    act, drop = nn.Tanh(), nn.Dropout(0.1)
+    act = nn.Tanh()
+    drop = nn.Dropout(0.1)
     linears = [nn.Linear(16, 16) for _ in range(8)]
     linears[1].weight = linears[3].weight = linears[0].weight
     return nn.Sequential(
@@ -133,7 +136,8 @@ class Layer(nn.Module):
         super().__init__()
         self.norm = nn.LayerNorm(16)
         self.attention = nn.MultiheadAttention(16, 2, dropout=0.1, batch_first=True)
-        self.linear, self.dropout = nn.Linear(16, 16), nn.Dropout(0.1)
+        self.linear = nn.Linear(16, 16)
+        self.dropout = nn.Dropout(0.1)
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         h = self.norm(x)

@@ -14,10 +14,8 @@ from tests.parity.matrix import STRATEGIES, Case
 from tests.parity.parts import Part, parts
 
 PAGE = Path(__file__).parents[2] / "docs/parity.md"
-BEGIN, END = (
-    "<!-- table of {}: python -m tests.parity.table --write -->",
-    "<!-- end of the table -->",
-)
+BEGIN = "<!-- table of {}: python -m tests.parity.table --write -->"
+END = "<!-- end of the table -->"
 NAMES = {
     **{kind: f"`fsdp`, `{kind}`" for kind in STRATEGIES if "shard" in kind},
     "tied": "transformer with tied embeddings",
@@ -86,7 +84,8 @@ def cells(*, whole: bool) -> list[Cell]:
 
 def table() -> str:
     """In Markdown: the models, and a row for each strategy."""
-    some, everything = cells(whole=False), cells(whole=True)
+    some = cells(whole=False)
+    everything = cells(whole=True)
     lines = [*models(everything), "", "| " + " | ".join(HEADER) + " |", "|" + "---|" * len(HEADER)]
     for strategy in ("dp", *STRATEGIES, "pipeline"):
         mine = [cell for cell in everything if cell.strategy == strategy]

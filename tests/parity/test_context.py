@@ -45,7 +45,8 @@ OPEN = {"distributed.open_axes": ["tensor", "context"]}
 EXACT = {"distributed.context_blocks": 4, "distributed.sequence_parallel": False}
 PLAIN = {"distributed.reproducible": False}
 RECOMPUTED = {"training.gradient_checkpointing": "full"}
-EXCHANGED, WHOLE_HEADS = {"distributed.context_method": "all_to_all"}, {**SMALL, "n_kv_head": 4}
+EXCHANGED = {"distributed.context_method": "all_to_all"}
+WHOLE_HEADS = {**SMALL, "n_kv_head": 4}
 RING = {"distributed.context_method": "ring"}
 # name → (model, settings, model arguments)
 EXACT_CASES: dict[str, Model] = {
@@ -144,10 +145,13 @@ def test_chunks_are_dealt_from_both_ends_and_find_their_way_back() -> None:
 
 
 def test_a_run_of_queries_attends_as_in_the_whole() -> None:
-    q, k, v = torch.randn(2, 4, 8, 16), torch.randn(2, 2, 8, 16), torch.randn(2, 2, 8, 16)
+    q = torch.randn(2, 4, 8, 16)
+    k = torch.randn(2, 2, 8, 16)
+    v = torch.randn(2, 2, 8, 16)
     for causal in (True, False):
         attend = Attend(causal=causal)
-        whole, seen = attend(q, k, v), 6 if causal else 8
+        whole = attend(q, k, v)
+        seen = 6 if causal else 8
         run = attend.run(q[:, :, 4:6], k[:, :, :seen], v[:, :, :seen], 4)
         torch.testing.assert_close(run, whole[:, :, 4:6])
 
@@ -158,7 +162,8 @@ def test_a_run_of_queries_attends_as_in_the_whole() -> None:
 class Own(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.attend, self.weight = Attend(), nn.Parameter(torch.ones(2))
+        self.attend = Attend()
+        self.weight = nn.Parameter(torch.ones(2))
 
     def context_plan(self) -> dict[str, int]:
         return {"x": 1}
@@ -251,10 +256,8 @@ def test_one_key_opens_the_axes_that_a_run_may_enter() -> None:
         config_from({key: v for key, v in flat.items() if key not in left_out} | OPEN)
     with pytest.raises(UsageError, match="write context_blocks: 32"):
         config_from({"distributed.reproducible": True, "distributed.context_size": 16, **OPEN})
-    default, both = (
-        config_from({}).distributed,
-        config_from({"distributed.reproducible": True, **OPEN}).distributed,
-    )
+    default = config_from({}).distributed
+    both = config_from({"distributed.reproducible": True, **OPEN}).distributed
     assert (
         default.blocks_of_layers,
         default.chunks_of_sequences,
@@ -321,7 +324,8 @@ def kept_by_attention(method: str) -> int:
     of them.
     """
     context = Context(dist.group.WORLD, None, method)
-    attend, kept = Attend(), {}
+    attend = Attend()
+    kept = {}
     cut_attention(attend, context)
 
     def pack(tensor: Tensor) -> Tensor:
@@ -341,7 +345,9 @@ def measured() -> tuple[list[str], list[int], list[int]]:
 
 
 def test_lengths_and_heads_are_refused_and_bytes_are_those_of_theory() -> None:
-    head, loss = 2 * 16 * 8 * 4, 2 * 4  # [B, T, width] of one head
+    # [B, T, width] of one head
+    head = 2 * 16 * 8 * 4
+    loss = 2 * 4
     # two layers: keys and values of two heads gathered, their gradients summed
     gathered = 2 * 2 * (2 + 2) * head
     # queries, keys, values and results, there and back, of one part
@@ -370,9 +376,13 @@ class LearnedPositions(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.positions = nn.Embedding(64, 32), nn.Embedding(64, 32)
-        self.qkv, self.norm, self.head = nn.Linear(32, 96), nn.LayerNorm(32), nn.Linear(32, 64)
-        self.attend, self.dropout = Attend(), nn.Dropout(0.1)
+        self.embed = nn.Embedding(64, 32)
+        self.positions = nn.Embedding(64, 32)
+        self.qkv = nn.Linear(32, 96)
+        self.norm = nn.LayerNorm(32)
+        self.head = nn.Linear(32, 64)
+        self.attend = Attend()
+        self.dropout = nn.Dropout(0.1)
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids) + self.positions(self.attend.positions(ids.shape[1], ids.device))

@@ -26,7 +26,9 @@ from tests.ranks import run_ranks
 
 pytest.importorskip("transformers")
 
-STEPS, LEARNING_RATE, TOLERANCE = 3, 0.1, 1e-5
+STEPS = 3
+LEARNING_RATE = 0.1
+TOLERANCE = 1e-5
 TOPOLOGIES = {
     2: ("ddp:2", "fsdp:2", "pipeline:2", "tensor:2", "context:2"),
     4: ("ddp:4", "fsdp:4", "hybrid:2x2", "pipeline:2*ddp:2"),
@@ -156,12 +158,14 @@ def own_loop(name: str) -> list[float]:
     one process's.
     """
     if name == GAN:
-        models, losses_of = list(gan()), [lambda m, b: m(**b), lambda m, b: m(b["noise"])]
+        models = list(gan())
+        losses_of = [lambda m, b: m(**b), lambda m, b: m(b["noise"])]
         batch = default_collate([noisy(index) for index in range(SAMPLES)])
     elif MADE[name].loss is None:
         return alone(name).losses
     else:
-        models, losses_of = [(MADE[name].reference or MADE[name].make)()], [MADE[name].loss]
+        models = [(MADE[name].reference or MADE[name].make)()]
+        losses_of = [MADE[name].loss]
         batch = default_collate([MADE[name].sample(index) for index in range(SAMPLES)])
     optimizers = [
         torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=LEARNING_RATE)

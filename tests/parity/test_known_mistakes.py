@@ -66,9 +66,11 @@ class WithSinks(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.head = nn.Embedding(64, 32), nn.Linear(32, 64)
+        self.embed = nn.Embedding(64, 32)
+        self.head = nn.Linear(32, 64)
         self.query, self.key, self.value, self.out = (nn.Linear(32, 32) for _ in range(4))
-        self.norm, self.sinks = nn.LayerNorm(32), nn.Parameter(torch.zeros(4))
+        self.norm = nn.LayerNorm(32)
+        self.sinks = nn.Parameter(torch.zeros(4))
 
     def init_weights(self) -> None:
         for place, parameter in enumerate(self.parameters()):
@@ -104,7 +106,8 @@ class WithSinks(nn.Module):
         return logits
 
     def loss(self, outputs: Tensor, batch: Any) -> Tensor:
-        logits, targets = outputs.flatten(0, 1), batch["targets"].flatten()
+        logits = outputs.flatten(0, 1)
+        targets = batch["targets"].flatten()
         return F.cross_entropy(
             logits, targets, reduction="sum", label_smoothing=self.label_smoothing
         )

@@ -86,7 +86,8 @@ def test_trap_04_an_incomplete_window_of_training_step_is_flushed() -> None:
             model, gradient_accumulation_steps=accumulation, batch_size=2, warmup_steps=0
         )
 
-    flushed, exact = trainer(4), trainer(2)
+    flushed = trainer(4)
+    exact = trainer(2)
     for one in (flushed, exact):
         for start in (0, 2):
             one.training_step(batch(start))

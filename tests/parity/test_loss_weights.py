@@ -22,7 +22,10 @@ from lockstep.errors import UsageError
 from lockstep.models import get_model
 from tests.ranks import run_ranks
 
-SAMPLES, BATCH, CLASSES, STEPS = 48, 16, 5, 6
+SAMPLES = 48
+BATCH = 16
+CLASSES = 5
+STEPS = 6
 
 
 class Proxies(nn.Module):
@@ -82,7 +85,9 @@ def plain(kind: type[nn.Module] = Proxies) -> tuple[Rows, dict[str, Tensor]]:
     """Return (loss, norm) of each step, and the state after them."""
     model, loss_fn = built(kind)
     both = [*model.parameters(), *trained(loss_fn)]
-    optimizer, (x, y), rows = adamw(both), data().tensors, []
+    optimizer = adamw(both)
+    x, y = data().tensors
+    rows = []
     for step in range(STEPS):
         batch = torch.arange(BATCH) + step % 3 * BATCH
         loss = loss_fn(model(x[batch]), y[batch])
@@ -237,10 +242,8 @@ class Scaled(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.temperature, self.bias = (
-            nn.Parameter(torch.tensor(0.2)),
-            nn.Parameter(torch.linspace(-0.1, 0.1, 32)),
-        )
+        self.temperature = nn.Parameter(torch.tensor(0.2))
+        self.bias = nn.Parameter(torch.linspace(-0.1, 0.1, 32))
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
         scores = logits * self.temperature.exp() + self.bias
@@ -305,7 +308,9 @@ def test_they_are_refused_where_sums_are_over_chunks() -> None:
 def placed_by_hand(strategy: str) -> tuple[Rows, dict[str, Tensor]]:
     model, loss_fn = built()
     placed = lockstep.place(model, strategy=strategy, loss_fn=loss_fn)
-    optimizer, (x, y), rows = adamw(placed.parameters()), data().tensors, []
+    optimizer = adamw(placed.parameters())
+    x, y = data().tensors
+    rows = []
     for step in range(STEPS):
         batches = (torch.arange(BATCH) + step % 3 * BATCH).view(-1, 2)[
             placed.data_parallel_rank :: placed.data_parallel_size

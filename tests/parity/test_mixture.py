@@ -135,7 +135,8 @@ def bytes_sent(topology: str) -> tuple[int, int]:
         made.append(self)
 
     def chosen(router: Router, _args: Any, outputs: tuple[Tensor, ...]) -> None:
-        (experts,), of = made, made[0].mesh["tensor"]
+        (experts,) = made
+        of = made[0].mesh["tensor"]
         # experts of a rank along the axis tensor, which has all rows
         each = router.weight.shape[0] // of.size()
         within = outputs[0] - of.get_local_rank() * each

@@ -88,7 +88,8 @@ def test_ragged_steps_and_odd_numbers_of_ranks() -> None:
     check(3, cases)
 
 
-SCHEDULE, STAGES = "distributed.pipeline.schedule", "distributed.pipeline.stages_per_rank"
+SCHEDULE = "distributed.pipeline.schedule"
+STAGES = "distributed.pipeline.stages_per_rank"
 
 
 def test_pipelines_and_weights_that_stages_share() -> None:

@@ -32,7 +32,8 @@ class Decoder(nn.Module):
 
     def __init__(self, rounds: int = 1) -> None:
         super().__init__()
-        self.encoder, self.rounds = nn.Linear(16, 16), rounds
+        self.encoder = nn.Linear(16, 16)
+        self.rounds = rounds
         self.layers = nn.ModuleList(Attends() for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:

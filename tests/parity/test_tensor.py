@@ -35,10 +35,8 @@ TOPOLOGIES = {
 # name → (model, settings, model arguments). Two heads of keys and values: on four ranks fewer than
 # ranks.
 GROUPED = {"n_layer": 2, "n_kv_head": 2, "vocab_size": 64}
-TIED, WHOLE_SEQUENCES = (
-    {**GROUPED, "tie_embeddings": True},
-    {"distributed.sequence_parallel": False},
-)
+TIED = {**GROUPED, "tie_embeddings": True}
+WHOLE_SEQUENCES = {"distributed.sequence_parallel": False}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "grouped": ("transformer", {}, GROUPED),
@@ -72,10 +70,8 @@ ONLY_FULL = ("qwen2", "gemma", "phi3", "qwen3_moe")
 
 def in_turn(ranks: int, steps: int) -> list[tuple[Any, ...]]:
     """One half of the models on two ranks, the other on four, where products of axes take turns."""
-    tops, models = (
-        TOPOLOGIES[ranks],
-        [case for name, case in CASES.items() if name not in ONLY_FULL][ranks == 4 :: 2],
-    )
+    tops = TOPOLOGIES[ranks]
+    models = [case for name, case in CASES.items() if name not in ONLY_FULL][ranks == 4 :: 2]
     return [
         (tops[place % len(tops)], model, s, steps, args)
         for place, (model, s, args) in enumerate(models)
@@ -210,7 +206,8 @@ def test_the_balance_term_of_the_library_by_hand() -> None:
     library.load_state_dict(model.state_dict())
     data = Tokens()
     micro_batches = [default_collate([data[index] for index in pair]) for pair in ((0, 1), (5, 6))]
-    counts, means = [], []
+    counts = []
+    means = []
     for batch in micro_batches:
         targets = batch["targets"]
         counts.append(int((targets != -100).sum()))
@@ -393,7 +390,8 @@ def sent_and_widest(loss_fn: Any = None) -> tuple[int, int, int]:
     with WidestOutput() as seen:
         list(trainer_for("tensor:4", "transformer", settings, loss_fn, **args).steps(Tokens(16)))
     Cut.__init__ = first  # type: ignore[method-assign]
-    activation, positions = 2 * 16 * 32 * 4, 2 * 16
+    activation = 2 * 16 * 32 * 4
+    positions = 2 * 16
     # two numbers of each rank; or whole
     logits = positions * 2 * 4 * 4 if loss_fn is None else positions * 1024 * 4
     # forward and backward: an all-gather and a reduce-scatter each, of both halves

@@ -13,7 +13,9 @@ from lockstep.config import config_from
 from lockstep.models import get_model
 from lockstep.trainer import Trainer
 
-VOCAB, LENGTH, SAMPLES = 61, 16, 83
+VOCAB = 61
+LENGTH = 16
+SAMPLES = 83
 
 # What the configs that ship train with, so that comparisons cover schedules, decay and clipping.
 RECIPE = {
@@ -64,13 +66,11 @@ def language_model(name: str, **args: Any) -> nn.Module:
         }
         grouped = {"num_key_value_heads": 2, "block_size": LENGTH, "vocab_size": VOCAB}
         if name == "hf:gpt2":  # has other names, and no grouped heads
-            sizes, grouped = (
-                {"n_embd": 32, "n_layer": 2, "n_head": 4},
-                {
-                    "block_size": LENGTH,
-                    "vocab_size": VOCAB,
-                },
-            )
+            sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4}
+            grouped = {
+                "block_size": LENGTH,
+                "vocab_size": VOCAB,
+            }
         torch.manual_seed(0)  # some families have no values on meta
         with torch.device("meta"):
             return get_model(name)(**{**sizes, **grouped, **args})

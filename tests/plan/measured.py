@@ -17,7 +17,9 @@ from lockstep.plan.workload import Workload
 from lockstep.strategy import parse_topology, resolve
 from lockstep.trainer import Trainer
 
-LENGTH, VOCABULARY, SAMPLES = 64, 256, 64
+LENGTH = 64
+VOCABULARY = 256
+SAMPLES = 64
 COMMON = {"n_layer": 4, "n_embd": 128, "n_head": 4, "vocab_size": VOCABULARY, "dropout": 0.1}
 
 

@@ -55,11 +55,9 @@ class OwnLoss(nn.Module):
 
     def __init__(self, vocab_size: int, reads: bool = False) -> None:
         super().__init__()
-        self.reads, self.embed, self.head = (
-            reads,
-            nn.Embedding(vocab_size, 8),
-            nn.Linear(8, vocab_size),
-        )
+        self.reads = reads
+        self.embed = nn.Embedding(vocab_size, 8)
+        self.head = nn.Linear(8, vocab_size)
 
     def forward(self, input_ids: Tensor, targets: Tensor) -> dict[str, Tensor]:
         if self.reads and int(input_ids.max()) < 0:

@@ -70,10 +70,8 @@ def test_low_rank_is_planned_as_it_is_sent() -> None:
             "distributed.ddp.compression.kind": kind,
         }
         config = config_from(settings)
-        cluster, work = (
-            cluster_of(GPUS, "A100-80GB", "Ethernet 1G", per_node=1),
-            workload_of(config),
-        )
+        cluster = cluster_of(GPUS, "A100-80GB", "Ethernet 1G", per_node=1)
+        work = workload_of(config)
         step = evaluate_layout(
             work, config, cluster, {"distributed.strategy": "ddp"}, model_size_of(work, config)
         ).step
@@ -86,7 +84,8 @@ def test_the_advice_is_in_what_a_plan_says() -> None:
     config = config_from(
         {"model.name": "transformer", "model.args": SIZES, "training.batch_size": 1}
     )
-    cluster, work = cluster_of(GPUS, "A100-80GB", "Ethernet 1G", per_node=1), workload_of(config)
+    cluster = cluster_of(GPUS, "A100-80GB", "Ethernet 1G", per_node=1)
+    work = workload_of(config)
     found = evaluate_layout(
         work, config, cluster, {"distributed.strategy": "ddp"}, model_size_of(work, config)
     )

@@ -35,7 +35,8 @@ def proposed(model: str, args: dict[str, Any], gpus: int, **settings: Any) -> se
             **settings,
         }
     )
-    work, cluster = workload_of(config), cluster_of(gpus, "H100")
+    work = workload_of(config)
+    cluster = cluster_of(gpus, "H100")
     found = layouts(work, model_size_of(work, config), config, cluster, low=True, pipelines=True)
     return {str(layout_of(config, cluster, changes)) for changes in found}
 
@@ -59,7 +60,8 @@ def test_axes_are_proposed_where_they_serve() -> None:
 
 def test_time_and_bytes_along_axes() -> None:
     cluster = cluster_of(16, "H100")  # two nodes
-    inside, between = cluster.inside.bandwidth * 0.7, cluster.between.bandwidth * 0.7
+    inside = cluster.inside.bandwidth * 0.7
+    between = cluster.between.bandwidth * 0.7
     tensor = along_axes(Cost(tensor=7_000_000_000), Layout("fsdp", shard=2, tensor=8), cluster)
     assert tensor == pytest.approx((7 / inside, 7e9, 0))
     expert = along_axes(
@@ -83,7 +85,8 @@ def test_what_experts_over_ranks_save_and_send() -> None:
             "precision.mode": "fp32",
         }
     )
-    work, cluster = workload_of(config), cluster_of(4, "A100-80GB")
+    work = workload_of(config)
+    cluster = cluster_of(4, "A100-80GB")
     size = model_size_of(work, config)
 
     def judged(**changes: Any) -> Any:
@@ -91,7 +94,8 @@ def test_what_experts_over_ranks_save_and_send() -> None:
             work, config, cluster, {f"distributed.{k}": v for k, v in changes.items()}, size
         )
 
-    plain, spread = judged(strategy="ddp"), judged(strategy="ddp", expert_size=4)
+    plain = judged(strategy="ddp")
+    spread = judged(strategy="ddp", expert_size=4)
     held = 4 * (size.parameters - size.expert_parameters * 3 / 4)
     assert (
         abs(spread.memory["optimizer"] / (2 * held) - 1)

@@ -40,7 +40,9 @@ def lockstep(*arguments: str) -> str:
 
 
 def test_plan_ranks_layouts_and_writes_the_best(tmp_path: Path) -> None:
-    config, best, chart = tmp_path / "c.yaml", tmp_path / "best.yaml", tmp_path / "chart.svg"
+    config = tmp_path / "c.yaml"
+    best = tmp_path / "best.yaml"
+    chart = tmp_path / "chart.svg"
     config.write_text(SMALL)
     said = lockstep(
         *(str(config), "precision.fp8=linears", "--gpus", "2", "--gpu-type", "RTX-4090"),
@@ -59,7 +61,8 @@ def test_plan_ranks_layouts_and_writes_the_best(tmp_path: Path) -> None:
 
 def test_the_table_fits_the_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "c.yaml").write_text(SMALL)
-    config, cluster = load_config(tmp_path / "c.yaml"), cluster_of(4, "A100-40GB")
+    config = load_config(tmp_path / "c.yaml")
+    cluster = cluster_of(4, "A100-40GB")
     work = workload_of(config)
     changes = [{"distributed.strategy": "ddp"}, {"distributed.strategy": "fsdp"}]
     found = [
@@ -99,7 +102,8 @@ def test_70_billion_parameters_on_512_gpus_take_less_than_a_minute_and_8_gib(
     """On two cores: measured in seconds of a core, because others may use these."""
     config = tmp_path / "c.yaml"
     config.write_text(LARGE)
-    before, since = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    since = time.perf_counter()
     layouts = json.loads(lockstep(str(config), "--gpus", "512", "--gpu-type", "H100", "--json"))[
         "layouts"
     ]
@@ -113,9 +117,11 @@ def test_70_billion_parameters_on_512_gpus_take_less_than_a_minute_and_8_gib(
 def test_the_largest_batch_fits_and_a_larger_one_does_not(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text(SMALL)
-    config, cluster = load_config(path), cluster_of(1, "RTX-4090")
+    config = load_config(path)
+    cluster = cluster_of(1, "RTX-4090")
     config = config.replaced({"precision.mode": "bf16"})
-    work, changes = workload_of(config), {"distributed.strategy": "single"}
+    work = workload_of(config)
+    changes = {"distributed.strategy": "single"}
     found = largest_batch(work, config, cluster, changes)
 
     def needed(size: int) -> float:

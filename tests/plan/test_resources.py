@@ -56,7 +56,8 @@ def test_trap_45_gpipe_and_1f1b_have_the_same_bubble() -> None:
     """
     from lockstep.parallel.pipeline.schedules import actions
 
-    p, m = 4, 8
+    p = 4
+    m = 8
     for name, per_rank in (("GPipe", 1), ("1F1B", 1), ("Interleaved1F1B", 2)):
         orders = [
             [ScheduledPass(a.kind, a.stage, a.micro_batch) for a in order]
@@ -72,7 +73,8 @@ def test_trap_45_gpipe_and_1f1b_have_the_same_bubble() -> None:
 
 
 def test_young_and_daly() -> None:
-    mean, save = 3600.0, 5.0
+    mean = 3600.0
+    save = 5.0
     best = best_interval(save, mean)
     assert best == pytest.approx(math.sqrt(2 * save * mean), rel=0.05)
     goodputs = [expected_goodput(best * factor, save, 60, mean) for factor in (0.5, 1.0, 2.0)]

@@ -17,7 +17,8 @@ now = [0.0]  # a clock that segments alone advance
 class Slow(nn.Module):
     def __init__(self, seconds: float, width: int) -> None:
         super().__init__()
-        self.seconds, self.linear = seconds, nn.Linear(8, 8)
+        self.seconds = seconds
+        self.linear = nn.Linear(8, 8)
         self.idle = nn.Parameter(torch.zeros(width))
 
     def forward(self, x: Tensor) -> Tensor:

@@ -85,7 +85,8 @@ def test_blocks_that_are_left_out_of_the_rehearsal_cost_as_much_in_halves() -> N
 
 
 def test_a_step_takes_the_time_of_both_halves() -> None:
-    config, cluster = config_from(SPLIT), cluster_of(2, "A100-80GB")
+    config = config_from(SPLIT)
+    cluster = cluster_of(2, "A100-80GB")
     plain = [StageTime(1.0, 2.0, 0.0, 0.0) for _ in range(4)]
     as_equal = pipeline_step(plain, config.step, LAYOUT, cluster, 8)
     measured = [StageTime(1.0, 2.0, 0.0, 0.0, (1.5, 1.25)) for _ in range(4)]

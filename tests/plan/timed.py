@@ -17,7 +17,10 @@ from lockstep.strategy import resolve, strategy_named
 from lockstep.trainer import Trainer
 
 # a MiB of parameters a block; seconds a micro-batch
-WIDTH, BLOCKS, FORWARD, BACKWARD = 512, 4, 0.03, 0.06
+WIDTH = 512
+BLOCKS = 4
+FORWARD = 0.03
+BACKWARD = 0.06
 LATENCY = 1e-3  # gloo's, over a link
 
 
@@ -110,7 +113,8 @@ def measure(cases: list[Case], steps: int = 8) -> list[float]:
         torch.manual_seed(0)
         model = nn.Sequential(*[Sleepy() for _ in range(BLOCKS)])
         trainer = Trainer(model, config=case.config(), loss_fn=nn.MSELoss(reduction="sum"))
-        times, since = [], time.perf_counter()
+        times = []
+        since = time.perf_counter()
         for record in trainer.steps(Data()):
             float(record.loss)
             times.append(time.perf_counter() - since)

@@ -18,7 +18,9 @@ import lockstep
 from lockstep import Trainer, WeightAverage
 from lockstep.errors import UsageError
 
-WIDTH, STEPS, THAW = 6, 4, 2
+WIDTH = 6
+STEPS = 4
+THAW = 2
 
 
 def data() -> TensorDataset:
@@ -85,9 +87,11 @@ class Distilled(nn.Module):
 
     def __init__(self, in_forward: bool = False, through_data: bool = False) -> None:
         super().__init__()
-        self.student, self.teacher = chain(), chain()
+        self.student = chain()
+        self.teacher = chain()
         self.teacher.requires_grad_(False)
-        self.in_forward, self.through_data = in_forward, through_data
+        self.in_forward = in_forward
+        self.through_data = through_data
 
     @torch.no_grad()
     def follow(self, _updates: int = 0) -> None:
@@ -109,7 +113,9 @@ class Counted(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers, self.passes, self.last = chain(), 0, 0.0
+        self.layers = chain()
+        self.passes = 0
+        self.last = 0.0
 
     def forward(self, x: Tensor) -> Tensor:
         self.passes += 1
@@ -121,7 +127,8 @@ class Counted(nn.Module):
 class OwnGenerator(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers, self.generator = chain(), torch.Generator().manual_seed(0)
+        self.layers = chain()
+        self.generator = torch.Generator().manual_seed(0)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.layers(x) * torch.rand(1, generator=self.generator)
@@ -131,7 +138,8 @@ class OwnGenerator(nn.Module):
 class Renormalised(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers, self.table = chain(), nn.Embedding(4, WIDTH, max_norm=0.5)
+        self.layers = chain()
+        self.table = nn.Embedding(4, WIDTH, max_norm=0.5)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.layers(x) + self.table(x[:, 0].long().clamp(0, 3))

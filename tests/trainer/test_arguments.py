@@ -16,7 +16,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import lockstep
 from lockstep import Trainer, UsageError
 
-INPUTS, LABELS = torch.randn(16, 4), torch.arange(16) % 3
+INPUTS = torch.randn(16, 4)
+LABELS = torch.arange(16) % 3
 DATA = TensorDataset(INPUTS, LABELS)
 CE = nn.CrossEntropyLoss
 

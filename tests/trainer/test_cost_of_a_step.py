@@ -12,7 +12,9 @@ import pytest
 from benchmarks.contestants import CONTESTANTS, EVERY, Net, Rows, Size, Task
 from tests.ranks import run_ranks
 
-SETTLED, COUNTED = 2 * EVERY, 2 * EVERY  # steps, of which every tenth is logged
+# steps, of which every tenth is logged
+SETTLED = 2 * EVERY
+COUNTED = 2 * EVERY
 
 
 class _EnoughError(Exception):

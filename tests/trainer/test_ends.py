@@ -46,7 +46,8 @@ def made(folder: Path, **training: Any) -> Trainer:
 
 def stopped_while_evaluating(folder: Path, first_step: int) -> dict[str, Any]:
     """Rank 1 is asked to stop while step `first_step` is evaluated; then the run goes on."""
-    run, data = made(folder, eval_steps=first_step), Interrupted()
+    run = made(folder, eval_steps=first_step)
+    data = Interrupted()
     if dist.get_rank() == dist.get_world_size() - 1:
         data.run = run
     run.train(Points(), data)
@@ -88,7 +89,8 @@ def an_error_on_one_rank(folder: Path) -> list[str]:
         time.sleep(1.0)
         return once(*arguments)
 
-    once, last = commit.write_once, dist.get_rank() == dist.get_world_size() - 1
+    once = commit.write_once
+    last = dist.get_rank() == dist.get_world_size() - 1
     commit.write_once = slowly
     run = trainer(
         folder,

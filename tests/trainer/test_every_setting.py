@@ -377,7 +377,8 @@ def comes_out(settings: dict[str, Any], way: str, folder: Path) -> Any:
     data = TensorDataset(samples, samples.sum(1, keepdim=True))
     evaluating = {"eval_steps": 2} if way == "train" else {}
     own = {**TO_COMPARE, "sinks": ["jsonl", "console"], **evaluating, **settings}
-    said, logger = io.StringIO(), logging.getLogger("lockstep")
+    said = io.StringIO()
+    logger = logging.getLogger("lockstep")
     handler = logging.StreamHandler(said)
     logger.addHandler(handler)
     try:
@@ -409,7 +410,8 @@ def run_and_evaluate(trainer: Trainer, way: str, data: TensorDataset) -> None:
         for _ in trainer.steps(data):
             trainer.evaluate(data)
     else:
-        size, calls = trainer.config.training.batch_size, 0
+        size = trainer.config.training.batch_size
+        calls = 0
         while not trainer.done:
             trainer.training_step(data[calls % 8 : calls % 8 + size])
             calls += 1
@@ -428,7 +430,8 @@ def test_a_setting_changes_what_comes_out_of_a_run(key: str, way: str, tmp_path:
     name = f"{way} {beside}"
     if name not in _without:
         _without[name] = comes_out(beside, way, tmp_path / "without")
-    found, without = comes_out({**beside, **setting}, way, tmp_path / "with"), _without[name]
+    found = comes_out({**beside, **setting}, way, tmp_path / "with")
+    without = _without[name]
     assert any(found[part] != without[part] for part in found), f"{setting} did nothing"
 
 

@@ -218,7 +218,8 @@ def test_the_schedule_of_training_step_follows_max_steps() -> None:
     expected = [
         record.lr for record in made(None, lr_schedule="cosine", warmup_steps=2).steps(points())
     ]
-    trainer, rates = made(None, lr_schedule="cosine", warmup_steps=2), []
+    trainer = made(None, lr_schedule="cosine", warmup_steps=2)
+    rates = []
     for batch in DataLoader(points(), batch_size=4):
         trainer.training_step(batch)
         assert trainer.last_record is not None
@@ -313,7 +314,8 @@ def test_batches_of_another_size_than_the_settings_say_are_refused() -> None:
 
 def on_two_ranks(name: str) -> dict[str, Any]:
     """Loops that all ranks leave, and one that one rank alone leaves by an error of its own."""
-    folder, said = Path(name), {}
+    folder = Path(name)
+    said = {}
     trainer = made(folder / "left", strategy="ddp")
     for record in trainer.steps(points(), epochs=4):
         if record.step == 7:
@@ -370,7 +372,8 @@ def test_the_weights_that_are_evaluated_are_those_that_are_taken_out(tmp_path: P
 
 
 def test_a_rate_that_the_loop_sets_stays() -> None:
-    trainer, rates = made(None, lr_schedule="linear", min_lr_ratio=0.0), []
+    trainer = made(None, lr_schedule="linear", min_lr_ratio=0.0)
+    rates = []
     for record in trainer.steps(points()):
         rates.append(record.lr)
         if record.step == 6:

@@ -24,7 +24,9 @@ from lockstep.models.observed import LossCalls
 from lockstep.trainer.loss_check import LossCheck
 from tests.ranks import run_ranks
 
-SAMPLES, LENGTH, CLASSES = 8, 6, 5
+SAMPLES = 8
+LENGTH = 6
+CLASSES = 5
 WEIGHTS = torch.tensor([1.0, 5.0, 0.5, 2.0, 9.0])
 
 
@@ -213,7 +215,9 @@ class Restless(Scores):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.drop, self.calls = nn.BatchNorm1d(CLASSES), nn.Dropout(0.3), 0
+        self.norm = nn.BatchNorm1d(CLASSES)
+        self.drop = nn.Dropout(0.3)
+        self.calls = 0
 
     def forward(self, ids: Tensor, targets: Tensor) -> Any:
         self.calls += 1
@@ -243,7 +247,8 @@ class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.embedding, self.lstm = nn.Embedding(CLASSES, 8), nn.LSTM(8, CLASSES, batch_first=True)
+        self.embedding = nn.Embedding(CLASSES, 8)
+        self.lstm = nn.LSTM(8, CLASSES, batch_first=True)
 
     def forward(self, ids: Tensor, targets: Tensor) -> Any:
         outputs, _ = self.lstm(self.embedding(ids))
@@ -314,7 +319,9 @@ class TwoEnds(Scores):
         self.fewer = fewer
 
     def forward(self, ids: Tensor, targets: Tensor) -> Any:
-        scores, start, end = super().forward(ids).flatten(0, 1), targets.flatten(), targets.clone()
+        scores = super().forward(ids).flatten(0, 1)
+        start = targets.flatten()
+        end = targets.clone()
         if self.fewer:
             end[-self.fewer :] = -100
         return {
@@ -362,10 +369,12 @@ class Head(nn.Linear):
 
     def __init__(self, *, by_hand: bool, only_in_training: bool) -> None:
         super().__init__(8, CLASSES)
-        self.by_hand, self.only_in_training = by_hand, only_in_training
+        self.by_hand = by_hand
+        self.only_in_training = only_in_training
 
     def forward(self, values: Tensor, *, inputs: Any) -> Any:
-        scores, targets = super().forward(values), inputs[1]["targets"]
+        scores = super().forward(values)
+        targets = inputs[1]["targets"]
         if self.only_in_training and not self.training:
             raise ValueError("there are no targets where it is not trained")
         if not self.by_hand:
@@ -386,7 +395,9 @@ class Cut(nn.Module):
     def __init__(self, *, by_hand: bool = True, only_in_training: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.second, self.third = First(CLASSES, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.first = First(CLASSES, 8)
+        self.second = nn.Linear(8, 8)
+        self.third = nn.Linear(8, 8)
         self.head = Head(by_hand=by_hand, only_in_training=only_in_training)
 
     def segments(self) -> list[tuple[str, nn.Module]]:
@@ -532,7 +543,8 @@ def test_compiled_blocks_are_compared_as_they_are_written(
 
 def test_calls_within_calls_are_noted_by_the_innermost() -> None:
     plain_function = F.mse_loss
-    one, other = torch.ones(2), torch.zeros(2)
+    one = torch.ones(2)
+    other = torch.zeros(2)
     with LossCalls() as outer:
         with LossCalls() as inner:
             assert float(F.mse_loss(one, other)) == 1.0
@@ -548,7 +560,9 @@ class KeepsItsLoss(Scores):
 
     def __init__(self, loss: Any) -> None:
         super().__init__()
-        self.loss, self.inputs, self.count = loss, nn.Identity(), 0
+        self.loss = loss
+        self.inputs = nn.Identity()
+        self.count = 0
 
     def forward(self, ids: Tensor, targets: Tensor) -> Any:
         return self.loss(super().forward(self.inputs(ids)).flatten(0, 1), targets.flatten())

@@ -20,7 +20,9 @@ from tests.parity.same_bits import trainer_for
 from tests.parity.toy import Tokens
 from tests.ranks import run_ranks
 
-SAMPLES, CLASSES = 53, 3  # 53 is no multiple of any batch here
+# 53 is no multiple of any batch here
+SAMPLES = 53
+CLASSES = 3
 
 
 def points() -> TensorDataset:
@@ -63,7 +65,8 @@ class InOrder:
         self.reset()
 
     def reset(self) -> None:
-        self.value, self.seen = 0.0, 0
+        self.value = 0.0
+        self.seen = 0
 
     def update(self, outputs: Tensor, targets: Tensor) -> None:
         for row, target in zip(outputs.double(), targets, strict=True):
@@ -162,7 +165,8 @@ def require_equal(found: Found, expected: Found, where: str) -> None:
 
 def test_every_topology_finds_the_numbers_of_one_process() -> None:
     pytest.importorskip("torchmetrics")
-    points_alone, tokens_alone = of_points("single"), of_tokens("single")
+    points_alone = of_points("single")
+    tokens_alone = of_tokens("single")
     assert points_alone["order"][1] == SAMPLES
     assert points_alone["loss"] == points_alone["plain loss"]
     for ranks in run_ranks(on_four_ranks, 4):
@@ -200,7 +204,8 @@ def test_a_run_that_asks_for_evaluations_without_data_says_so(
 
 def test_they_are_those_of_a_plain_loop() -> None:
     trainer = Trainer(chain(), loss_fn=nn.CrossEntropyLoss(), batch_size=4)
-    model, (x, y) = chain().eval(), points().tensors
+    model = chain().eval()
+    x, y = points().tensors
     outputs = model(x)
     found = trainer.evaluate(points(), {"hits": hits, "margin": mean_margin, **objects()})
     assert found["loss"] == pytest.approx(nn.functional.cross_entropy(outputs, y).item(), rel=1e-6)
@@ -371,7 +376,8 @@ def test_a_run_stops_early_and_stays_stopped_and_the_best_is_kept(tmp_path: Path
     run = follower(tmp_path, **settings)
     run.train(points(), points(), metrics={"hits": hits})
     found = {row["step"]: row["eval_hits"] for row in rows(tmp_path) if "eval_hits" in row}
-    last, best = max(found), max(found, key=lambda step: (found[step], -step))
+    last = max(found)
+    best = max(found, key=lambda step: (found[step], -step))
     assert last == best + 8 < 400
     (event,) = [
         event for event in RunDirectory(tmp_path).read_events() if event["kind"] == "early_stop"

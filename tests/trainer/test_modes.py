@@ -81,7 +81,9 @@ def built() -> nn.Sequential:
 
 def plain(steps: int) -> tuple[list[float], dict[str, Tensor], float]:
     """Return the losses of steps, the weights to hand out, and their loss over all data."""
-    model, (x, y), losses = built(), data().tensors, []
+    model = built()
+    x, y = data().tensors
+    losses = []
     optimizer = ScheduleFreeSGD(model.parameters())
     optimizer.train()
     for step in range(steps):
@@ -120,7 +122,8 @@ def modes_switched(strategy: str, folder: str) -> bool:
             break
     assert found == pytest.approx(losses, abs=1e-5)
     assert trainer.evaluate(data()) == pytest.approx(mean, abs=1e-5)
-    outputs, state = trainer.predict(data()), trainer.state_dict()
+    outputs = trainer.predict(data())
+    state = trainer.state_dict()
     assert LOSS(outputs, data().tensors[1]).item() == pytest.approx(mean, abs=1e-5)
     assert not trainer.is_main_process or close(state, weights)
     _, at_three, mean_at_three = plain(3)

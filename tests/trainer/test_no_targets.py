@@ -20,7 +20,8 @@ from lockstep.config import config_from
 from lockstep.errors import UsageError
 from tests.ranks import run_ranks
 
-SAMPLES, CLASSES = 16, 3
+SAMPLES = 16
+CLASSES = 3
 
 
 def samples(ignored: slice) -> TensorDataset:

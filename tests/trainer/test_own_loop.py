@@ -15,7 +15,9 @@ from lockstep.errors import RunError, UsageError
 from lockstep.heartbeat import writer
 from tests.ranks import run_ranks
 
-VOCAB, WIDTH, STEPS = 11, 8, 3
+VOCAB = 11
+WIDTH = 8
+STEPS = 3
 Batch = tuple[Tensor, Tensor]
 LOSS = nn.CrossEntropyLoss(ignore_index=-100)
 
@@ -81,7 +83,8 @@ def by_hand() -> tuple[list[tuple[float, float, float]], dict[str, Tensor], Tens
     """(loss, gradient norm, loss on the first step's data) of each step, the weights and outputs:
     torch alone.
     """
-    model, seen = tied(), []
+    model = tied()
+    seen = []
     optimizers = optimizers_over(list(model.named_parameters()))
     for step in range(STEPS):
         loss = loss_of(model, micro_batches(step))
@@ -100,7 +103,8 @@ def placed_run(
     settings: dict[str, Any], folder: Path
 ) -> tuple[list[tuple[float, float, float]], dict[str, Tensor], Tensor]:
     """The same on the ranks that there are; after the first step it goes on from a checkpoint."""
-    placed, seen = lockstep.place(tied(), loss_fn=LOSS, **settings), []
+    placed = lockstep.place(tied(), loss_fn=LOSS, **settings)
+    seen = []
     optimizers = optimizers_over(list(placed.named_parameters()))
     mine = slice(placed.data_parallel_rank, None, placed.data_parallel_size)
     for step in range(STEPS):
@@ -126,7 +130,8 @@ def placed_run(
                 == "half-way"
             )
             assert placed.step == 1
-    outputs, state = placed(micro_batches(0)[0][0]), placed.state_dict()
+    outputs = placed(micro_batches(0)[0][0])
+    state = placed.state_dict()
     _require_round_trip(placed, state, outputs)
     return seen, state, outputs
 
@@ -148,7 +153,8 @@ def dropout_run(settings: dict[str, Any]) -> list[float]:
     placed = lockstep.place(tied(dropout=0.5), loss_fn=LOSS, **settings)
     # the same step again, but for what it draws
     optimizer = torch.optim.SGD(placed.parameters(), lr=0.0)
-    mine, losses = slice(placed.data_parallel_rank, None, placed.data_parallel_size), []
+    mine = slice(placed.data_parallel_rank, None, placed.data_parallel_size)
+    losses = []
     for _ in range(2):
         losses.append(float(placed.backward(*micro_batches(0)[mine])))
         optimizer.step()
@@ -281,7 +287,8 @@ def test_what_a_loop_of_ones_own_can_not_have_is_one_clear_message(
 
 def test_a_trainer_takes_up_a_checkpoint_of_the_loop(tmp_path: Path) -> None:
     batch = (torch.randn(4, 4, generator=torch.Generator().manual_seed(0)), torch.arange(4) % 3)
-    loss_fn, model = nn.CrossEntropyLoss(), nn.Linear(4, 3)
+    loss_fn = nn.CrossEntropyLoss()
+    model = nn.Linear(4, 3)
     placed = lockstep.place(model, "single", loss_fn=loss_fn)
     one = torch.optim.AdamW(placed.parameters(), lr=0.1)
     for _ in range(2):

@@ -31,7 +31,9 @@ def linear() -> nn.Module:
 
 
 def test_a_plain_model_an_optimizer_and_a_loss_train_as_by_hand() -> None:
-    data, model, reference = regression(), linear(), linear()
+    data = regression()
+    model = linear()
+    reference = linear()
     trainer = Trainer(
         model,
         torch.optim.SGD(model.parameters(), lr=0.1),
@@ -56,7 +58,8 @@ def test_a_learning_rate_that_the_callers_loop_sets_is_kept() -> None:
     """An optimizer of their own, no schedule asked for: a scheduler that their loop steps works as
     in plain PyTorch.
     """
-    model, reference = linear(), linear()
+    model = linear()
+    reference = linear()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
     trainer = Trainer(model, optimizer, nn.MSELoss(), batch_size=10, max_steps=5, shuffle=False)
@@ -76,7 +79,8 @@ def test_a_learning_rate_that_the_callers_loop_sets_is_kept() -> None:
 
 
 def test_names_and_arguments_of_other_trainers_say_what_to_write() -> None:
-    model, loss_fn = nn.Linear(4, 2), nn.CrossEntropyLoss()
+    model = nn.Linear(4, 2)
+    loss_fn = nn.CrossEntropyLoss()
     trainer = Trainer(model, None, loss_fn, batch_size=4)
     with pytest.raises(AttributeError, match=r"Trainer has no 'fit': write trainer.train\(data"):
         trainer.fit(...)  # type: ignore[attr-defined]
@@ -133,10 +137,8 @@ def test_a_global_batch_that_a_dataloader_does_not_divide_names_both() -> None:
 
 
 def test_a_loss_that_the_config_names_counts_unless_another_is_given() -> None:
-    config, data = (
-        Config().replaced({"loss_fn": "torch.nn:MSELoss", "training.max_steps": 1}),
-        regression(),
-    )
+    config = Config().replaced({"loss_fn": "torch.nn:MSELoss", "training.max_steps": 1})
+    data = regression()
     (named,), (given,) = (
         list(Trainer(linear(), None, loss, config=config).steps(data))
         for loss in (None, nn.L1Loss())
@@ -309,7 +311,8 @@ def test_trap_06_evaluation_is_weighted_by_valid_targets() -> None:
     trainer = Trainer(language_model("transformer"), gradient_accumulation_steps=4, batch_size=4)
     loss = trainer.evaluate(Tokens())
     model = trainer.placed.parts[0].eval()
-    total, count = 0.0, 0
+    total = 0.0
+    count = 0
     with torch.no_grad():
         for sample in Tokens():
             logits = model(sample["input_ids"][None])
@@ -387,7 +390,8 @@ def test_a_checkpoint_carries_the_callers_metadata_and_the_optimizer(tmp_path: P
     def trainer() -> Trainer:
         return Trainer(linear(), loss_fn=nn.MSELoss(), batch_size=10, max_steps=4)
 
-    first, whole = trainer(), trainer()
+    first = trainer()
+    whole = trainer()
     list(whole.steps(regression()))
     for _, record in zip(range(2), first.steps(regression()), strict=False):
         assert record
@@ -469,7 +473,8 @@ def test_a_checkpoint_of_before_the_first_step_leaves_the_nominal_count_to_be_le
     def trainer() -> Trainer:
         return Trainer(linear(), loss_fn=nn.MSELoss(), batch_size=10, max_steps=2)
 
-    first, second = trainer(), trainer()
+    first = trainer()
+    second = trainer()
     first.save_checkpoint(tmp_path)
     second.load_checkpoint(tmp_path)
     list(first.steps(regression()))

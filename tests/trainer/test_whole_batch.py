@@ -14,7 +14,8 @@ from lockstep import Trainer, WholeBatch
 from lockstep.errors import RunError, UsageError
 from tests.ranks import run_ranks
 
-BATCH, STEPS = 12, 3
+BATCH = 12
+STEPS = 3
 
 
 class Towers(nn.Module):
@@ -40,7 +41,8 @@ class Towers(nn.Module):
 
 def clip(outputs: tuple[Tensor, Tensor, Tensor], targets: Any) -> Tensor:
     image, text, scale = outputs
-    similar, own = scale * image @ text.T, torch.arange(len(image), device=image.device)
+    similar = scale * image @ text.T
+    own = torch.arange(len(image), device=image.device)
     return (F.cross_entropy(similar, own) + F.cross_entropy(similar.T, own)) / 2
 
 

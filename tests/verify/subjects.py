@@ -67,10 +67,12 @@ def reduced_in_the_wrong_backward_pass() -> Subject:
 
     class InTheFirst(AroundMicroBatch):
         def __init__(self, model: DistributedDataParallel) -> None:
-            self._model, self._first = model, True
+            self._model = model
+            self._first = True
 
         def before(self, run: MicroBatchPass) -> None:
-            self._model.require_backward_grad_sync, self._first = self._first, run.last
+            self._model.require_backward_grad_sync = self._first
+            self._first = run.last
 
     return with_patch(ddp, "DDPSync", InTheFirst)
 
@@ -244,7 +246,8 @@ class Faulty(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.embed, self.head = nn.Embedding(61, 16), nn.Linear(16, 61)
+        self.embed = nn.Embedding(61, 16)
+        self.head = nn.Linear(16, 61)
 
     def forward(self, ids: Tensor) -> Tensor:
         logits: Tensor = self.head(self.embed(ids))

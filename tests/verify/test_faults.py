@@ -195,7 +195,8 @@ def test_a_fault_of_the_benchmark_is_found_and_placed(
     name: str, outcomes: dict[str, Outcome]
 ) -> None:
     """Some of `benchmarks/silent_bugs`: one of each kind of cause."""
-    outcome, fault = outcomes[name], PLANTED[name]
+    outcome = outcomes[name]
+    fault = PLANTED[name]
     assert not outcome.failed, outcome.failed
     assert not outcome.passed
     (cause,) = outcome.causes

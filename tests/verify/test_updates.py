@@ -144,10 +144,8 @@ def test_a_gradient_that_is_there_on_one_side_alone_is_no_rounding(tmp_path: Pat
 def test_a_layer_that_is_frozen_on_ranks_alone_is_named(tmp_path: Path) -> None:
     facts = UpdateFacts(options={"a": {"lr": "0.1"}}, called=True)
     found = StepResult(0, [Difference("gradient", "a", 1.0, ranks=[0, 1], missing=True)])
-    found.updates, found.right_update = (
-        [UpdateFacts(facts.options, frozen=["a"], called=True)] * 2,
-        facts,
-    )
+    found.updates = [UpdateFacts(facts.options, frozen=["a"], called=True)] * 2
+    found.right_update = facts
     cause = cause_of(evidence(found, tmp_path))
     assert (cause.kind, cause.is_error) == ("frozen parameter", True)
 
