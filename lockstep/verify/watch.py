@@ -243,7 +243,10 @@ class _Ranks:
             )
             self._connected = False
             return
-        while (next_one := self._queue.get()) is not None and not thread.closing.is_set():
+        while True:
+            next_one = self._queue.get()
+            if next_one is None or thread.closing.is_set():
+                return
             step, said = next_one
             with suppress(Exception):  # the other ranks have ended
                 self._exchange(store, step, said, thread.closing)
