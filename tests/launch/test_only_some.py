@@ -22,7 +22,7 @@ from torch import nn
 from lockstep import Config, Trainer
 
 config = Config.model_validate({
-    "distributed": {"device": "cpu", "strategy": "ddp", "hang": {"factor": 5, "seconds": 2}},
+    "distributed": {"device": "cpu", "strategy": "ddp", "hang": {"factor": 5, "seconds": 5}},
     "training": {"max_steps": 4, "batch_size": 4},
 })
 model = nn.Linear(4, 1)
@@ -100,7 +100,7 @@ class Fails(nn.Linear):
         return super().forward(x)
 
 config = Config.model_validate({
-    "distributed": {"device": "cpu", "strategy": "pipeline", "hang": {"seconds": 2}},
+    "distributed": {"device": "cpu", "strategy": "pipeline", "hang": {"seconds": 5}},
     "training": {"max_steps": 8, "batch_size": 4},
 })
 model = nn.Sequential(nn.Linear(4, 4), Fails(4, 1))
@@ -404,7 +404,7 @@ def test_ranks_that_wait_for_each_other_in_different_collectives_are_found_soon(
     tmp_path: Path,
 ) -> None:
     text = (
-        _BEGIN.replace('"hang": {"factor": 5, "seconds": 2}', '"hang": {"seconds": 600}')
+        _BEGIN.replace('"hang": {"factor": 5, "seconds": 5}', '"hang": {"seconds": 600}')
         + "for record in trainer.steps(data):\n"
         "    if record.step == 2:\n"
         "        if trainer.is_main_process:\n"
