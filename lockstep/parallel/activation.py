@@ -91,9 +91,9 @@ def apply_activation_checkpointing(
                 what, where="training.gradient_checkpointing, training.compile", fix=fix
             )
         runs = _Runs(random_state)
-        for place, (_, block) in enumerate(blocks):
+        for position, (_, block) in enumerate(blocks):
             _replaced[block] = block.forward
-            recomputed = runs.over(block, starts=place % every == 0)
+            recomputed = runs.over(block, starts=position % every == 0)
             replace_method(block, recomputed, by="gradient_checkpointing")
         return
     for _, block in blocks[::every] if mode == "every_n" else blocks:
@@ -237,9 +237,9 @@ def _policy(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPo
 
 @dataclass(frozen=True)
 class _Previous:
-    """A placeholder for an output of the previous block, by its place among the outputs."""
+    """A placeholder for an output of the previous block, by its position among the outputs."""
 
-    place: int
+    position: int
 
 
 @dataclass(frozen=True)
@@ -297,9 +297,9 @@ class _Runs:
 
     def _linked(self, leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
-            for place, returned in enumerate(self._returned):
+            for position, returned in enumerate(self._returned):
                 if _same(leaf, returned()):
-                    return _Previous(place)
+                    return _Previous(position)
         return leaf
 
 
@@ -308,7 +308,7 @@ class _Run:
     random_state: RandomState
     calls: list[_Call] = field(default_factory=list)
     _saved: int = 0
-    _values: dict[int, Tensor] = field(default_factory=dict)  # place → tensor, once recomputed
+    _values: dict[int, Tensor] = field(default_factory=dict)  # position → tensor, once recomputed
 
     def __post_init__(self) -> None:
         kind = self.random_state.device.type
@@ -319,14 +319,14 @@ class _Run:
             self._precision = torch.autocast(kind, dtype, cache_enabled=cached)
 
     def pack(self, _tensor: Tensor) -> int:
-        """Return the place of a tensor among those that autograd saves, which stands for it."""
+        """Return the position of a tensor among those that autograd saves, which stands for it."""
         self._saved += 1
         return self._saved - 1
 
-    def unpack(self, place: int) -> Tensor:
-        if place not in self._values:
+    def unpack(self, position: int) -> Tensor:
+        if position not in self._values:
             self._recompute()
-        return self._values.pop(place)
+        return self._values.pop(position)
 
     def _recompute(self) -> None:
         """Run all blocks of the run again with a graph, and take what autograd saves."""
@@ -338,7 +338,7 @@ class _Run:
 
         def attached(leaf: Any) -> Any:
             if isinstance(leaf, _Previous):
-                return outputs[leaf.place]
+                return outputs[leaf.position]
             return (
                 leaf.tensor.detach().requires_grad_(leaf.requires_grad)
                 if isinstance(leaf, _Input)

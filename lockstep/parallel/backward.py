@@ -64,24 +64,24 @@ def backward(
     ]
     if not roots:
         return (None,) * len(inputs)
-    strides: dict[int, tuple[int, ...]] = {}  # place of an input → of its gradient
+    strides: dict[int, tuple[int, ...]] = {}  # position of an input → of its gradient
     if as_made:
-        for place, value in enumerate(inputs):
+        for position, value in enumerate(inputs):
             if value.requires_grad:
-                value.register_hook(partial(_note_strides, strides, place))  # type: ignore[no-untyped-call]
+                value.register_hook(partial(_note_strides, strides, position))  # type: ignore[no-untyped-call]
     torch.autograd.backward([output for output, _ in roots], [gradient for _, gradient in roots])
     found: list[Tensor | None] = []
-    for place, value in enumerate(inputs):
+    for position, value in enumerate(inputs):
         gradient = value.grad
         value.grad = None
         found.append(
-            gradient if gradient is None or not as_made else laid_out(gradient, strides[place])
+            gradient if gradient is None or not as_made else laid_out(gradient, strides[position])
         )
     return tuple(found)
 
 
-def _note_strides(strides: dict[int, tuple[int, ...]], place: int, gradient: Tensor) -> None:
-    strides[place] = gradient.stride()
+def _note_strides(strides: dict[int, tuple[int, ...]], position: int, gradient: Tensor) -> None:
+    strides[position] = gradient.stride()
 
 
 @dataclass
@@ -107,8 +107,8 @@ class SecondHalf:
             operation, weights = self.operations.pop()
             numbered = enumerate(self.arrived.pop(operation, ()))
             given = [
-                (GradientEdge(operation, place), each)
-                for place, each in numbered
+                (GradientEdge(operation, position), each)
+                for position, each in numbered
                 if each is not None
             ]
             if given:
@@ -133,8 +133,8 @@ def _continue_from(
     if operation.name() not in _WANTS_ALL:
         torch.autograd.backward(edges, gradients, inputs=weights)
         return
-    node, place = operation.next_functions[0]
-    wanted = [*map(get_gradient_edge, weights), GradientEdge(node, place)]
+    node, position = operation.next_functions[0]
+    wanted = [*map(get_gradient_edge, weights), GradientEdge(node, position)]
     *found, _ = torch.autograd.grad(edges, wanted, gradients, allow_unused=True)
     torch.autograd.backward(weights, found)
 
@@ -164,23 +164,27 @@ def first_half(
         inputs: leaves of the graph. All other leaves are weights.
     """
     half = whole_second_half(outputs, gradients)
-    place_of = {
-        get_gradient_edge(value).node: place
-        for place, value in enumerate(inputs)
+    position_of = {
+        get_gradient_edge(value).node: position
+        for position, value in enumerate(inputs)
         if value.requires_grad
     }
     order = _postorder([edge.node for edge in half.starts])
     weight_of = {
-        node: node.variable for node in order if hasattr(node, "variable") and node not in place_of
+        node: node.variable
+        for node in order
+        if hasattr(node, "variable") and node not in position_of
     }
     half.weights = list(weight_of.values())
-    used = [place_of[node] for node in order if node in place_of]
+    used = [position_of[node] for node in order if node in position_of]
     starts = half.starts
     given = half.gradients
     found: list[Tensor | None] = [None] * len(inputs)
     if not used:
         return tuple(found), half
-    operations = _operations(order, {edge.node for edge in starts}, set(place_of), set(weight_of))
+    operations = _operations(
+        order, {edge.node for edge in starts}, set(position_of), set(weight_of)
+    )
     if operations is not None:
         half.operations = [
             (node, [weight_of[each] for each in nodes]) for node, nodes in operations
@@ -190,13 +194,13 @@ def first_half(
     # While the gradients of the inputs are computed, each operation keeps what reaches it.
     hooks = [node.register_prehook(_keep(half.arrived, node)) for node, _ in half.operations]
     try:
-        wanted = [inputs[place] for place in used]
+        wanted = [inputs[position] for position in used]
         pulled = torch.autograd.grad(starts, wanted, given, retain_graph=bool(weight_of))
     finally:
         for hook in hooks:
             hook.remove()
-    for place, gradient in zip(used, pulled, strict=True):
-        found[place] = gradient
+    for position, gradient in zip(used, pulled, strict=True):
+        found[position] = gradient
     return tuple(found), half
 
 

@@ -312,8 +312,10 @@ def _prefetch(units: Sequence[nn.Module], config: FSDPConfig, *, on_cpu: bool) -
     if on_cpu if config.forward_prefetch is None else config.forward_prefetch:
         # FSDP2 asks for them when this unit's values lie in place. On a CPU the caller lays them
         # there, and the link would stand still meanwhile, so one more is on its way.
-        for place, this in enumerate(shards):
-            this.set_modules_to_forward_prefetch(shards[place + 1 : place + (3 if on_cpu else 2)])
+        for position, this in enumerate(shards):
+            this.set_modules_to_forward_prefetch(
+                shards[position + 1 : position + (3 if on_cpu else 2)]
+            )
     if config.backward_prefetch != "pre":
         # FSDP2 gathers the next unit before this one's backward unless a list says otherwise; a
         # unit that names itself, which is gathered already, gathers nothing ahead.

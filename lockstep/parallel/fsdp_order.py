@@ -99,7 +99,7 @@ class UnitOrder(AroundMicroBatch):
         # the same on all ranks, which place their models in one order
         self._number = next(self._made)
         self._group: dist.ProcessGroup | None = None  # of this pass
-        # with gradients? → places of units, in the order of a pass
+        # with gradients? → positions of units, in the order of a pass
         self._orders: dict[bool, list[int]] = {}
         self._learning = {True: True, False: True}
         self._roots: list[Tensor] = []  # of the backward pass, beside the loss
@@ -108,7 +108,10 @@ class UnitOrder(AroundMicroBatch):
         self._inside = False
         self._passes: Counter[tuple[int, ...]] = Counter()  # by ranks that exchange messages
         self._called: list[int] = []  # units of this pass, called or joined
-        self._inputs: dict[bool, dict[int, _Inputs]] = {True: {}, False: {}}  # of units, by place
+        self._inputs: dict[bool, dict[int, _Inputs]] = {
+            True: {},
+            False: {},
+        }  # of units, by position
         # units that no rank has called yet with gradients: their inputs are a guess
         self._assumed: set[int] = set()
         self._agrees = False  # unit by unit, in this pass
@@ -118,17 +121,17 @@ class UnitOrder(AroundMicroBatch):
         self._again = GatheredAgain(len(units), device)
         # else what is recomputed sends no message, or nothing is joined
         self._gathers = joins and False in groups
-        # (ranks, place): they gather the unit again together
+        # (ranks, position): they gather the unit again together
         self._met: set[tuple[tuple[int, ...], int]] = set()
         self._trained = [any(p.requires_grad for p in unit.parameters()) for _, unit in self._units]
         names = [name for name, _ in self._units[1:]]
         self._nested = {name for a in names for b in names if _in(a, b) for name in (a, b)}
         self._model.register_forward_pre_hook(self._begin, prepend=True)
         self._model.register_forward_hook(self._finish, prepend=True)
-        for place, (_, unit) in enumerate(self._units):
-            if place:
+        for position, (_, unit) in enumerate(self._units):
+            if position:
                 unit.register_forward_pre_hook(
-                    partial(self._before, place), prepend=True, with_kwargs=True
+                    partial(self._before, position), prepend=True, with_kwargs=True
                 )
 
     def before(self, run: MicroBatchPass) -> None:
@@ -156,43 +159,43 @@ class UnitOrder(AroundMicroBatch):
         self._agrees = self._learning[self._mode]
         self._again.begin()
 
-    def _before(self, place: int, _unit: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _before(self, position: int, _unit: nn.Module, args: Any, kwargs: Any) -> Any:
         if running_node() is not None:
-            return self._repeat(place, args, kwargs)
+            return self._repeat(position, args, kwargs)
         if not self._inside:
             return None
-        inputs = self._inputs_of(place, (args, kwargs))
-        self._arrive(place, inputs)
+        inputs = self._inputs_of(position, (args, kwargs))
+        self._arrive(position, inputs)
         if (
             inputs is _Inputs.NEED_NONE
-            and self._inputs[self._mode][place] is _Inputs.NEED_GRADIENTS
+            and self._inputs[self._mode][position] is _Inputs.NEED_GRADIENTS
         ):
-            self._given_token.add(place)
+            self._given_token.add(position)
             return self._attached((args, kwargs), self._own_token())
         return None
 
-    def _repeat(self, place: int, args: Any, kwargs: Any) -> Any:
+    def _repeat(self, position: int, args: Any, kwargs: Any) -> Any:
         """Make a unit's recomputation save what its forward pass saved, and gather on all ranks."""
-        if self._mode and self._gathers and repeats_apart(self._units[place][1]):
-            key = (self._ranks(), place)
+        if self._mode and self._gathers and repeats_apart(self._units[position][1]):
+            key = (self._ranks(), position)
             if key not in self._met:
-                self._meet(place, self._not_recomputed(place))
+                self._meet(position, self._not_recomputed(position))
                 self._met.add(key)
-                self._again.known.add(place)
+                self._again.known.add(position)
         if (
-            place in self._given_token
-            and self._inputs_of(place, (args, kwargs)) is _Inputs.NEED_NONE
+            position in self._given_token
+            and self._inputs_of(position, (args, kwargs)) is _Inputs.NEED_NONE
         ):
             return self._attached((args, kwargs), self._new_token())
         return None
 
-    def _inputs_of(self, place: int, inputs: Any) -> _Inputs:
+    def _inputs_of(self, position: int, inputs: Any) -> _Inputs:
         if not torch.is_grad_enabled():
             return _Inputs.NO_BACKWARD
         tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
         if any(tensor.requires_grad for tensor in tensors):
             return _Inputs.NEED_GRADIENTS
-        if not self._trained[place]:
+        if not self._trained[position]:
             return _Inputs.NO_BACKWARD
         floating = any(tensor.is_floating_point() for tensor in tensors)
         return _Inputs.NEED_NONE if floating else _Inputs.ARE_INTEGERS
@@ -223,9 +226,9 @@ class UnitOrder(AroundMicroBatch):
         self._inside = False
         if self._agrees:
             if self._mode and self._gathers:
-                place = self._again.agree(self._group)
-                if place is not None:
-                    raise self._not_recomputed(place)
+                position = self._again.agree(self._group)
+                if position is not None:
+                    raise self._not_recomputed(position)
             self._orders[self._mode] = _merged(self._orders.get(self._mode, []), self._called)
             if not self._joins:
                 self._learning[self._mode] = False
@@ -236,50 +239,55 @@ class UnitOrder(AroundMicroBatch):
         self._roots.append(self._token)  # the loss may use none of the outputs that are found here
         return self._attached(outputs, self._token)
 
-    def _arrive(self, place: int, inputs: _Inputs) -> None:
-        """Join what other ranks gather before the unit at `place`."""
+    def _arrive(self, position: int, inputs: _Inputs) -> None:
+        """Join what other ranks gather before the unit at `position`."""
         order = [] if self._agrees else self._orders[self._mode]
-        if place != self._end:
-            again = self._mode and self._gathers and self._again.call(place)
+        if position != self._end:
+            again = self._mode and self._gathers and self._again.call(position)
             unknown = (
-                place not in order[len(self._called) :] or again or self._is_news(place, inputs)
+                position not in order[len(self._called) :]
+                or again
+                or self._is_news(position, inputs)
             )
             if unknown and not self._agrees:
-                self._meet(place, self._not_recomputed(place) if again else self._unexpected(place))
+                self._meet(
+                    position,
+                    self._not_recomputed(position) if again else self._unexpected(position),
+                )
                 self._agrees = True
         if self._agrees:
-            self._agree(place, inputs)
+            self._agree(position, inputs)
             return
         while len(self._called) < len(order):
             due = order[len(self._called)]
-            if due == place:
-                self._called.append(place)
+            if due == position:
+                self._called.append(position)
                 return
             # right if all ranks leave it out
             if not self._joins or (self._mode and due in self._again.known):
                 self._meet(
-                    place, self._not_recomputed(due) if self._joins else self._not_joined(due)
+                    position, self._not_recomputed(due) if self._joins else self._not_joined(due)
                 )
                 self._agrees = True
-                self._agree(place, inputs)
+                self._agree(position, inputs)
                 return
             self._join(due, alone=order.count(due) == 1)
 
-    def _is_news(self, place: int, inputs: _Inputs) -> bool:
+    def _is_news(self, position: int, inputs: _Inputs) -> bool:
         """Return whether other ranks must know of these inputs, as they reduce at other times."""
-        known = self._inputs[self._mode].get(place, inputs)
-        guessed = self._mode and place in self._assumed
+        known = self._inputs[self._mode].get(position, inputs)
+        guessed = self._mode and position in self._assumed
         if not self._joins:
             return False
         return inputs < known or (guessed and inputs > known and inputs is not _Inputs.NEED_NONE)
 
-    def _agree(self, place: int, inputs: _Inputs) -> None:
+    def _agree(self, position: int, inputs: _Inputs) -> None:
         """Find out, unit by unit, where the ranks are; those ahead join the others' units."""
         # One number for a unit and its inputs, so that the least is that of the first unit, and
         # among its ranks of the least inputs. The second one tells where the last rank is.
         kinds = len(_Inputs)
         while True:
-            mine = [place * kinds + inputs, -place]
+            mine = [position * kinds + inputs, -position]
             # host waits for the copy, in the first passes
             both = torch.tensor(mine, device=self._device)
             dist.all_reduce(both, op=dist.ReduceOp.MIN, group=self._group)
@@ -296,24 +304,24 @@ class UnitOrder(AroundMicroBatch):
                 self._assumed.remove(first)
                 del known[first]
             known[first] = min(_Inputs(theirs), known.get(first, _Inputs.NO_BACKWARD))
-            if first == place:
-                self._called.append(place)
+            if first == position:
+                self._called.append(position)
                 return
             self._join(first, alone=True)
 
-    def _join(self, place: int, *, alone: bool) -> None:
+    def _join(self, position: int, *, alone: bool) -> None:
         """Take part in the messages of a unit; `alone`: it is called once in a pass."""
-        unit = self._units[place][1]
-        inputs = self._inputs[self._mode][place]
+        unit = self._units[position][1]
+        inputs = self._inputs[self._mode][position]
         backward = self._mode and inputs is not _Inputs.NO_BACKWARD
-        if self._mode and place in self._again.known:
-            raise self._not_recomputed(place)
+        if self._mode and position in self._again.known:
+            raise self._not_recomputed(position)
         # Trained, and called under `no_grad`: a reentrant checkpoint may call it again in the
         # backward pass.
-        unclear = self._mode and not backward and self._trained[place]
-        if not alone or unclear or not self._can_join(place, backward=backward):
-            raise self._not_joined(place)
-        self._called.append(place)
+        unclear = self._mode and not backward and self._trained[position]
+        if not alone or unclear or not self._can_join(position, backward=backward):
+            raise self._not_joined(position)
+        self._called.append(position)
         token = self._own_token()
         if not backward:
             pass_through(unit, token.detach(), token.detach())
@@ -322,24 +330,24 @@ class UnitOrder(AroundMicroBatch):
         else:
             self._token = pass_through(unit, token.detach(), token)
 
-    def _can_join(self, place: int, *, backward: bool) -> bool:
+    def _can_join(self, position: int, *, backward: bool) -> bool:
         """Return whether a rank can join this unit's messages without calling it.
 
         Zeros can stand for gradients since torch 2.13. Messages must come one unit after another,
         which those of nested units do not.
         """
-        name, unit = self._units[place]
+        name, unit = self._units[position]
         return name not in self._nested and (
             not backward or hasattr(unit, "set_reduce_scatter_unused_params")
         )
 
-    def _meet(self, place: int, error: UsageError) -> None:
+    def _meet(self, position: int, error: UsageError) -> None:
         """Wait until all ranks call this unit here, where the order does not have it.
 
         An error if some do not.
         """
         ranks = self._ranks()
-        where = f"{ranks}/{self._mode}/{self._passes[ranks]}/{len(self._called)}/{place}"
+        where = f"{ranks}/{self._mode}/{self._passes[ranks]}/{len(self._called)}/{position}"
         key = f"lockstep/fsdp_order/{self._number}/{where}"
         store = default_store()
         until = time.monotonic() + _PATIENCE
@@ -373,16 +381,17 @@ class UnitOrder(AroundMicroBatch):
             self._merge_replicas()
         order = self._orders[with_gradients]
         known = self._inputs[with_gradients]
-        for place in range(1, len(self._units)):
-            backward = with_gradients and self._trained[place]
-            if place in order or not self._can_join(place, backward=backward):
+        for position in range(1, len(self._units)):
+            backward = with_gradients and self._trained[position]
+            if position in order or not self._can_join(position, backward=backward):
                 continue
             order.insert(
-                next((at for at, later in enumerate(order) if later > place), len(order)), place
+                next((at for at, later in enumerate(order) if later > position), len(order)),
+                position,
             )
-            known[place] = _Inputs.NEED_GRADIENTS if backward else _Inputs.NO_BACKWARD
+            known[position] = _Inputs.NEED_GRADIENTS if backward else _Inputs.NO_BACKWARD
             if backward:
-                self._assumed.add(place)
+                self._assumed.add(position)
                 # What it makes may become the input of any other.
                 known.update(
                     {
@@ -402,12 +411,12 @@ class UnitOrder(AroundMicroBatch):
         for order, known, again in every:
             self._again.known.update(again)
             self._orders[True] = _merged(self._orders[True], order)
-            for place, inputs in known.items():
-                self._inputs[True][place] = min(inputs, self._inputs[True].get(place, inputs))
+            for position, inputs in known.items():
+                self._inputs[True][position] = min(inputs, self._inputs[True].get(position, inputs))
 
-    def _not_joined(self, place: int) -> UsageError:
+    def _not_joined(self, position: int) -> UsageError:
         what = (
-            f"the data of some ranks leave out a call of {self._units[place][0]}, which others"
+            f"the data of some ranks leave out a call of {self._units[position][0]}, which others"
             " make, or make it in another order"
         )
         why = "FSDP gathers a unit from all ranks at once; "
@@ -421,8 +430,8 @@ class UnitOrder(AroundMicroBatch):
             why += "in a stage of a pipeline, whose passes overlap, a rank can't join in for it"
         return self._error(what, why)
 
-    def _not_recomputed(self, place: int) -> UsageError:
-        name = self._units[place][0]
+    def _not_recomputed(self, position: int) -> UsageError:
+        name = self._units[position][0]
         what = (
             f"a checkpoint of the model's own recomputes {name} in the backward pass, and the data"
             " of some ranks "
@@ -439,9 +448,9 @@ class UnitOrder(AroundMicroBatch):
         fix += f"training.gradient_checkpointing: full; or {_FIX}"
         return UsageError(what, where="distributed.strategy: fsdp", why=why, fix=fix)
 
-    def _unexpected(self, place: int) -> UsageError:
+    def _unexpected(self, position: int) -> UsageError:
         what = (
-            f"this rank's forward pass calls {self._units[place][0]} where no rank's did before,"
+            f"this rank's forward pass calls {self._units[position][0]} where no rank's did before,"
             " and others don't now"
         )
         why = (

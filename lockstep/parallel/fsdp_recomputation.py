@@ -25,7 +25,7 @@ class GatheredAgain:
     It has those of this pass on this rank, and those of any pass, which all ranks know.
 
     Args:
-        units: how many there are; a unit is known by its place among them.
+        units: how many there are; a unit is known by its position among them.
     """
 
     def __init__(self, units: int, device: torch.device) -> None:
@@ -42,7 +42,7 @@ class GatheredAgain:
         self._here.clear()
         self._open.clear()
 
-    def call(self, place: int) -> bool:
+    def call(self, position: int) -> bool:
         """Note that a unit is called.
 
         Return whether it is found to be gathered again, which ranks don't know yet.
@@ -50,14 +50,14 @@ class GatheredAgain:
         # Both units ran within one call of a checkpoint: what that recomputes has both.
         calls = open_checkpoints()
         if any(call is before for call in calls for before in self._open):
-            self._here |= {self._previous, place}
+            self._here |= {self._previous, position}
         # What runs without gradients leaves nothing to the backward pass, which gathers it for the
         # recomputation alone.
         if not torch.is_grad_enabled() and any(map(inputs_need_gradients, calls)):
-            self._here.add(place)
-        self._previous = place
+            self._here.add(position)
+        self._previous = position
         self._open = calls
-        return place in self._here and place not in self.known
+        return position in self._here and position not in self.known
 
     def agree(self, group: dist.ProcessGroup | None) -> int | None:
         """Let all ranks know what is gathered again.
@@ -73,5 +73,8 @@ class GatheredAgain:
         both = mine.to(self._device)  # host waits for the copy, in the first passes
         dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
         some, others = both.bool().tolist()  # host waits for the device
-        self.known |= {place for place, again in enumerate(some) if again}
-        return next((place for place in range(self._units) if some[place] and others[place]), None)
+        self.known |= {position for position, again in enumerate(some) if again}
+        return next(
+            (position for position in range(self._units) if some[position] and others[position]),
+            None,
+        )

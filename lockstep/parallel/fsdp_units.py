@@ -39,7 +39,7 @@ from lockstep.registry import load_object
 _MIXED = "mixed torch.Tensor and DTensor"
 # and where the gradient of a sharded one is asked for
 _NOT_IN_GRAPH = "appears to not have been used in the graph"
-_END = 0  # the place of the model itself in the list of units: its forward pass is over
+_END = 0  # the position of the model itself in the list of units: its forward pass is over
 
 
 def explain_mixing(
@@ -189,14 +189,14 @@ class UnitUsage(AroundMicroBatch):
         self._units = sharded_units(model)
         self._names = [name for name, p in model.named_parameters() if p.ndim and p.requires_grad]
         self._used: set[str] = set()
-        self._calls: dict[int, int] = {}  # place of a unit → calls in this forward pass
+        self._calls: dict[int, int] = {}  # position of a unit → calls in this forward pass
         self._called: set[int] = set()  # units that were called
         self._forward = False
         self._first_step = True
         self._varies = False  # whether a rank left a parameter unused when they last compared
-        for place, (name, unit) in enumerate(self._units):
+        for position, (name, unit) in enumerate(self._units):
             # before FSDP2's own
-            unit.register_forward_pre_hook(partial(self._before, place), prepend=True)
+            unit.register_forward_pre_hook(partial(self._before, position), prepend=True)
             # after it: the parameters are whole
             unit.register_forward_pre_hook(self._watching(name, unit))
             _fill_unused(unit, True)
@@ -222,12 +222,12 @@ class UnitUsage(AroundMicroBatch):
         self._calls.clear()
         return explain_mixing(error, self._not_called)
 
-    def _before(self, place: int, unit: nn.Module, _args: object) -> None:
+    def _before(self, position: int, unit: nn.Module, _args: object) -> None:
         if not self._forward:
             return
-        self._called.add(place)
-        self._calls[place] = self._calls.get(place, 0) + 1
-        if self._calls[place] == 2:
+        self._called.add(position)
+        self._calls[position] = self._calls.get(position, 0) + 1
+        if self._calls[position] == 2:
             # its gradient is there after the last call's backward: others would send zeros
             _fill_unused(unit, False)
 
@@ -275,7 +275,7 @@ class UnitUsage(AroundMicroBatch):
 
     def _not_called(self) -> UsageError:
         name, unit = next(
-            (u for place, u in enumerate(self._units) if place not in self._called),
+            (u for position, u in enumerate(self._units) if position not in self._called),
             self._units[_END],
         )
         inside = sorted({_class_of(m) for _, m in callable_units(unit.named_children())})
