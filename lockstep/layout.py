@@ -6,6 +6,7 @@ Tests: tests/test_mesh.py, tests/plan/test_layouts.py
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from lockstep.errors import UsageError
@@ -37,7 +38,7 @@ class Layout:
     notice: str = field(default="", compare=False)
     topology: str = field(default="", compare=False)  # the layout as a topology (`hybrid:2x2`)
 
-    @property
+    @cached_property  # read in each step
     def world_size(self) -> int:
         """Number of all ranks."""
         return self.pipeline * self.data_parallel_size * self.same_batch_size
@@ -53,7 +54,7 @@ class Layout:
         """Whether several ranks have a part each of sequences, layers or experts."""
         return any(getattr(self, axis) > 1 for axis in SPREADS)
 
-    @property
+    @cached_property  # read in each step
     def same_batch_size(self) -> int:
         """Number of ranks that work on the same micro-batches.
 

@@ -152,6 +152,7 @@ class _Watch:
     _names: dict[int, set[str]] = field(default_factory=dict)
     # root → what seemed to be state, in each pass of this look
     _candidates: dict[int, list[set[str]]] = field(default_factory=dict)
+    _placed_parameters: dict[str, nn.Parameter] = field(default_factory=dict)
 
     def after_step(self, step: int) -> None:
         """Begin a look at the next step, if it is time, or an attribute is new in changing."""
@@ -167,6 +168,7 @@ class _Watch:
     def begin_look(self) -> None:
         """Watch the forward passes of the next steps."""
         self._looks += 1
+        self._refuse_replaced()
         for held in (self._seen, self._moved, self._candidates):
             held.clear()
         for root in self.placed.parts:
@@ -178,7 +180,30 @@ class _Watch:
                         module.register_forward_hook(self.after(root, module), prepend=True),
                     ]
 
+    def _refuse_replaced(self) -> None:
+        """Refuse a model of which parameters, or the layers that have them, were replaced."""
+        if any(isinstance(m, FSDPModule) for part in self.placed.parts for m in part.modules()):
+            return  # its gathered parameters are others than the pieces
+        here = {
+            name: parameter
+            for part in reversed(self.placed.parts)
+            for name, parameter in part.named_parameters()
+        }
+        self._placed_parameters = self._placed_parameters or here
+        held = {id(parameter) for parameter in here.values()}
+        gone = [n for n, parameter in self._placed_parameters.items() if id(parameter) not in held]
+        if gone:
+            raise UsageError(
+                f"the model's {listed(gone)} is another parameter now than the one that was placed",
+                where="the model",
+                why="a layer or a parameter was replaced after training had begun, and neither the"
+                " optimizer nor other ranks nor checkpoints know of the new one",
+                fix="replace it before the trainer is made; or write its values in place: with"
+                " torch.no_grad(): layer.weight.copy_(new)",
+            )
+
     def _end_look(self) -> None:
+        self._refuse_replaced()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

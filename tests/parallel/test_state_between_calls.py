@@ -489,3 +489,26 @@ def test_each_slot_asks_for_a_look_once() -> None:
     assert not changes.has_new()
     model.gain = 2.0
     assert changes.has_new()
+
+
+@pytest.mark.parametrize("what", ["layer", "parameter"])
+@pytest.mark.parametrize("after", [1, 5])
+def test_a_layer_that_is_replaced_while_it_trains_is_refused(what: str, after: int) -> None:
+    """After the step that follows, but for the first two, of which the second one tells."""
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+    x = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(0))
+    data = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
+    trainer = Trainer(model, None, nn.MSELoss(), batch_size=2, max_steps=8)
+    made: list[int] = []
+
+    def loop() -> None:
+        for record in trainer.steps(data):
+            made.append(record.step)
+            if record.step == after and what == "layer":
+                model[2] = nn.Linear(WIDTH, 1)
+            elif record.step == after:
+                model[2].weight = nn.Parameter(torch.zeros(1, WIDTH))
+
+    with pytest.raises(UsageError, match=r"the model's 2\.weight.* is another parameter now"):
+        loop()
+    assert made[-1] == after
