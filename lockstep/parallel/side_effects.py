@@ -128,6 +128,7 @@ class _Watch:
     _steps: int = 0  # that this process has made
     _looks: int = 0
     _generators_decided: bool = False
+    _ended: bool = False  # a look, in the step that runs
     _changes: AttributeChanges | None = None  # from the end of the first look on
     # root → the steps of the passes that this look has watched
     _seen: dict[int, list[int]] = field(default_factory=dict)
@@ -159,10 +160,13 @@ class _Watch:
         self._steps += 1
         if not self._generators_decided:
             self._generators_decided = _are_generators_decided(self.placed)
-        if self._handles or self.compiled or self._changes is None:
+        if self._handles or self.compiled:
             return
+        if self._ended:
+            self._ended = False
+            self._learn_attributes()
         is_time = self._steps + 1 in _EARLY or (step + 1) % self.looks_every == 0
-        if is_time or self._changes.has_new():
+        if is_time or (self._changes is not None and self._changes.has_new()):
             self.begin_look()
 
     def begin_look(self) -> None:
@@ -203,11 +207,15 @@ class _Watch:
             )
 
     def _end_look(self) -> None:
-        self._refuse_replaced()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._ended = True
+
+    def _learn_attributes(self) -> None:
+        """Take attributes as known that a look has judged, between two steps."""
         if self._changes is None:
+            self._refuse_replaced()
             self._changes = AttributeChanges(self.placed.parts)
         else:
             self._changes.take_as_known()
