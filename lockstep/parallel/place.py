@@ -128,6 +128,7 @@ def placed_on(site: Site, strategy: Strategy) -> ParallelModel:
     for axis in site.axes.values():
         placed: ParallelModel | None = axis.place(site)
         if placed is not None:
+            require_placed(placed, site)
             return placed
 
     if strategy.places_by_itself and not site.layout.is_one_group:

@@ -8,6 +8,7 @@ from torch import nn
 
 from lockstep.config import config_from
 from lockstep.config.checks import step_contradictions
+from lockstep.errors import UsageError
 from lockstep.layout import Layout
 from lockstep.models.protocol import objective_of
 from lockstep.models.transformer import Transformer
@@ -15,7 +16,7 @@ from lockstep.parallel.axes.axis import Axis, Site
 from lockstep.parallel.axes.context import ContextAxis
 from lockstep.parallel.axes.tensor import TensorAxis
 from lockstep.parallel.facts import facts_of
-from lockstep.parallel.place import with_axes
+from lockstep.parallel.place import placed_on, with_axes
 from lockstep.precision import Precision
 from lockstep.randomness import RandomState
 from lockstep.registry import AXES, BY_SIZE
@@ -25,10 +26,10 @@ _SIZES = {"n_layer": 2, "n_head": 2, "n_embd": 16, "vocab_size": 8, "block_size"
 _EXACT = {"distributed.reproducible": True, "distributed.open_axes": ["tensor", "context"]}
 
 
-def axes_of(model: nn.Module, settings: dict[str, Any]) -> dict[str, Axis]:
+def site_of(model: nn.Module, settings: dict[str, Any]) -> Site:
     step = config_from(settings).step
     cpu = torch.device("cpu")
-    site = Site(
+    return Site(
         facts_of(model),
         Layout(),
         step,
@@ -38,7 +39,10 @@ def axes_of(model: nn.Module, settings: dict[str, Any]) -> dict[str, Axis]:
         Precision("fp32", "cpu"),
         RandomState(0, cpu),
     )
-    return with_axes(site, strategy_named("single")).axes
+
+
+def axes_of(model: nn.Module, settings: dict[str, Any]) -> dict[str, Axis]:
+    return with_axes(site_of(model, settings), strategy_named("single")).axes
 
 
 def test_each_name_of_the_registry_is_the_name_of_its_class() -> None:
@@ -88,6 +92,19 @@ def test_where_bits_count_layers_and_sequences_are_in_blocks_on_one_rank_too() -
     assert axes["tensor"].cuts.cut.within is axes["context"].cut
     value = torch.ones(2, 2)
     assert axes["tensor"].piece("head.weight", value) is value  # one rank keeps all of it
+
+
+def test_what_an_axis_returns_in_place_of_a_placed_model_is_refused() -> None:
+    class Wraps(Axis):
+        name = "wraps"
+
+        def place(self, site: Site) -> Any:
+            return site.model
+
+    site = site_of(nn.Linear(2, 2), {})
+    site.axes["wraps"] = Wraps()
+    with pytest.raises(UsageError, match="returned a Linear, not a ParallelModel"):
+        placed_on(site, strategy_named("single"))
 
 
 def test_an_axis_that_writes_nothing_but_on_changes_nothing() -> None:
