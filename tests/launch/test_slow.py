@@ -18,7 +18,7 @@ _CONFIG = """
 model: {name: "tests.faults.tiny:Net"}
 data: {name: "slowness:data"}
 training: {max_steps: 12, batch_size: 4, global_batch_size: 8, eval_steps: 4}
-distributed: {device: cpu, strategy: ddp, hang: {factor: 1.5, seconds: 1.5}, timeout_seconds: 300}
+distributed: {device: cpu, strategy: ddp, hang: {factor: 1.5, seconds: 2}, timeout_seconds: 300}
 checkpoint: {save_steps: 4, async: ASYNC, storage: {name: "slowness:Slow", args: {root: run/checkpoints}}}
 monitor: {log_steps: 1, sinks: [jsonl]}
 """
@@ -32,16 +32,17 @@ from lockstep.data import Data
 from tests.faults.tiny import Points
 
 START = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-SEEN = {"validation": 0}
+READ = []  # the training samples, in order
+EVALUATED = set()
 
 
 class Train(Points):
     deterministic = False
 
     def __getitem__(self, index):
-        SEEN["train"] = SEEN.get("train", 0) + 1
-        if START == 0 and 4 * 9 < SEEN["train"] <= 4 * 10:
-            time.sleep(0.7)  # this micro-batch takes twice as long as a step may
+        READ.append(index)
+        if START == 0 and 4 * 8 < len(READ) <= 4 * 10:
+            time.sleep(1.0)  # these micro-batches take twice as long as a step may
         return super().__getitem__(index)
 
 
@@ -52,9 +53,9 @@ class Validation(Points):
         return 16
 
     def __getitem__(self, index):
-        SEEN["validation"] += 1
-        if START == 0 and 8 < SEEN["validation"] <= 16:
-            time.sleep(0.35)  # so does this evaluation
+        if START == 0 and index in EVALUATED:
+            time.sleep(0.5)  # so does the second evaluation
+        EVALUATED.add(index)
         return super().__getitem__(index)
 
 
@@ -69,7 +70,7 @@ class Slow(PosixStorage):
         if START == 0 and draft.startswith("step-00000012") and file.endswith("state.json"):
             time.sleep(3600)
         if is_slow:
-            time.sleep(0.5)
+            time.sleep(0.7)
         with super().write(draft, file) as stream:
             yield stream
 
@@ -111,7 +112,7 @@ def test_what_goes_forward_does_not_hang(tmp_path: Path, in_background: bool) ->
     assert (
         "the write of the checkpoint has not gone forward" in restart["reason"]
     ) == in_background
-    assert "if it was only slow, raise distributed.hang.seconds above 1.5" in restart["reason"]
+    assert "if it was only slow, raise distributed.hang.seconds above 2" in restart["reason"]
     assert steps(tmp_path / "run") == [*range(1, 13)]
     assert [event["step"] for event in events(tmp_path / "run", "save")] == [4, 8, 12]
 
