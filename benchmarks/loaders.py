@@ -23,10 +23,10 @@ import torch
 from torch.utils.data import DataLoader
 
 from benchmarks.page import RESULTS, machine, page, tell
+from lockstep.data.batches import assign_contiguous
 from lockstep.data.loader import StepLoader
 from lockstep.data.order import SampleOrder, epoch_permutation
 from lockstep.data.text import FORMAT, HEADER, TOKENS, tokens
-from lockstep.parallel.parallel_model import assign_contiguous
 
 BLOCK = 256
 BATCH = 8

@@ -124,15 +124,10 @@ class AnomalyDetector:
     consecutive: int = 0  # bad steps since the last good one
     _pending: tuple[int, Tensor, Any] | None = None
 
-    @property
-    def skips(self) -> bool:
-        """Return whether a bad step makes no update."""
-        return self.config.action == "skip"
-
-    @property
-    def decides_at_once(self) -> bool:
-        """Return whether the step's own update depends on its numbers."""
-        return self.skips or self.config.recompute
+    def __post_init__(self) -> None:
+        self.skips = self.config.action == "skip"  # a bad step makes no update
+        # the step's own update depends on its numbers
+        self.decides_at_once = self.skips or self.config.recompute
 
     def forget_last(self) -> None:
         """Take back the bad step that `check` has found last: it is computed again."""

@@ -56,7 +56,7 @@ class Precision:
     device_type: str
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Return the context manager for forward pass and loss.
+        """Return the context manager for forward pass and loss, which can be entered repeatedly.
 
         A weight is cast at each use. Autocast's cache would cast a weight that several layers share
         only once, and sum its gradients in low precision; the stages of a pipeline each cast it,

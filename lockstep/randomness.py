@@ -10,16 +10,19 @@ A segment that runs again inside a backward pass (`torch.utils.checkpoint` in th
 reversible network) is seeded with the key of the call that it repeats. A generator's state holds
 the key that it was last seeded with. Whatever repeats a forward pass restores that state first, so
 the key there says after which call the repetition begins.
+
+What reads samples seeds the generators of Python, NumPy and torch before each of them (`seed_from`,
+`preserve_states`).
 """
 
 import hashlib
 import random
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -48,6 +51,36 @@ def seeded(key: int, device: torch.device | None = None) -> Iterator[None]:
         generator.set_state(outer)
 
 
+def seed_from(*parts: object) -> None:
+    """Seed Python, NumPy and torch (its CPU generator) from `parts`."""
+    key = derive_key(*parts)
+    random.seed(key)
+    np.random.seed(key & 0xFFFFFFFF)
+    torch.default_generator.manual_seed(key)
+
+
+def states() -> tuple[Any, Any, torch.Tensor]:
+    """Return the states of the three generators, for `set_states`."""
+    return random.getstate(), np.random.get_state(legacy=False), torch.get_rng_state()
+
+
+def set_states(saved: tuple[Any, Any, torch.Tensor]) -> None:
+    """Restore what `states` returned."""
+    random.setstate(saved[0])
+    np.random.set_state(saved[1])
+    torch.set_rng_state(saved[2])
+
+
+@contextmanager
+def preserve_states() -> Iterator[None]:
+    """Restore the states of the three generators after the block."""
+    saved = states()
+    try:
+        yield
+    finally:
+        set_states(saved)
+
+
 HostState = tuple[Any, Any, Any]  # of Python's, NumPy's and torch's generator
 
 
@@ -68,8 +101,7 @@ class HostRandom:
         """Set a key, after checking for a draw since the last one."""
         self.check_draws()
         random.seed(key)
-        if (numpy := sys.modules.get("numpy")) is not None:
-            numpy.random.seed([key & 0xFFFFFFFF, key >> 32])
+        np.random.seed([key & 0xFFFFFFFF, key >> 32])
         if self._cpu is not None:
             self._cpu.manual_seed(key)
         self._keyed = None if self.drawn else self._states()
@@ -89,31 +121,22 @@ class HostRandom:
 
     def capture(self) -> HostState:
         """Return the current states."""
-        numpy = sys.modules.get("numpy")
-        return (
-            random.getstate(),
-            numpy and numpy.random.get_state(),
-            self._cpu and self._cpu.get_state(),
-        )
+        return random.getstate(), np.random.get_state(), self._cpu and self._cpu.get_state()
 
     def restore(self, states: HostState) -> None:
         """Set the states that `capture` has returned."""
         python, numpy, cpu = states
         random.setstate(python)
-        if numpy is not None:
-            sys.modules["numpy"].random.set_state(numpy)
+        np.random.set_state(numpy)
         if self._cpu is not None:
             self._cpu.set_state(cpu)
 
     def _states(self) -> list[Any]:
-        states: list[Any] = [random.getstate()]
-        if (numpy := sys.modules.get("numpy")) is not None:
-            states.append(
-                [
-                    part.tobytes() if hasattr(part, "tobytes") else part
-                    for part in numpy.random.get_state()
-                ]
-            )
+        numpy = [
+            part.tobytes() if isinstance(part, np.ndarray) else part
+            for part in np.random.get_state()
+        ]
+        states: list[Any] = [random.getstate(), numpy]
         if self._cpu is not None:
             states.append(self._cpu.get_state().numpy().tobytes())
         return states
@@ -239,10 +262,15 @@ class RandomState:
         self._made.clear()
         return _RestoredStates(self._generator, self.host)
 
-    def at(self, micro_batch: int) -> None:
-        """Begin the forward pass of `micro_batch` (its index in the step's global list)."""
+    def at(self, micro_batch: int, earlier: Mapping[str, int] | None = None) -> None:
+        """Begin the forward pass of `micro_batch` (its index in the step's global list).
+
+        `earlier`: segment → number of its calls in earlier stages of a pipeline.
+        """
         self.micro_batch = micro_batch
         self.calls.clear()
+        if earlier:
+            self.calls.update(earlier)
 
     def backward_done(self) -> None:
         """Forget which calls a backward pass may repeat: those of all forward passes are over."""

@@ -31,7 +31,7 @@ from lockstep.bad_numbers import (
 from lockstep.clipping import clip_adaptively, clip_by_value
 from lockstep.collectives import is_main_process
 from lockstep.config import GradientClipConfig
-from lockstep.data.batches import MicroBatch, holds_token_ids
+from lockstep.data.batches import MicroBatch
 from lockstep.errors import UsageError, listed
 from lockstep.monitor import PhaseClock
 from lockstep.optim import CallersRate, Schedule, TorchSchedule, unfuse
@@ -49,7 +49,7 @@ from lockstep.parallel.parallel_model import ModelUpdate, ParallelModel, layer_n
 from lockstep.precision import LossScale
 from lockstep.records import StepRecord
 from lockstep.torch_compat import foreach
-from lockstep.torch_compat.optimizer_step import has_pre_hooks
+from lockstep.torch_compat.optimizer_step import pre_hooks
 
 
 @dataclass
@@ -90,7 +90,6 @@ class Step:
     nominal: float | None = None
     progress: Progress = field(default_factory=Progress)
     stop_asked: bool = False  # this rank was asked to stop; may be set at any time
-    reads_tokens: bool = False  # the micro-batches hold token ids
     stopping: bool = False  # all ranks know that one of them was asked to stop
     clock: PhaseClock = field(default_factory=PhaseClock)
     # by the step's number; the same on all ranks
@@ -121,6 +120,7 @@ class Step:
                 "mps: the optimizer's fused kernels are switched off, they do not scale"
             )
         self._trained = [parameter.requires_grad for parameter in self.placed.parameters.values()]
+        self._pre_hooks = pre_hooks(self.optimizer)
         self._adopt_groups()
 
     def _adopt_groups(self) -> None:
@@ -186,10 +186,6 @@ class Step:
         if wants_layer_norms is not None:
             self.wants_layer_norms = wants_layer_norms
 
-    def look_for_tokens(self, batch: Any) -> None:
-        """Count token ids from now on if this micro-batch holds some."""
-        self.reads_tokens = self.reads_tokens or holds_token_ids(batch)
-
     def ask_to_stop(self) -> None:
         """Ask all ranks to stop after the step that is running.
 
@@ -230,11 +226,12 @@ class Step:
         The running statistics are saved if the step may be undone.
         """
         self._check_requires_grad()
-        self.placed.objective.begin_step(micro_batches_per_step)
+        if self.placed.objective.observed is not None:
+            self.placed.objective.observed.begin_step(micro_batches_per_step)
         if self.anomaly_detector.decides_at_once:
             self._buffers = {name: buffer.clone() for name, buffer in self.placed.buffers.items()}
         accumulator = self.placed.loss_accumulator(micro_batches_per_step)
-        accumulator.mark_step(self.progress.step + 1, counts_tokens=self.reads_tokens)
+        accumulator.mark_step(self.progress.step + 1)
         return accumulator
 
     def skip_step(self, samples: int) -> None:
@@ -464,7 +461,7 @@ class Step:
         if kind == "norm":
             to_mean = to_mean * at_most(limit / (norm + 1e-6), 1.0)
             clipped = exceeds(norm, limit)
-        if kind in ("none", "norm") and can_scale_gradients(self.optimizer):
+        if kind in ("none", "norm") and can_scale_gradients(self.optimizer, self._pre_hooks):
             step_scaled(self.optimizer, to_mean)
             return clipped
         if gradients:
@@ -493,12 +490,12 @@ def nominal_count(count: float, micro_batches_per_step: int) -> float:
 _SCALING = {torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad}
 
 
-def can_scale_gradients(optimizer: Optimizer) -> bool:
+def can_scale_gradients(optimizer: Optimizer, hooks: Sequence[Mapping[int, Any]]) -> bool:
     """Return whether the optimizer's update can scale the gradients.
 
-    It can if it is fused and has no hooks before its step.
+    It can if it is fused and has none of the `hooks` before its step.
     """
-    if type(optimizer) not in _SCALING or has_pre_hooks(optimizer):
+    if type(optimizer) not in _SCALING or any(hooks):
         return False
     for group in optimizer.param_groups:  # noqa: SIM110 — this is called in each step, and generators are slower
         if not group["fused"]:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lockstep.step import can_scale_gradients, step_scaled
+from lockstep.torch_compat.optimizer_step import pre_hooks
 from lockstep.trainer import Trainer
 from tests.parity.toy import Tokens, language_model
 
@@ -30,13 +31,17 @@ def over(
     return model, kind(model.parameters(), fused=fused, **settings)  # type: ignore[call-arg]
 
 
+def can_scale(optimizer: Optimizer) -> bool:
+    return can_scale_gradients(optimizer, pre_hooks(optimizer))
+
+
 @pytest.mark.parametrize(("kind", "settings"), OPTIMIZERS)
 def test_the_update_is_that_of_scaled_gradients(
     kind: type[Optimizer], settings: dict[str, Any]
 ) -> None:
     model, optimizer = over(kind, settings)
     other, usual = over(kind, settings)
-    assert can_scale_gradients(optimizer)
+    assert can_scale(optimizer)
     for factor in (0.25, 0.3, 7.0):
         for p, q in zip(model.parameters(), other.parameters(), strict=True):
             p.grad = torch.randn_like(p)
@@ -60,17 +65,17 @@ def test_a_factor_of_nothing_leaves_a_gradient_of_nothing() -> None:
 
 def test_plain_optimizers_and_those_with_hooks_are_left_alone() -> None:
     _, plain = over(torch.optim.AdamW, {}, fused=False)
-    assert not can_scale_gradients(plain)
+    assert not can_scale(plain)
 
     class Own(torch.optim.AdamW):
         """May look at gradients in its `step`."""
 
-    assert not can_scale_gradients(Own(nn.Linear(2, 2).parameters(), fused=True))
+    assert not can_scale(Own(nn.Linear(2, 2).parameters(), fused=True))
     _, optimizer = over(torch.optim.AdamW, {})
     hook = optimizer.register_step_pre_hook(lambda *_: None)
-    assert not can_scale_gradients(optimizer)
+    assert not can_scale(optimizer)
     hook.remove()
-    assert can_scale_gradients(optimizer)
+    assert can_scale(optimizer)
 
 
 def test_an_update_is_a_call_of_the_optimizers_step(
@@ -130,7 +135,7 @@ def test_clipping_is_the_same_with_and_without_a_pass_of_its_own() -> None:
         trainer = Trainer(
             language_model("transformer"), precision="fp32", max_steps=4, gradient_clip=0.1
         )
-        assert can_scale_gradients(trainer.optimizer)
+        assert can_scale(trainer.optimizer)
         if hooked:
             trainer.optimizer.register_step_pre_hook(lambda *_: None)
         return [float(record.loss) for record in trainer.steps(Tokens())]

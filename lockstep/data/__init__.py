@@ -14,7 +14,6 @@ from lockstep.data.batches import (
     StepSource,
     batch_length,
     counted_samples,
-    holds_token_ids,
     move,
 )
 from lockstep.data.datasets import build_data, check_data
@@ -37,7 +36,6 @@ __all__ = [
     "build_data",
     "check_data",
     "counted_samples",
-    "holds_token_ids",
     "move",
     "require_data",
     "usual_order",

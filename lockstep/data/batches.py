@@ -49,6 +49,23 @@ class CollatingDataset(Dataset[dict[str, Tensor]]):
 Assign = Callable[[int], list[tuple[int, bool]]]
 
 
+def assign_contiguous(micro_batches: int, rank: int, ranks: int) -> list[tuple[int, bool]]:
+    """Assign runs of neighbours, as evenly as possible; a rank without any runs one dummy."""
+    first = (micro_batches * rank) // ranks
+    last = (micro_batches * (rank + 1)) // ranks
+    return [(i, True) for i in range(first, last)] or [(0, False)]
+
+
+def assign_strided(micro_batches: int, rank: int, ranks: int) -> list[tuple[int, bool]]:
+    """Assign every `ranks`-th micro-batch to a rank.
+
+    All ranks get the same number: those with fewer run a dummy at the end.
+    """
+    rounds = -(-micro_batches // ranks)
+    indices = [rank + k * ranks for k in range(rounds)]
+    return [(i, True) if i < micro_batches else (i % micro_batches, False) for i in indices]
+
+
 @dataclass
 class MicroBatch:
     """One micro-batch as a rank runs it."""
@@ -57,6 +74,7 @@ class MicroBatch:
     # the samples as collated, on this rank's device; None where this rank needs none of them
     batch: Any
     real: bool = True  # False: a dummy with weight zero, which a rank with fewer micro-batches runs
+    tokens: int = 0  # token ids in the batch, padding included
 
 
 @dataclass
@@ -92,28 +110,18 @@ class StepSource(Protocol):
 
 
 def num_tokens(batch: Any) -> int:
-    """Return the number of token ids in a batch, padding included; 0 if it holds none."""
-    found = _token_ids(batch)
-    return 0 if found is None else found.numel()
+    """Return the number of token ids in a batch, padding included; 0 if it holds none.
 
-
-def holds_token_ids(batch: Any) -> bool:
-    """Return whether samples consist of several whole numbers, as tokens do.
-
-    `input_ids` tells, or else the first tensor.
+    Samples of several whole numbers are tokens: `input_ids`, or else the first tensor.
     """
-    return _token_ids(batch) is not None
-
-
-def _token_ids(batch: Any) -> torch.Tensor | None:
     if isinstance(batch, dict | Mapping):  # `dict` first: it is the quicker check
         values = [batch["input_ids"]] if "input_ids" in batch else list(batch.values())
     else:
         values = list(batch) if isinstance(batch, list | tuple) else [batch]
     first = next((value for value in values if isinstance(value, torch.Tensor)), None)
     if first is None or first.ndim < 2 or first.is_floating_point() or first.is_complex():
-        return None
-    return first
+        return 0
+    return first.numel()
 
 
 def move(batch: Any, device: torch.device) -> Any:

@@ -14,12 +14,20 @@ import torch
 
 from lockstep.collectives import is_main_process
 from lockstep.data.agreement import MOST_ITEMS, DataEvidence, require_same_data, several_ranks
-from lockstep.data.batches import Assign, MicroBatch, StepBatches, batch_length, known_length, move
+from lockstep.data.batches import (
+    Assign,
+    MicroBatch,
+    StepBatches,
+    batch_length,
+    known_length,
+    move,
+    num_tokens,
+)
 from lockstep.data.fingerprint import summary
 from lockstep.data.mistakes import collate_by_default, reason, users_line
-from lockstep.data.order import preserve_states, seed_from
 from lockstep.data.stream import NotRestoredError, Stream, start_of
 from lockstep.errors import RunError, UsageError
+from lockstep.randomness import preserve_states, seed_from
 
 _log = logging.getLogger("lockstep")
 
@@ -297,9 +305,8 @@ class IterableSteps:
                 raise RunError(
                     what, where=users_line(error), why=f"{type(error).__name__}: {error}"
                 ) from error
-        return MicroBatch(
-            index, batch if self._device.type == "cpu" else move(batch, self._device), real
-        )
+        placed = batch if self._device.type == "cpu" else move(batch, self._device)
+        return MicroBatch(index, placed, real, num_tokens(batch))
 
 
 def _warn(text: str) -> None:

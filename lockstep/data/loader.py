@@ -42,13 +42,15 @@ from lockstep.data.batches import (
     StepBatches,
     known_length,
     move,
+    num_tokens,
 )
 from lockstep.data.fingerprint import summary
 from lockstep.data.generators import can_be_seeded, generators_of, preserve, seed_generators
 from lockstep.data.mistakes import advice, collate_by_default, users_line, workers_not_started
-from lockstep.data.order import Order, StepSamples, preserve_states, seed_from
+from lockstep.data.order import Order, StepSamples
 from lockstep.errors import RunError, UsageError, listed
 from lockstep.heartbeat.writer import recorder_of_work, went_forward
+from lockstep.randomness import preserve_states, seed_from
 from lockstep.torch_compat.data_workers import end_workers, workers_of
 
 INLINE_LIMIT = 256 * 1024  # bytes; above about this size shared memory is faster
@@ -436,9 +438,7 @@ class StepLoader:
             if self._compares:
                 self._compare()
             for window, assigned in self._planned():
-                mine = [
-                    MicroBatch(index, self._next(window, index), real) for index, real in assigned
-                ]
+                mine = [self._micro_batch(window, index, real) for index, real in assigned]
                 self._plans.pop(window.step, None)
                 count = len(window.micro_batches)
                 yield StepBatches(
@@ -543,9 +543,10 @@ class StepLoader:
         except RuntimeError as error:
             raise (self.explain(error) or error) from None
 
-    def _next(self, window: StepSamples, index: int) -> Any:
+    def _micro_batch(self, window: StepSamples, index: int, real: bool) -> MicroBatch:
+        """Return a micro-batch of a step on the device: read here, or the next that is sent."""
         if not self._wanted:
-            return None
+            return MicroBatch(index, None, real)
         if self._reads_here:
             batch = self._reader[
                 ReadRequest(window.step, window.epoch, index, window.micro_batches[index])
@@ -556,7 +557,8 @@ class StepLoader:
             raise RunError(
                 batch.what, where=batch.where, why=batch.why, fix=batch.fix
             ) from batch.cause
-        return batch if self.device.type == "cpu" else move(batch, self.device)
+        placed = batch if self.device.type == "cpu" else move(batch, self.device)
+        return MicroBatch(index, placed, real, num_tokens(batch))
 
 
 class _Requests(Sampler[ReadRequest | ProbeRequest]):

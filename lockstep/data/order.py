@@ -1,20 +1,16 @@
 """Defines which samples make up which step, as a pure function of (seed, step).
 
-The reading of a sample is seeded here, too.
-
 An epoch's order is one permutation, from (seed, epoch). A step takes the next `global_batch_size`
 samples of it, cut into micro-batches; ranks and workers only divide these among themselves. Steps
 do not cross epochs. Python's, NumPy's and torch's global generators are seeded before each sample
-is read (`generators`: those of the dataset's own, too).
+is read (`lockstep.randomness`; `generators`: those of the dataset's own, too).
 
 Tests: tests/data/test_order.py, tests/parity/test_law_one.py
 """
 
 import operator
-import random
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sized
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,37 +24,7 @@ from lockstep.data.batches import known_length
 from lockstep.data.generators import Generator, generators_of, restore, states_of
 from lockstep.environment import rank_facts
 from lockstep.errors import UsageError
-from lockstep.randomness import derive_key
-
-
-def seed_from(*parts: object) -> None:
-    """Seed Python, NumPy and torch (its CPU generator) from `parts`."""
-    key = derive_key(*parts)
-    random.seed(key)
-    np.random.seed(key & 0xFFFFFFFF)
-    torch.default_generator.manual_seed(key)
-
-
-def states() -> tuple[Any, Any, torch.Tensor]:
-    """Return the states of the three generators, for `set_states`."""
-    return random.getstate(), np.random.get_state(legacy=False), torch.get_rng_state()
-
-
-def set_states(saved: tuple[Any, Any, torch.Tensor]) -> None:
-    """Restore what `states` returned."""
-    random.setstate(saved[0])
-    np.random.set_state(saved[1])
-    torch.set_rng_state(saved[2])
-
-
-@contextmanager
-def preserve_states() -> Iterator[None]:
-    """Restore the states of the three generators after the block."""
-    saved = states()
-    try:
-        yield
-    finally:
-        set_states(saved)
+from lockstep.randomness import derive_key, preserve_states, seed_from, set_states, states
 
 
 def set_epoch(holder: Any, epoch: int) -> bool:

@@ -18,9 +18,10 @@ from typing import Any
 
 from lockstep.data.fingerprint import alike, summary
 from lockstep.data.mistakes import advice, reason, users_line
-from lockstep.data.order import preserve_states, seed_from, set_epoch
+from lockstep.data.order import set_epoch
 from lockstep.errors import LockstepError, RunError, UsageError
-from lockstep.heartbeat.writer import went_forward
+from lockstep.heartbeat.writer import recorder_of_work
+from lockstep.randomness import preserve_states, seed_from
 
 # items that are compared; a random choice between two sources can restore one by chance
 WITNESSES = 8
@@ -64,6 +65,7 @@ class Stream:
     def __init__(self, iterable: Any, seed: int, state: dict[str, Any], key: int = -1) -> None:
         self._iterable = iterable
         self._keys = ("iterable", seed, state["epoch"], key)
+        self._record_work = recorder_of_work()
         self._ahead: list[Any] = []
         self._expected = state["witnesses"]
         self._expected_from = state["witnessed"]
@@ -155,7 +157,8 @@ class Stream:
     def _pull(self) -> None:
         seed_from(*self._keys, self.position)
         self._ahead = self._guarded(lambda: list(itertools.islice(self._iterator, 1)))
-        went_forward()
+        if self._record_work is not None:
+            self._record_work()
         if not self._ahead and self._expects_more:
             raise NotRestoredError(self.position, ended=True)
 

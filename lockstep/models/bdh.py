@@ -36,13 +36,13 @@ from lockstep.models.attention import (
     same_document,
     without_autocast,
 )
-from lockstep.models.chain import with_carried
 from lockstep.models.language import (
     Decoder,
     OutputLayer,
     TokenTable,
     require_multiple,
     require_positive,
+    with_carried,
 )
 
 THETA = 2.0**16

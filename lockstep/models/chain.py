@@ -14,7 +14,7 @@ Tests: tests/models/test_chain.py, tests/models/test_sharded.py
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -23,19 +23,27 @@ from lockstep.errors import UsageError
 
 
 def run_segments(
-    model: nn.Module, *inputs: Any, keywords: Mapping[str, Mapping[str, Any]] | None = None
+    model: nn.Module,
+    segments: Sequence[tuple[str, nn.Module]],
+    borrowed: Mapping[str, Mapping[str, str]],
+    *inputs: Any,
+    keywords: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Any:
-    """Run `inputs` through `model.segments()`, with `keywords` by segment name.
+    """Run `inputs` through the segments of a model, and return the last one's result.
 
-    Return the last one's result.
+    Args:
+        model: owns the parameters that segments borrow.
+        segments: what `model.segments()` returns.
+        borrowed: what `model.shared_parameters()` returns.
+        inputs: arguments of the first segment.
+        keywords: further arguments, by segment name.
     """
-    borrowed = shared_parameters_of(model)
     values: tuple[Any, ...] = inputs
     outputs: Any = inputs
-    segments: list[tuple[str, nn.Module]] = model.segments()  # type: ignore[operator]
     for name, segment in segments:
-        own = (keywords or {}).get(name, {})
-        outputs = segment(*values, **lent(model, borrowed.get(name, {})), **own)
+        own = {} if keywords is None else keywords.get(name, {})
+        lends = lent(model, borrowed[name]) if name in borrowed else {}
+        outputs = segment(*values, **lends, **own)
         values = outputs if isinstance(outputs, tuple) else (outputs,)
     return outputs
 
@@ -77,21 +85,6 @@ def run_segment(
             )
             raise UsageError(what, where="segments() of the model", why=why, fix=fix) from error
         raise
-
-
-def with_carried(x: Tensor, carried: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
-    """Return x, or a tuple of x and copies of further values of a chain (copies: see above)."""
-    return (x, *(tensor.clone() for tensor in carried)) if carried else x
-
-
-def split_documents(carried: tuple[Tensor, ...]) -> tuple[Tensor | None, tuple[Tensor, ...]]:
-    """Return the numbers of documents, or None, and the other values of a chain.
-
-    The numbers of documents come first, and are the only integers.
-    """
-    if carried and not carried[0].is_floating_point():
-        return carried[0], carried[1:]
-    return None, carried
 
 
 def shared_parameters_of(model: nn.Module) -> dict[str, dict[str, str]]:

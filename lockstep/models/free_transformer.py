@@ -30,8 +30,14 @@ from torch import Tensor, nn
 
 from lockstep.errors import UsageError
 from lockstep.models.attention import SequenceBernoulli, without_autocast
-from lockstep.models.chain import run_segments, split_documents, with_carried
-from lockstep.models.language import Decoder, draw_token, require_positive
+from lockstep.models.chain import run_segments
+from lockstep.models.language import (
+    Decoder,
+    draw_token,
+    require_positive,
+    split_documents,
+    with_carried,
+)
 from lockstep.models.protocol import IGNORED_TARGET
 from lockstep.models.transformer import (
     INIT_STD,
@@ -124,7 +130,13 @@ class FreeTransformer(Decoder):
             raise UsageError(f"mode={mode!r}", fix="write training or inference")
         if codes is None:
             codes = torch.randint(2**self.latent_bits, ids.shape, device=ids.device)
-        return run_segments(self, ids, keywords={"latent": {"codes": codes}})
+        return run_segments(
+            self,
+            self.segments(),
+            self.shared_parameters(),
+            ids,
+            keywords={"latent": {"codes": codes}},
+        )
 
     def loss(self, outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
         terms = self.loss_terms(outputs, batch)

@@ -75,7 +75,7 @@ class CausalModel(LanguageModel):
     config: Any
     _no_split_modules: Any
 
-    def forward(self, ids: Tensor | None = None, **arguments: Any) -> Tensor:  # type: ignore[override]
+    def forward(self, ids: Tensor | None = None, **arguments: Any) -> Tensor:
         arguments = {"input_ids": ids, "use_cache": False, **arguments}
         logits: Tensor = super(LanguageModel, self).forward(**arguments).logits
         return logits
@@ -108,7 +108,7 @@ class MixtureModel(CausalModel):
     averages_in_forward = True  # it returns a mean, which dp can't weigh
     _takes_targets_as_they_are = False  # determined in the first forward pass
 
-    def forward(  # type: ignore[override]
+    def forward(
         self, ids: Tensor | None = None, targets: Tensor | None = None, **arguments: Any
     ) -> Any:
         """Return (logits, mean loss); logits alone where there are no targets."""

@@ -20,23 +20,13 @@ from lockstep.models.protocol import DOCUMENTS, IGNORED_TARGET, logits_of
 
 
 class LanguageModel(nn.Module):
-    """A model that predicts the next token: ids [B, T] → logits [B, T, V].
-
-    By default its forward pass runs its `segments()`.
-    """
+    """A model that predicts the next token: ids [B, T] → logits [B, T, V]."""
 
     block_size: int
 
     def __init__(self) -> None:
         super().__init__()
         self.token_losses = TokenLosses()
-
-    def forward(self, ids: Tensor, document_ids: Tensor | None = None) -> Any:
-        return (
-            run_segments(self, ids)
-            if document_ids is None
-            else run_segments(self, ids, document_ids)
-        )
 
     def inputs(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         documents = batch.get(DOCUMENTS)
@@ -66,6 +56,10 @@ class Decoder(LanguageModel):
     def init_weights(self) -> None:
         for _, segment in self.segments():
             segment.init_weights()  # type: ignore[operator]
+
+    def forward(self, ids: Tensor, document_ids: Tensor | None = None) -> Any:
+        inputs = (ids,) if document_ids is None else (ids, document_ids)
+        return run_segments(self, self.segments(), self.shared_parameters(), *inputs)
 
     def blocks(self) -> list[tuple[str, nn.Module]]:
         return [(f"layers.{i}", layer) for i, layer in enumerate(self.layers)]
@@ -116,6 +110,24 @@ class TokenLosses(nn.Module):
             ignore_index=IGNORED_TARGET,
             reduction="none",
         )
+
+
+def with_carried(x: Tensor, carried: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
+    """Return x, or a tuple of x and copies of the other values that a chain hands on.
+
+    They are copies, as a segment returns none of its inputs (`lockstep.models.chain`).
+    """
+    return (x, *(tensor.clone() for tensor in carried)) if carried else x
+
+
+def split_documents(carried: tuple[Tensor, ...]) -> tuple[Tensor | None, tuple[Tensor, ...]]:
+    """Return the numbers of documents, or None, and the other values of a chain.
+
+    The numbers of documents come first, and are the only integers.
+    """
+    if carried and not carried[0].is_floating_point():
+        return carried[0], carried[1:]
+    return None, carried
 
 
 def require_multiple(what: str, value: int, of: str, divisor: int) -> None:

@@ -32,8 +32,7 @@ from torch import Tensor, nn
 
 from lockstep.errors import UsageError
 from lockstep.models.attention import SequenceMean, without_autocast
-from lockstep.models.chain import split_documents
-from lockstep.models.language import Decoder, require_positive
+from lockstep.models.language import Decoder, require_positive, split_documents
 from lockstep.models.transformer import (
     INIT_STD,
     Block,

@@ -74,6 +74,10 @@ class Observed:
     auxiliary: bool = False
     divisors: tuple[float, ...] = ()  # of its terms, and the count that was used; empty if unknown
 
+    def begin_step(self, micro_batches_per_step: int) -> None:
+        """Say into how many micro-batches the samples are cut that follow."""
+        self.accumulates = micro_batches_per_step > 1
+
     @contextmanager
     def looking(self) -> Iterator[None]:
         """Look for auxiliary terms and divisors in the block, where losses are compared."""
@@ -204,11 +208,6 @@ class Objective:
             divisors = seen.divisors()
             observed.divisors = (*divisors, float(count)) if divisors else ()
         return loss, count
-
-    def begin_step(self, micro_batches_per_step: int) -> None:
-        """Say into how many micro-batches the samples are cut that follow."""
-        if self.observed is not None:
-            self.observed.accumulates = micro_batches_per_step > 1
 
     def estimate(self, batch: Any) -> int | Tensor:
         """Estimate the number of valid targets before the forward pass.

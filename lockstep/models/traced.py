@@ -112,7 +112,7 @@ class Chain(nn.Module):
         return self._borrows
 
     def forward(self, *inputs: Any) -> Any:
-        return run_segments(self, *inputs)
+        return run_segments(self, self.segments(), self.shared_parameters(), *inputs)
 
 
 class TracedSegment(nn.Module):

@@ -13,8 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lockstep.models.attention import Attend, phases, rotate
-from lockstep.models.chain import split_documents, with_carried
-from lockstep.models.language import Decoder, TokenTable, require_multiple, require_positive
+from lockstep.models.language import (
+    Decoder,
+    TokenTable,
+    require_multiple,
+    require_positive,
+    split_documents,
+    with_carried,
+)
 
 THETA = 10_000.0
 INIT_STD = 0.02

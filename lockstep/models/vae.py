@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lockstep.errors import UsageError
-from lockstep.models.chain import run_segments, with_carried
-from lockstep.models.language import require_positive
+from lockstep.models.chain import run_segments
+from lockstep.models.language import require_positive, with_carried
 
 CHANNELS = (32, 64, 128, 256)
 REDUCTION = 2 ** len(CHANNELS)
@@ -85,7 +85,7 @@ class VAE(nn.Module):
 
     def forward(self, image: Tensor) -> dict[str, Tensor]:
         """Return the outputs and their loss, the mean over the images."""
-        outputs = run_segments(self, image)
+        outputs = run_segments(self, self.segments(), {}, image)
         loss = self.loss(outputs, {"image": image}) / image.shape[0]
         return {
             **dict(zip(("reconstruction", "mu", "log_var"), outputs, strict=True)),

@@ -257,7 +257,7 @@ def waits_counted(clock: PhaseClock) -> Iterator[None]:
         yield
         return
     if not _counting:
-        work_wait.replace(_count)
+        work_wait.replace(_counted)
     _counting.append(clock)
     try:
         yield
@@ -267,15 +267,20 @@ def waits_counted(clock: PhaseClock) -> Iterator[None]:
             work_wait.restore()
 
 
-def _count(wait: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    clock = next((clock for clock in _counting if clock.waits_here()), None)
-    if clock is None:
-        return wait(*args, **kwargs)
-    before = clock.enter("communication")
-    try:
-        return wait(*args, **kwargs)
-    finally:
-        clock.enter(before)
+def _counted(wait: work_wait.Wait) -> work_wait.Wait:
+    """Return a wait whose time counts as communication of the step that runs in this thread."""
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        clock = next((clock for clock in _counting if clock.waits_here()), None)
+        if clock is None:
+            return wait(*args, **kwargs)
+        before = clock.enter("communication")
+        try:
+            return wait(*args, **kwargs)
+        finally:
+            clock.enter(before)
+
+    return counted
 
 
 _ddp_modules: weakref.WeakSet[Any] = weakref.WeakSet()

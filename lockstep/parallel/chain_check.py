@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.data.order import preserve_states
 from lockstep.errors import UsageError
 from lockstep.models.chain import lent, run_segment
 from lockstep.models.protocol import logits_of, offered
 from lockstep.parallel.buffers import restored, restored_attributes
 from lockstep.parallel.facts import ModelFacts, Named
+from lockstep.randomness import preserve_states
 from lockstep.torch_compat.pytree import tree_leaves
 
 _SAMPLES = 2

@@ -20,11 +20,12 @@ from torch import Tensor, nn
 from lockstep import accelerator
 from lockstep.accelerator import default_generator
 from lockstep.config import DistributedConfig, StepConfig
+from lockstep.data.batches import assign_contiguous
 from lockstep.errors import Contradiction, UsageError
 from lockstep.layout import Layout
 from lockstep.models.protocol import Objective
 from lockstep.parallel.axes.axis import Axis, Site
-from lockstep.parallel.parallel_model import ParallelModel, assign_contiguous
+from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parallel.placement import AppliedStrategy, placed_in_order, shared_out
 from lockstep.parallel.reproducible.gradient_trees import LocalTree
 from lockstep.randomness import RandomState, derive_key

@@ -24,7 +24,7 @@ from lockstep.monitor.meters import watch_ddp
 from lockstep.parallel.passes import AroundMicroBatch, MicroBatchPass
 from lockstep.registry import STRATEGIES
 from lockstep.strategy import Strategy
-from lockstep.torch_compat.ddp_reducer import check_all_sent
+from lockstep.torch_compat.ddp_reducer import check_of_sent
 
 # torch 2.13 renames the switch that leaves buffers alone; the old name warns there.
 _NEW_NAME = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
@@ -104,6 +104,7 @@ class DDPSync(AroundMicroBatch):
     def __init__(self, model: DistributedDataParallel) -> None:
         self._model = model
         self._learns = model.static_graph
+        self._check_all_sent = check_of_sent(model)
         self._names = [
             name for name, parameter in model.module.named_parameters() if parameter.requires_grad
         ]
@@ -142,7 +143,7 @@ class DDPSync(AroundMicroBatch):
         ):
             return
         try:
-            check_all_sent(model)
+            self._check_all_sent()
         except RuntimeError as error:
             numbers = re.search(r"did not receive grad for rank \d+: ([\d ,]+)", str(error))
             if numbers is None:

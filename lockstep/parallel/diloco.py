@@ -13,11 +13,12 @@ from typing import Any, ClassVar, Self
 from lockstep.config import DistributedConfig, StepConfig
 from lockstep.costs.hardware import GpuCluster
 from lockstep.costs.steps import ModelSize, Pieces, StepTime, rarely_exchanged_step
+from lockstep.data.batches import assign_contiguous
 from lockstep.errors import Contradiction, UsageError
 from lockstep.layout import Layout, layout_of_sizes
 from lockstep.parallel.axes.axis import Axis, Site
 from lockstep.parallel.local_workers import LARGEST, LocalWorkers, QuantizedAllReduce, bytes_each
-from lockstep.parallel.parallel_model import ParallelModel, assign_contiguous
+from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parallel.passes import within
 from lockstep.parallel.placement import AppliedStrategy, placed_in_order
 from lockstep.strategy import Strategy, given_sizes

@@ -19,8 +19,8 @@ backward pass starts, under all strategies.
 Tests: tests/parallel/test_executor.py
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -28,7 +28,8 @@ from torch import Tensor
 
 from lockstep.costs.steps import ScheduledPass
 from lockstep.data.batches import MicroBatch
-from lockstep.heartbeat.writer import went_forward
+from lockstep.heartbeat.writer import recorder_of_work
+from lockstep.models.protocol import Objective
 from lockstep.parallel.backward import Gradients, backward, first_half, whole_second_half
 from lockstep.parallel.loss_accumulator import Loss, LossAccumulator
 from lockstep.parallel.passes import AroundMicroBatch, MicroBatchPass
@@ -41,6 +42,7 @@ from lockstep.parallel.transport import (
     Tensors,
     Transport,
 )
+from lockstep.precision import Precision
 from lockstep.randomness import RandomState
 
 # (micro-batch, activations of the stage before, which are leaves) → activations, tensors that
@@ -72,6 +74,8 @@ class Stage:
     around: Sequence[AroundMicroBatch] = ()  # outermost first
     index: int = 0
     count: int = 1  # of stages in the pipeline
+    # segment → how often it ran in earlier stages, after which its random numbers continue
+    earlier: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.is_first, self.is_last = self.index == 0, self.index == self.count - 1
@@ -81,6 +85,25 @@ class Stage:
         self.after_backward = _own_methods(self.around[::-1], "after_backward")
         self.after = _own_methods(self.around[::-1], "after")
         self.after_step = _own_methods(self.around[::-1], "after_step")
+
+
+def stage_of_model(
+    model: Callable[..., Any],
+    objective: Objective,
+    precision: Precision,
+    around: Sequence[AroundMicroBatch],
+) -> Stage:
+    """Return the only stage of a model that is on this rank, or gathers itself.
+
+    `around`: outermost first.
+    """
+    autocast = precision.autocast()
+
+    def forward(micro_batch: MicroBatch, _activations: Tensors) -> Loss:
+        with autocast:
+            return Loss(*objective.of(model, micro_batch.batch))
+
+    return Stage(forward, around)
 
 
 def _own_methods(around: Sequence[AroundMicroBatch], name: str) -> list[Any]:
@@ -119,6 +142,7 @@ class Executor:
         self._multiplier = multiplier
         self._carrier = carrier
         self._halves = halves
+        self._record_work = recorder_of_work()
         self._left: dict[Message, Tensors] = {}  # made by a pass here, for another stage
         # (stage, position) → after F, until B or W
         self._under_way: dict[tuple[int, int], MicroBatchPass] = {}
@@ -148,10 +172,10 @@ class Executor:
                         micro_batch, per_step, factor, is_last, [], each.stage, each.micro_batch
                     )
                     self.forward(passing, accumulator)
-                    went_forward()
+                    self._went_forward()
                 else:
                     self.backward(each)
-                    went_forward()
+                    self._went_forward()
             self._transport.finish()
             if last:
                 self.after_step(per_step)
@@ -177,12 +201,13 @@ class Executor:
                         if stage.is_first
                         else self._take(Message("F", each.stage, each.micro_batch))
                     )
+                    self._random_state.at(micro_batch.index, stage.earlier)
                     outputs = stage.forward(micro_batch, inputs)
                     if stage.is_last:
                         done(micro_batch, outputs)
                     else:
                         self._left[Message("F", each.stage + 1, each.micro_batch)] = outputs
-                    went_forward()
+                    self._went_forward()
             self._transport.finish()
         except BaseException:
             self._forget()
@@ -194,6 +219,11 @@ class Executor:
             self._transport.send(each.message, each.peer, self._left.pop(each.message))
         else:
             self._transport.receive(each.message, each.peer)
+
+    def _went_forward(self) -> None:
+        """Record that long work goes forward, where a launcher or other ranks read it."""
+        if self._record_work is not None:
+            self._record_work()
 
     def alone(self, passing: MicroBatchPass, kind: str) -> None:
         """Run one pass without its neighbours, for a rehearsal; drop what it leaves for them."""
@@ -230,7 +260,7 @@ class Executor:
         count = len(micro_batches)
         for number, micro_batch in enumerate(micro_batches, start=1):
             self.micro_step(micro_batch, accumulator, factor, number == count)
-            went_forward()
+            self._went_forward()
 
     # ---- passes ----
 
@@ -240,6 +270,7 @@ class Executor:
         inputs = () if stage.is_first else self._take(Message("F", stage.index, passing.position))
         for enter in stage.before:
             enter(passing)
+        self._random_state.at(passing.micro_batch.index, stage.earlier)
         outputs = stage.forward(passing.micro_batch, inputs)
         for leave in stage.after_forward:
             leave(passing)

@@ -47,7 +47,6 @@ from lockstep.parallel.reproducible.tree import Partials, clear_zero_signs
 from lockstep.precision import DTYPES
 from lockstep.registry import STRATEGIES
 from lockstep.strategy import Strategy, given_sizes
-from lockstep.torch_compat.fsdp_state import separate_repetitions
 from lockstep.torch_compat.tensor_versions import return_no_views
 
 
@@ -238,7 +237,6 @@ def apply_fsdp(
             module.set_gradient_divide_factor(1.0)
             # gloo has no reduction with a factor; a plain sum is exact on every backend.
             module.set_force_sum_reduction_for_comms(True)
-    separate_repetitions(model)
     _prefetch(
         [unit for _, unit in units], config, on_cpu=(device_type or mesh.device_type) == "cpu"
     )
@@ -284,27 +282,6 @@ def _precision_of(
     return MixedPrecisionPolicy(
         gathered_as, reduce_dtype, cast_forward_inputs=gathered_as is not None
     )
-
-
-class FSDPSync(AroundMicroBatch):
-    """The switch that sets, before each forward pass, what its backward pass sends.
-
-    With `sharded` accumulation each micro-batch's gradient is scattered at once, and a rank never
-    holds more than its share; replicas add up once a step. With `unsharded` nothing is sent before
-    the last micro-batch, and each rank holds the whole model's gradient until then.
-    """
-
-    def __init__(self, model: nn.Module, *, accumulate: str) -> None:
-        assert isinstance(model, FSDPModule)
-        self._model = model
-        self._accumulate = accumulate
-
-    def before(self, run: MicroBatchPass) -> None:
-        self._model.set_is_last_backward(run.last)
-        if self._accumulate == "unsharded":
-            self._model.set_requires_gradient_sync(run.last)
-        else:
-            self._model.set_requires_all_reduce(run.last)
 
 
 def _prefetch(units: Sequence[nn.Module], config: FSDPConfig, *, on_cpu: bool) -> None:

@@ -35,7 +35,6 @@ from collections import Counter
 from collections.abc import Sequence
 from difflib import SequenceMatcher
 from enum import IntEnum
-from functools import partial
 from itertools import count
 from typing import Any
 
@@ -45,12 +44,13 @@ from torch import Tensor, nn
 
 from lockstep.errors import UsageError
 from lockstep.parallel.fsdp_recomputation import GatheredAgain
-from lockstep.parallel.passes import AroundMicroBatch, MicroBatchPass
-from lockstep.torch_compat.backward_pass import running_node
+from lockstep.parallel.passes import MicroBatchPass
+from lockstep.torch_compat.backward_pass import graph_task
 from lockstep.torch_compat.default_store import default_store
 from lockstep.torch_compat.fsdp_state import pass_through, repeats_apart
 from lockstep.torch_compat.pytree import tree_leaves, tree_map_only
 
+_ROOT = 0  # the position of the model itself among the units
 # seconds in which the other ranks, too, come to a unit that the order does not have there
 _PATIENCE = 20.0
 
@@ -64,8 +64,10 @@ class _Inputs(IntEnum):
     NO_BACKWARD = 3  # nothing is trained in the unit or before it, or the call is under `no_grad`
 
 
-class UnitOrder(AroundMicroBatch):
+class UnitOrder:
     """Has all ranks gather units in one order, those that their data leave out as well.
+
+    `lockstep.parallel.fsdp_calls` tells it of passes and calls.
 
     Args:
         units: (name, module), the root first.
@@ -92,7 +94,6 @@ class UnitOrder(AroundMicroBatch):
         self._units = list(units)
         self._device = device
         self._end = len(units)
-        self._model = units[0][1]
         self._groups = groups
         self._everyone = everyone
         self._joins = joins
@@ -126,27 +127,30 @@ class UnitOrder(AroundMicroBatch):
         self._trained = [any(p.requires_grad for p in unit.parameters()) for _, unit in self._units]
         names = [name for name, _ in self._units[1:]]
         self._nested = {name for a in names for b in names if _in(a, b) for name in (a, b)}
-        self._model.register_forward_pre_hook(self._begin, prepend=True)
-        self._model.register_forward_hook(self._finish, prepend=True)
-        for position, (_, unit) in enumerate(self._units):
-            if position:
-                unit.register_forward_pre_hook(
-                    partial(self._before, position), prepend=True, with_kwargs=True
-                )
 
-    def before(self, run: MicroBatchPass) -> None:
+    def begin_pass(self, run: MicroBatchPass) -> None:
+        """Begin a micro-batch."""
         self._roots = run.further_roots
         self._last = run.last
         self._given_token.clear()
 
-    def after(self, run: MicroBatchPass) -> None:
+    def end_pass(self, run: MicroBatchPass) -> None:
+        """Complete the order after the first step."""
         if run.last and self._learning[True] and True in self._orders:
             self._learn(with_gradients=True)
 
-    def _begin(self, _model: nn.Module, _args: object) -> None:
+    def before_call(self, position: int, args: Any, kwargs: Any) -> Any:
+        """Join what other ranks gather before the unit at `position`, which is about to be called.
+
+        Return other (args, kwargs) for it, or None.
+        """
+        is_repeated = graph_task() != -1  # by a backward pass
+        if position == _ROOT:
+            return None if is_repeated else self._begin()
+        return (self._repeat if is_repeated else self._before)(position, args, kwargs)
+
+    def _begin(self) -> None:
         """Begin a forward pass: find which ranks exchange messages in it, and if they agree."""
-        if running_node() is not None:
-            return
         self._mode = torch.is_grad_enabled()
         with_everyone = self._mode and self._last
         self._inside = with_everyone or self._mode in self._groups
@@ -159,9 +163,7 @@ class UnitOrder(AroundMicroBatch):
         self._agrees = self._learning[self._mode]
         self._again.begin()
 
-    def _before(self, position: int, _unit: nn.Module, args: Any, kwargs: Any) -> Any:
-        if running_node() is not None:
-            return self._repeat(position, args, kwargs)
+    def _before(self, position: int, args: Any, kwargs: Any) -> Any:
         if not self._inside:
             return None
         inputs = self._inputs_of(position, (args, kwargs))
@@ -215,12 +217,12 @@ class UnitOrder(AroundMicroBatch):
     def _new_token(self) -> Tensor:
         return torch.zeros(1, device=self._device, requires_grad=self._mode)
 
-    def _finish(self, _model: nn.Module, _args: object, outputs: Any) -> Any:
+    def end_forward(self, outputs: Any) -> Any:
         """Join the rest of the pass, before FSDP2 ends the root's forward pass.
 
-        The root's backward pass comes first.
+        The root's backward pass comes first. Return other outputs of the model, or None.
         """
-        if not self._inside or running_node() is not None:
+        if not self._inside or graph_task() != -1:
             return None
         self._arrive(self._end, _Inputs.NO_BACKWARD)
         self._inside = False

@@ -32,7 +32,7 @@ from torch.distributed.fsdp import FSDPModule
 from lockstep.config import FSDPConfig
 from lockstep.errors import UsageError
 from lockstep.parallel.facts import ModelFacts, Named
-from lockstep.parallel.passes import AroundMicroBatch, MicroBatchPass
+from lockstep.parallel.passes import MicroBatchPass
 from lockstep.registry import load_object
 
 # part of torch's message where a sharded parameter meets a plain tensor
@@ -177,10 +177,11 @@ def own_parameters(unit: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in unit.parameters() if id(parameter) not in inside]
 
 
-class UnitUsage(AroundMicroBatch):
+class UnitUsage:
     """The record of which units and parameters of a sharded model a step uses.
 
-    Other replicas may run fewer micro-batches.
+    Other replicas may run fewer micro-batches. `lockstep.parallel.fsdp_calls` tells it of passes
+    and calls.
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
@@ -194,18 +195,19 @@ class UnitUsage(AroundMicroBatch):
         self._forward = False
         self._first_step = True
         self._varies = False  # whether a rank left a parameter unused when they last compared
-        for position, (name, unit) in enumerate(self._units):
-            # before FSDP2's own
-            unit.register_forward_pre_hook(partial(self._before, position), prepend=True)
-            # after it: the parameters are whole
-            unit.register_forward_pre_hook(self._watching(name, unit))
+        for name, unit in self._units:
+            self._watch(name, unit)
             _fill_unused(unit, True)
-        model.register_forward_hook(self._after)
 
-    def before(self, run: MicroBatchPass) -> None:
+    def begin_pass(self) -> None:
+        """Begin a micro-batch."""
         self._forward = True
 
-    def after(self, run: MicroBatchPass) -> None:
+    def end_forward(self) -> None:
+        """End the model's forward pass: calls in the backward pass are not counted."""
+        self._forward = False
+
+    def end_pass(self, run: MicroBatchPass) -> None:
         """Compare, after the last micro-batch, which parameters the ranks used.
 
         Parameters that no rank used have no gradient.
@@ -218,11 +220,13 @@ class UnitUsage(AroundMicroBatch):
             self._first_step = False
 
     def failed(self, error: BaseException) -> Exception | None:
+        """Forget the pass; return a clearer error for one of torch's, if there is one."""
         self._forward = False
         self._calls.clear()
         return explain_mixing(error, self._not_called)
 
-    def _before(self, position: int, unit: nn.Module, _args: object) -> None:
+    def before_call(self, position: int, unit: nn.Module) -> None:
+        """Note that the unit at `position` is about to be called."""
         if not self._forward:
             return
         self._called.add(position)
@@ -231,12 +235,11 @@ class UnitUsage(AroundMicroBatch):
             # its gradient is there after the last call's backward: others would send zeros
             _fill_unused(unit, False)
 
-    def _after(self, _model: nn.Module, _args: object, _output: object) -> None:
-        self._forward = False
+    def _watch(self, unit_name: str, unit: nn.Module) -> None:
+        """Put a hook on each of the unit's parameters, to note its gradient.
 
-    def _watching(self, unit_name: str, unit: nn.Module) -> Any:
-        """Return a hook that once puts a hook on each gathered parameter to note its gradient."""
-        seen = False
+        It is done in the first call that makes gradients, after FSDP2 has gathered them.
+        """
         own = {id(parameter) for parameter in own_parameters(unit)}
         mine = [
             name
@@ -245,10 +248,9 @@ class UnitUsage(AroundMicroBatch):
         ]
 
         def watch(module: nn.Module, _args: object) -> None:
-            nonlocal seen
-            if seen or not torch.is_grad_enabled():
+            if not torch.is_grad_enabled():
                 return
-            seen = True
+            handle.remove()
             for name in mine:
                 gathered = module.get_parameter(name)
                 if gathered.requires_grad:
@@ -256,7 +258,7 @@ class UnitUsage(AroundMicroBatch):
                     note = partial(lambda full, _parameter: self._used.add(full), full)
                     gathered.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
 
-        return watch
+        handle = unit.register_forward_pre_hook(watch)
 
     def _compare(self) -> None:
         if self._device.type != "cpu" and not self._first_step and not self._varies:

@@ -28,11 +28,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.config import DiLoCoConfig
-from lockstep.data.batches import MicroBatch
+from lockstep.data.batches import MicroBatch, assign_contiguous
 from lockstep.errors import UsageError
 from lockstep.parallel.comm import all_gather_flat
 from lockstep.parallel.loss_accumulator import Loss, LossAccumulator, Number, number
-from lockstep.parallel.parallel_model import ModelUpdate, ParallelModel, assign_contiguous
+from lockstep.parallel.parallel_model import ModelUpdate, ParallelModel
 from lockstep.parallel.passes import MicroStep
 from lockstep.precision import DTYPES
 

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.data.batches import MicroBatch, num_tokens
+from lockstep.data.batches import MicroBatch
 
 # Numbers of a step are tensors where reading them would wait for the device, plain floats on the
 # CPU: a 0-dim tensor costs ten to fifty times what a float does. The functions below calculate with
@@ -101,7 +101,6 @@ class LossAccumulator:
         self._shared = shared
         self._work: dist.Work | None = None
         self._started = False
-        self.counts_tokens = False  # whether micro-batches hold token ids
         self._begin(micro_batches_per_step + 2, device)
 
     def _begin(self, columns: int, device: torch.device) -> None:
@@ -113,19 +112,15 @@ class LossAccumulator:
         if micro_batch.real and self._adds:
             self._table[0, micro_batch.index] = loss.summed()
             self._table[1, micro_batch.index] = loss.targets
-            if self.counts_tokens:
-                self._table[0, -2] += num_tokens(micro_batch.batch)
+            if micro_batch.tokens:
+                self._table[0, -2] += micro_batch.tokens
 
     def vote_to_stop(self) -> None:
         """Tell all ranks, with the next reduction, that this rank wants to stop after this step."""
         self._table[0, -1] = 1.0
 
-    def mark_step(self, step: int, *, counts_tokens: bool) -> None:
-        """Write down which step this is, to detect ranks that reduce in different steps.
-
-        `counts_tokens`: whether its micro-batches hold token ids, whose number is summed, too.
-        """
-        self.counts_tokens = counts_tokens
+    def mark_step(self, step: int) -> None:
+        """Write down which step this is, to detect ranks that reduce in different steps."""
         self._table[1, -1] = step
 
     def start_reduce(self) -> None:
@@ -206,14 +201,12 @@ class HostLossAccumulator(LossAccumulator):
                 value if loss.times == 1 else c_float(value * loss.times).value
             )
             self._counts[micro_batch.index] = float(loss.targets)
-            if self.counts_tokens:
-                self._losses[-2] += num_tokens(micro_batch.batch)
+            self._losses[-2] += micro_batch.tokens
 
     def vote_to_stop(self) -> None:
         self._losses[-1] = 1.0
 
-    def mark_step(self, step: int, *, counts_tokens: bool) -> None:
-        self.counts_tokens = counts_tokens
+    def mark_step(self, step: int) -> None:
         self._counts[-1] = step
 
     def start_reduce(self) -> None:

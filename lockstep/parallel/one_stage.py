@@ -1,4 +1,4 @@
-"""A model that a rank runs from batch to loss: its one stage in training, and its forward passes.
+"""Forward passes alone of a model that a rank runs from batch to loss: evaluation, and samples.
 
 Tests: tests/parallel/test_executor.py, tests/parity/test_data_parallel.py
 """
@@ -12,32 +12,10 @@ from torch import nn
 from lockstep.data.batches import MicroBatch
 from lockstep.heartbeat.writer import went_forward
 from lockstep.models.protocol import Objective
-from lockstep.parallel.executor import Stage
 from lockstep.parallel.loss_accumulator import Loss, LossAccumulator
-from lockstep.parallel.passes import AroundMicroBatch, Evaluate
-from lockstep.parallel.transport import Tensors
+from lockstep.parallel.passes import Evaluate
 from lockstep.precision import Precision
 from lockstep.randomness import RandomState
-
-
-def one_stage(
-    model: nn.Module,
-    objective: Objective,
-    random_state: RandomState,
-    precision: Precision,
-    around: Sequence[AroundMicroBatch],
-) -> Stage:
-    """Return the stage of a model that is on this rank, or gathers itself.
-
-    `around`: outermost first.
-    """
-
-    def forward(micro_batch: MicroBatch, _activations: Tensors) -> Loss:
-        random_state.at(micro_batch.index)
-        with precision.autocast():
-            return Loss(*objective.of(model, micro_batch.batch))
-
-    return Stage(forward, around)
 
 
 def evaluation_of(

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,7 +31,6 @@ from lockstep.parallel.loss_accumulator import (
     HostLossAccumulator,
     LossAccumulator,
     Number,
-    number,
     tensor_of,
 )
 from lockstep.parallel.passes import AroundPasses, Evaluate, ForwardBackward, MicroStep
@@ -215,15 +214,19 @@ class ParallelModel:
         """Names of the weights and buffers of a loss function, over all ranks."""
         return [] if self.loss is None else sorted({*self.loss.own, *self.loss.buffers})
 
-    def loss_accumulator(self, micro_batches_per_step: int) -> LossAccumulator:
-        """Return an empty accumulator for a step, or for a window of an evaluation."""
+    @cached_property
+    def loss_accumulator(self) -> Callable[[int], LossAccumulator]:
+        """A function that makes an empty accumulator, for a step or a window of an evaluation.
+
+        Its argument is the number of micro-batches, over all ranks.
+        """
         if self.local_training is not None:
-            return self.local_training.loss_accumulator(micro_batches_per_step)
+            return self.local_training.loss_accumulator
         device = self.random_state.device
         shared = self.layout.world_size > 1
         if device.type == "cpu" or accelerator.widest_float(device) is not torch.float64:
-            return HostLossAccumulator(micro_batches_per_step, shared=shared, adds=self.adds_losses)
-        return LossAccumulator(micro_batches_per_step, device, shared=shared, adds=self.adds_losses)
+            return partial(HostLossAccumulator, shared=shared, adds=self.adds_losses)
+        return partial(LossAccumulator, device=device, shared=shared, adds=self.adds_losses)
 
     def model_updates(
         self, accumulator: LossAccumulator, factor: float, count: Number
@@ -248,8 +251,10 @@ class ParallelModel:
         """Return the 2-norm over all ranks of gradients that each count once."""
         device = self.random_state.device
         if self.reproducible:
-            return number(exact_norm(gradients, self.norm_groups, device, self.num_parameters))
-        return number(gradient_norm(gradients, self.norm_groups, device))
+            found = exact_norm(gradients, self.norm_groups, device, self.num_parameters)
+        else:
+            found = gradient_norm(gradients, self.norm_groups, device)
+        return found.item() if device.type == "cpu" else found
 
     def synchronize(self, step: int, *, last: bool) -> None:
         """Let models that train by themselves exchange what is due.
@@ -325,23 +330,6 @@ class ParallelModel:
 def local(tensor: Tensor) -> Tensor:
     """Return this rank's piece of a DTensor; any other tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def assign_contiguous(micro_batches: int, rank: int, ranks: int) -> list[tuple[int, bool]]:
-    """Assign runs of neighbours, as evenly as possible; a rank without any runs one dummy."""
-    first = (micro_batches * rank) // ranks
-    last = (micro_batches * (rank + 1)) // ranks
-    return [(i, True) for i in range(first, last)] or [(0, False)]
-
-
-def assign_strided(micro_batches: int, rank: int, ranks: int) -> list[tuple[int, bool]]:
-    """Assign every `ranks`-th micro-batch to a rank.
-
-    All ranks get the same number: those with fewer run a dummy at the end.
-    """
-    rounds = -(-micro_batches // ranks)
-    indices = [rank + k * ranks for k in range(rounds)]
-    return [(i, True) if i < micro_batches else (i % micro_batches, False) for i in indices]
 
 
 def layer_norms(placed: ParallelModel, factor: Number) -> dict[str, float]:

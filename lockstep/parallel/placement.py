@@ -13,15 +13,16 @@ from functools import partial
 import torch.distributed as dist
 from torch import nn
 
+from lockstep.data.batches import assign_contiguous, assign_strided
 from lockstep.errors import UsageError
 from lockstep.models.protocol import Objective
 from lockstep.parallel.axes.axis import AssignAnyRank, Site
 from lockstep.parallel.axes.rows import RowsAxis
 from lockstep.parallel.comm.compression import Compression
-from lockstep.parallel.executor import Executor
+from lockstep.parallel.executor import Executor, stage_of_model
 from lockstep.parallel.loss_weights import train_loss_weights
-from lockstep.parallel.one_stage import evaluation_of, one_stage, plain_forward
-from lockstep.parallel.parallel_model import ParallelModel, assign_contiguous, assign_strided
+from lockstep.parallel.one_stage import evaluation_of, plain_forward
+from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parallel.passes import AroundMicroBatch
 from lockstep.parallel.reproducible.determinism import DeterministicKernels
 from lockstep.parallel.reproducible.gradient_trees import ExchangedTree, GradientTree, LocalTree
@@ -87,12 +88,8 @@ def placed_in_order(site: Site, applied: AppliedStrategy) -> ParallelModel:
     model = site.model
     _check(applied, site)
     objective = applied.objective or site.objective
-    stage = one_stage(
-        applied.runs or model,
-        objective,
-        site.random_state,
-        site.precision,
-        around_micro_batches(site, applied),
+    stage = stage_of_model(
+        applied.runs or model, objective, site.precision, around_micro_batches(site, applied)
     )
     executor = Executor([stage], site.random_state, multiplier=applied.multiplier)
     placed = ParallelModel(

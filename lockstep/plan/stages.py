@@ -391,13 +391,12 @@ def _joined(regions: Sequence[Region]) -> Region:
 
 def _executor(placement: Site, here: LocalStages, batch: Any, metas: list[Metas]) -> Executor:
     """Return the executor of a rank's stages, to which other ranks send tensors without values."""
-    call = StageCall(
-        lambda: placement.objective.inputs(batch),
-        lambda outputs, _calls: Loss(placement.objective.summed(outputs, batch), 1, 0),
-    )
+
+    def finish(outputs: Any, _calls: object) -> Loss:
+        return Loss(placement.objective.summed(outputs, batch), 1, 0)
 
     def run(part: StageModule, _micro_batch: MicroBatch, received: Tensors) -> Any:
-        return part(call, *received)
+        return part(StageCall(placement.objective.inputs(batch), finish), *received)
 
     def sent(message: Message) -> Metas:
         if message.kind == "F":

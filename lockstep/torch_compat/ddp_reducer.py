@@ -7,6 +7,8 @@ tells in the next step's forward pass, after the update has used it. Seen to wor
 2.15.0. When gone: training with DDP raises AttributeError in its first step.
 """
 
+from collections.abc import Callable
+
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -26,9 +28,9 @@ def wait_seconds(model: DistributedDataParallel) -> float:
     return max(0, sent - hidden) * 1e-9  # type: ignore[no-any-return]
 
 
-def check_all_sent(model: DistributedDataParallel) -> None:
-    """Raise RuntimeError if the last backward pass has not reduced every gradient.
+def check_of_sent(model: DistributedDataParallel) -> Callable[[], None]:
+    """Return a check that the last backward pass has reduced every gradient.
 
-    It lists the parameters' numbers.
+    It raises a RuntimeError that lists the parameters' numbers.
     """
-    model._check_reducer_finalized()  # type: ignore[no-untyped-call]
+    return model._check_reducer_finalized

@@ -15,10 +15,7 @@ itself.
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-
-from lockstep.torch_compat.backward_pass import running_node
+from torch import Tensor
 
 
 def reduces_by_hand(unit: Any) -> None:
@@ -64,19 +61,11 @@ def _groups_of(state: Any) -> list[Any]:
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
-def separate_repetitions(root: nn.Module) -> None:
-    """Let each forward pass of a unit within a backward pass be a new one.
+def begin_anew(unit: Any) -> None:
+    """Let the unit's next forward pass, within a backward pass, be a new one.
 
     It comes after the unit's own backward pass.
     """
-    for module in root.modules():
-        if isinstance(module, FSDPModule):
-            module.register_forward_pre_hook(_begin_anew, prepend=True)
-
-
-def _begin_anew(unit: Any, _args: object) -> None:
-    if running_node() is None:
-        return
     state = unit._get_fsdp_state()
     groups = {group._training_state.name for group in _groups_of(state)}
     if state._training_state.name == "PRE_BACKWARD" and groups == {"POST_BACKWARD"}:

@@ -6,6 +6,7 @@ When gone: importing this file raises ImportError; training without the file sca
 before each update, in a pass of its own.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch.optim import Optimizer
@@ -13,9 +14,12 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.utils.hooks import RemovableHandle
 
 
-def has_pre_hooks(optimizer: Optimizer) -> bool:
-    """Return whether a hook looks at the gradients before an update."""
-    return bool(optimizer._optimizer_step_pre_hooks or _global_optimizer_pre_hooks)
+def pre_hooks(optimizer: Optimizer) -> tuple[Mapping[int, Any], Mapping[int, Any]]:
+    """Return the hooks before an update, which may look at gradients: its own, and everyone's.
+
+    Both follow what is registered later.
+    """
+    return optimizer._optimizer_step_pre_hooks, _global_optimizer_pre_hooks
 
 
 def run_first(optimizer: Optimizer, handle: RemovableHandle) -> RemovableHandle:

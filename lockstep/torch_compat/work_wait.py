@@ -21,18 +21,12 @@ def available() -> bool:
     return torch is not None and torch.distributed.is_available()
 
 
-def replace(around: Callable[[Wait, tuple[Any, ...], dict[str, Any]], Any]) -> None:
-    """Have every wait call `around(wait, args, kwargs)`."""
+def replace(around: Callable[[Wait], Wait]) -> None:
+    """Put `around(wait)` in the place of the method `wait`."""
     import torch.distributed as dist
 
     work: Any = dist.Work
-    original = work.wait
-
-    @functools.wraps(original)
-    def wait(*args: Any, **kwargs: Any) -> Any:
-        return around(original, args, kwargs)
-
-    work.wait = wait
+    work.wait = functools.update_wrapper(around(work.wait), work.wait)
 
 
 def restore() -> None:

@@ -22,7 +22,7 @@ from lockstep import collectives
 from lockstep.collectives import is_main_process, object_device
 from lockstep.config import TrainingConfig, require_equation
 from lockstep.data import batch_length, move
-from lockstep.data.batches import MicroBatch
+from lockstep.data.batches import MicroBatch, num_tokens
 from lockstep.errors import RunError, UsageError
 from lockstep.layout import Layout
 from lockstep.parallel.loss_accumulator import Loss, LossAccumulator
@@ -90,8 +90,10 @@ class StepWindow:
             step.set_nominal(batch, self._micro_batches_per_step)
         if self._accumulator is None:
             self._warn_of_end()
-            run.before_step([MicroBatch(0, batch)], self._micro_batches_per_step)
-            step.look_for_tokens(batch)
+            run.modes.before_step(step.progress.step + 1)
+            run.loss_check.check(
+                [MicroBatch(0, batch)], self._micro_batches_per_step, step.progress.step
+            )
             self._accumulator = step.open(self._micro_batches_per_step)
             self._samples = 0
         if step.stop_asked:
@@ -153,7 +155,10 @@ class StepWindow:
         index, _ = placed.assign(self._micro_batches_per_step)[self.open_step.calls]
         with placed.random_state.running("train", step.progress.step):
             return placed.micro_step(
-                MicroBatch(index, batch, real), self._accumulator, step.factor, last
+                MicroBatch(index, batch, real, num_tokens(batch)),
+                self._accumulator,
+                step.factor,
+                last,
             )
 
     def _update(self) -> StepRecord:

@@ -36,6 +36,7 @@ class Checkpointer:
         self._config = run.config.checkpoint
         output = run.output
         self._folder = None if self._config.save_strategy == "none" else output.checkpoints
+        self.saves = self._folder is not None
         self._saver: checkpoint.AsyncSaver | None = None
         self._evaluated: dict[int, float] = {}
         self._rollbacks: dict[int, int] = {}  # step → rollbacks to it

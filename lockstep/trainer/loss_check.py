@@ -4,7 +4,9 @@ A mean whose weights differ from its divisor gives another loss, and another gra
 split of the same samples. All topologies agree on it, so only another split shows it. The check
 runs in evaluation mode and changes no state. Nothing is checked if an update is made from one
 micro-batch, since then no split matters; if the forward pass draws random numbers even in
-evaluation mode, or returns no loss there; and for batches that cannot be halved.
+evaluation mode, or returns no loss there; and for batches that cannot be halved. The first step is
+checked before it is taken, so that a refusal comes before anything is trained; a loop over data
+(`lockstep.trainer.training_run`) checks the next ones after their updates.
 
 Tests: tests/trainer/test_loss_check.py, tests/trainer/test_jagged.py
 """
@@ -23,7 +25,6 @@ from torch import Tensor, nn
 
 from lockstep.collectives import is_main_process, object_device
 from lockstep.data.batches import MicroBatch
-from lockstep.data.order import preserve_states
 from lockstep.errors import UsageError, listed
 from lockstep.models.observed import LossCalls
 from lockstep.models.protocol import num_samples
@@ -32,6 +33,7 @@ from lockstep.parallel.buffers import restored_attributes
 from lockstep.parallel.loss_accumulator import Loss, LossAccumulator
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parallel.place import compiled_blocks
+from lockstep.randomness import preserve_states
 from lockstep.torch_compat.pytree import tree_flatten, tree_map_only, tree_unflatten
 from lockstep.trainer.evaluation import evaluating, restored_buffers
 
@@ -80,10 +82,10 @@ class LossCheck:
         """Check nothing in this run."""
         self.left = 0
 
-    def before_step(
+    def check(
         self, micro_batches: Sequence[MicroBatch], micro_batches_per_step: int, step: int
     ) -> None:
-        """Check the loss with this rank's micro-batches of the step that follows, if it is due.
+        """Check the loss with this rank's micro-batches of a step, if some are left to check.
 
         Rank 0 warns if it does not add up, with the line to write; a UsageError for a Hugging Face
         model, also where its divisor is unknown.

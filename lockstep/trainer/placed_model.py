@@ -226,8 +226,9 @@ class PlacedModel:
                 "no rank brings a micro-batch",
                 fix="end the loop when all ranks have run out of data",
             )
-        self._loss_check.before_step(micro_batches, micro_batches_per_step, self.step)
-        placed.objective.begin_step(micro_batches_per_step)
+        self._loss_check.check(micro_batches, micro_batches_per_step, self.step)
+        if placed.objective.observed is not None:
+            placed.objective.observed.begin_step(micro_batches_per_step)
         accumulator = placed.loss_accumulator(micro_batches_per_step)
         nominal = self._assigner.nominal
         with placed.random_state.running("train", self.step):

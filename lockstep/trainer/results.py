@@ -44,16 +44,9 @@ class Results:
     best: dict[str, float] = field(default_factory=dict)  # by metric
     last_record: StepRecord | None = None  # of the newest step
     best_is_new: bool = False  # the newest evaluation was the best by `keep_best`
+    stopped: bool = False  # the run has stopped early
     _best_followed: float | None = None  # of the early stopping's metric
     _evaluations_since: int = 0  # since that one
-
-    @property
-    def stopped(self) -> bool:
-        """Return whether the run has stopped early."""
-        return (
-            self.early_stopping is not None
-            and self._evaluations_since >= self.early_stopping.patience
-        )
 
     def why_stopped(self) -> str:
         """Return the log line of a run that has stopped early."""
@@ -169,6 +162,7 @@ class Results:
                 self._evaluations_since = 0
             elif not math.isnan(value):
                 self._evaluations_since += 1
+            self.stopped = self._evaluations_since >= stopping.patience
         if self.plateau is not None:
             value = float(results[self.plateau.metric])
             if not math.isnan(value):
@@ -191,5 +185,7 @@ class Results:
         self.metrics = dict(state.get("metrics", {}))
         self._best_followed = followed.get("best")
         self._evaluations_since = followed.get("since", 0)
+        stopping = self.early_stopping
+        self.stopped = stopping is not None and self._evaluations_since >= stopping.patience
         if self.plateau is not None and followed.get("plateau"):
             self.plateau.load_state_dict(followed["plateau"])

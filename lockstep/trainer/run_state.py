@@ -5,13 +5,13 @@ What trains, evaluates and saves is given it.
 Tests: tests/trainer/test_loops.py, tests/trainer/test_resume.py
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep.cluster import Cluster
 from lockstep.config import Config
-from lockstep.data import MicroBatch, StepSource
+from lockstep.data import StepSource
 from lockstep.layout import Layout
 from lockstep.optim import PlateauSchedule, TorchSchedule, scaled_learning_rate
 from lockstep.step import Step
@@ -129,14 +129,6 @@ class RunState:
         """Note the length of the data that a loop begins with, and how many `workers` read them."""
         self.steps_per_epoch = source.steps_per_epoch
         self.data_workers = workers
-
-    def before_step(self, micro_batches: Sequence[MicroBatch], micro_batches_per_step: int) -> None:
-        """Put the weights in place that are trained, and check the loss in a run's first steps."""
-        self.modes.before_step(self.step.progress.step + 1)
-        if self.loss_check.left:
-            self.loss_check.before_step(
-                micro_batches, micro_batches_per_step, self.step.progress.step
-            )
 
     def note_position(self, source: StepSource, *, ended_epoch: bool) -> None:
         """Keep how far the data were read by the step that was made."""

@@ -119,8 +119,8 @@ class TrainingRun:
             source.close()
 
     def _steps_of(self, source: StepSource, total: int | None, name: str) -> Generator[TakenStep]:
-        run = self._run
         step = self._run.step
+        results = self._run.results
         checkpointer = self.checkpointer
         beat = own_heartbeat()
         clock = step.clock
@@ -128,7 +128,7 @@ class TrainingRun:
         is_last = True
         is_first = True
         with explain_worker_deaths(source), waits_counted(clock):
-            while not run.was_stopped:
+            while not (step.stopping or results.stopped):
                 clock.enter("data")
                 beat.beat(step.progress.step + 1, "first" if is_first else "step")
                 with beat.call(name):
@@ -143,9 +143,10 @@ class TrainingRun:
                 if step.stopping:  # a process that is asked to end has little time
                     checkpointer.after_step(last=True, last_of_epoch=batches.last_of_epoch)
                 yield TakenStep(record, is_last, batches.last_of_epoch)
-                is_last = is_last or run.was_stopped
-                checkpointer.after_step(last=is_last, last_of_epoch=batches.last_of_epoch)
-                is_first = False
+                is_last = is_last or step.stopping or results.stopped
+                if checkpointer.saves:
+                    checkpointer.after_step(last=is_last, last_of_epoch=batches.last_of_epoch)
+                is_first = is_first and record is None
         step.flush()
         if not is_last:  # the data ended, at an unknown length
             checkpointer.after_step(last=True, last_of_epoch=True)
@@ -160,18 +161,24 @@ class TrainingRun:
         """
         run = self._run
         step = self._run.step
-        if is_first:
-            step.look_for_tokens(batches.mine[0].batch)
         if batches.step in step.avoid:
             step.skip_step(batches.samples)
             return None
-        run.before_step(batches.mine, batches.num_micro_batches)
+        run.modes.before_step(batches.step + 1)
+        if is_first:
+            self._check_loss(batches)
         with self._around_step():
             record = step.run(
                 batches.mine, batches.num_micro_batches, batches.samples, epoch=batches.epoch
             )
         run.note_position(source, ended_epoch=batches.last_of_epoch)
+        if not is_first and run.loss_check.left and not step.stopping:
+            self._check_loss(batches)
         return record
+
+    def _check_loss(self, batches: StepBatches) -> None:
+        """Check in a run's first steps that the loss adds up over micro-batches."""
+        self._run.loss_check.check(batches.mine, batches.num_micro_batches, batches.step)
 
     def after_update(self, record: StepRecord) -> None:
         """Record and save an update of `training_step`, whose loop is the caller's."""

@@ -104,9 +104,9 @@ def apply(trainer: "Trainer", switches: frozenset[str], model: torch.nn.Module) 
         memory = ModelMemory(placed.parts)
         at = placed.random_state.at
 
-        def restored(micro_batch: int) -> None:
+        def restored(micro_batch: int, earlier: Mapping[str, int] | None = None) -> None:
             memory.restore_first()
-            at(micro_batch)
+            at(micro_batch, earlier)
 
         placed.random_state.at = restored  # type: ignore[method-assign]
     if OPTIMIZER_HOOKS in switches:
@@ -262,10 +262,10 @@ def _forward_alone(trainer: "Trainer") -> None:
     at = random_state.at
     opened = ExitStack()
 
-    def observed_at(micro_batch: int) -> None:
+    def observed_at(micro_batch: int, earlier: Mapping[str, int] | None = None) -> None:
         opened.close()
         opened.enter_context(alone())
-        at(micro_batch)
+        at(micro_batch, earlier)
 
     def observed_run(run: Any, micro_batches: Any, accumulator: Any, factor: float) -> None:
         add = accumulator.add

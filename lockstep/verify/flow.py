@@ -8,7 +8,7 @@ TTrace (arXiv:2506.09280).
 Tests: tests/verify/test_updates.py, tests/verify/test_faults.py
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -142,14 +142,14 @@ class FlowRecorder:
             run(micro_batches, accumulator, factor)
         self._forward = False
 
-    def _begin(self, micro_batch: int) -> None:
+    def _begin(self, micro_batch: int, earlier: Mapping[str, int] | None = None) -> None:
         self._remember()
         self._memory.begin()
         self._forward = True
         self._inside.clear()
         for key in [key for key in self._calls if key[0] == micro_batch]:
             del self._calls[key]
-        self._at(micro_batch)
+        self._at(micro_batch, earlier)
 
     def _remember(self) -> None:
         """Note what the forward pass that ends here has changed in the model's memory."""

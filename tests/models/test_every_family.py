@@ -89,7 +89,7 @@ def test_forward_is_the_fold_of_the_segments(family: str) -> None:
     torch.manual_seed(3)
     whole = as_tuple(model(*inputs))
     torch.manual_seed(3)
-    folded = as_tuple(run_segments(model, *inputs))
+    folded = as_tuple(run_segments(model, model.segments(), shared_parameters_of(model), *inputs))
     assert len(whole) == len(folded)
     assert all(torch.equal(a, b) for a, b in zip(whole, folded, strict=True))
 

@@ -18,6 +18,7 @@ AXIS = '''
 import torch
 import torch.distributed as dist
 
+from lockstep.data.batches import assign_strided
 from lockstep.errors import Contradiction
 from lockstep.parallel.axes.axis import Axis
 from lockstep.parallel.passes import AroundMicroBatch

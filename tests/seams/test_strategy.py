@@ -14,8 +14,8 @@ STRATEGY = '''
 import torch
 import torch.distributed as dist
 
+from lockstep.data.batches import assign_contiguous
 from lockstep.parallel.placement import placed_in_order
-from lockstep.parallel.parallel_model import assign_contiguous
 from lockstep.parallel.placement import AppliedStrategy, shared_out
 from lockstep.parallel.reproducible.tree import assign_tree
 from lockstep.parallel.reproducible.gradient_trees import ExchangedTree

@@ -31,11 +31,11 @@ def watch_passes() -> float:
     waited = 0.0
     for _ in range(3):
         model(torch.ones(2, 4), True).sum().backward()
-        ddp_reducer.check_all_sent(model)
+        ddp_reducer.check_of_sent(model)()
         waited = ddp_reducer.wait_seconds(model)
     model(torch.ones(2, 4), False).sum().backward()
     with pytest.raises(RuntimeError, match="Expected to have finished reduction"):
-        ddp_reducer.check_all_sent(model)
+        ddp_reducer.check_of_sent(model)()
     return waited
 
 

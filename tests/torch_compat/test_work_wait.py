@@ -14,9 +14,12 @@ def count_waits() -> tuple[int, bool]:
     original = dist.Work.wait
     told = []
 
-    def around(wait: work_wait.Wait, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        told.append(wait)
-        return wait(*args, **kwargs)
+    def around(wait: work_wait.Wait) -> work_wait.Wait:
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            told.append(wait)
+            return wait(*args, **kwargs)
+
+        return noted
 
     assert work_wait.available()
     work_wait.replace(around)

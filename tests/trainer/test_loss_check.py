@@ -279,7 +279,7 @@ class Learned(Scores):
 def test_sound_models_are_left_alone_in_every_bit(make: Callable[[], nn.Module]) -> None:
     random.seed(0)
     _, compared, texts = train(make())
-    with patch.object(LossCheck, "before_step"):
+    with patch.object(LossCheck, "check"):
         random.seed(0)
         _, left_alone, _ = train(make())
     assert not texts
@@ -537,7 +537,7 @@ def test_compiled_blocks_are_compared_as_they_are_written(
         compiled, texts = graphs()
     assert len(texts) == warned
     assert found == ([False] if warned else [True] * 3)
-    with patch.object(LossCheck, "before_step"):
+    with patch.object(LossCheck, "check"):
         assert graphs()[0] == compiled > 0  # none is made for the halves
 
 

@@ -12,7 +12,7 @@ Tests: tests/parallel/test_pipeline.py, tests/parity/test_pipeline.py, tests/sea
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import ClassVar, Self
 
 import torch
@@ -22,16 +22,18 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lockstep.collectives import object_device
 from lockstep.config import StepConfig
+from lockstep.data.batches import assign_strided
 from lockstep.errors import Contradiction
 from lockstep.layout import Layout
 from lockstep.parallel.axes.axis import AssignAnyRank, Axis, Site
 from lockstep.parallel.axes.expert import placed_experts
 from lockstep.parallel.axes.shard import ShardAxis
 from lockstep.parallel.axes.tensor import TensorAxis
+from lockstep.parallel.fsdp_calls import UnitCalls
 from lockstep.parallel.fsdp_order import UnitOrder
 from lockstep.parallel.fsdp_units import explain_mixing, sharded_units, used_elsewhere
 from lockstep.parallel.loss_weights import train_loss_weights
-from lockstep.parallel.parallel_model import ParallelModel, assign_strided
+from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parallel.passes import AroundMicroBatch, Explain, Explains, explained, within
 from lockstep.parallel.pipeline import stage_parameters
 from lockstep.parallel.pipeline.plan import PipelinePlan, plan_of, splits_backward
@@ -159,7 +161,7 @@ def place_stages(site: Site) -> ParallelModel:
         evaluate=within(partial(explained, explanations_of(site)), runner.evaluate),
         forward=runner.forward,
         buffers={n: b for n, b in cut.held.named_buffers().items() if n in plan.model.persistent},
-        finishers=[finish],
+        finishers=[finish] if groups or trees is not None else [],
         norm_groups=([mesh["shard"].get_group()] if layout.shard > 1 else []) + [group],
         # the first does
         counted={n for n in cut.held.parameters if cut.held.across.get(n, [rank])[0] == rank},
@@ -200,9 +202,10 @@ def local_stages(site: Site, mesh: DeviceMesh, plan: PipelinePlan) -> LocalStage
     frees = several and strategy in ("full_shard", "hybrid_shard")
     unit, lines = shard_stages(parts, held, site.units, partial(shard.cut_stage, site), frees)
     site.log_lines.extend(lines)
-    if several and site.dry_run is None:
-        for part in parts:
-            _hold_to_one_order(part, mesh["shard"].get_group(), site.device)
+    for part in parts:
+        holds = several and site.dry_run is None
+        shards = mesh["shard"].get_group() if holds else None
+        UnitCalls(part, order=None if shards is None else _one_order(part, shards, site.device))
     return LocalStages(plan, held, parts, shard, frees, unit)
 
 
@@ -240,10 +243,10 @@ def _parallel_pipelines(site: Site) -> dist.ProcessGroup | None:
     return site.dp_group if site.ranks > 1 else None
 
 
-def _hold_to_one_order(part: StageModule, shards: dist.ProcessGroup, device: torch.device) -> None:
-    """Make it an error if some ranks' data leave out a unit of a stage that others gather."""
+def _one_order(part: StageModule, shards: dist.ProcessGroup, device: torch.device) -> UnitOrder:
+    """Return what makes it an error if some ranks' data leave out a unit that others gather."""
     named = [(part.name_in_model(name), unit) for name, unit in sharded_units(part)]
-    UnitOrder(named, device, {True: shards, False: shards}, shards, joins=False)
+    return UnitOrder(named, device, {True: shards, False: shards}, shards, joins=False)
 
 
 def _runner(
@@ -277,7 +280,7 @@ def _runner(
         Shapes(site.rank, site.ranks, knows_batches, objects_on, together=together),
         program=lambda count: program_of(*schedule, count, rank),
         forward_program=lambda count: forward_program_of(*schedule, count, rank),
-        padded=lambda count: plan.facts.padded(count, site.layout.pipeline, stages),
+        padded=cache(partial(plan.facts.padded, ranks=site.layout.pipeline, stages=stages)),
         halves=halves,
         per_run=options.n_microbatches,
         shared_unit=cut.unit,

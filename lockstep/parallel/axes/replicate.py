@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.config import StepConfig
+from lockstep.data.batches import assign_contiguous, assign_strided
 from lockstep.errors import Contradiction
 from lockstep.layout import Layout
 from lockstep.parallel.axes.axis import AssignAnyRank, Axis, Site
@@ -24,7 +25,7 @@ from lockstep.parallel.axes.expert import placed_experts
 from lockstep.parallel.axes.rows import RowsAxis
 from lockstep.parallel.comm.compression import Compression, compress
 from lockstep.parallel.ddp import DDPSync, wrapped_by_ddp
-from lockstep.parallel.parallel_model import ParallelModel, assign_contiguous, assign_strided
+from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parallel.placement import AppliedStrategy, placed_in_order, shared_out
 from lockstep.parallel.reproducible.gradient_trees import ReplicaTree
 from lockstep.parallel.reproducible.tree import assign_tree

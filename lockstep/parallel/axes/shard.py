@@ -13,15 +13,17 @@ from typing import ClassVar, Self
 import torch.distributed as dist
 from torch import nn
 
+from lockstep.data.batches import assign_strided
 from lockstep.errors import UsageError, listed
 from lockstep.parallel.axes.axis import AssignAnyRank, Axis, Site
 from lockstep.parallel.axes.expert import placed_experts
 from lockstep.parallel.comm.gloo import GlooMessages
 from lockstep.parallel.facts import Named
-from lockstep.parallel.fsdp import FSDPSync, Scalars, apply_fsdp, scalars_of
+from lockstep.parallel.fsdp import Scalars, apply_fsdp, scalars_of
+from lockstep.parallel.fsdp_calls import UnitCalls
 from lockstep.parallel.fsdp_order import UnitOrder
 from lockstep.parallel.fsdp_units import UnitUsage, contained_units, sharded_units
-from lockstep.parallel.parallel_model import ParallelModel, assign_strided
+from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parallel.passes import AroundMicroBatch
 from lockstep.parallel.placement import AppliedStrategy, placed_in_order, shared_out
 from lockstep.parallel.reproducible.gradient_trees import ShardTree
@@ -72,8 +74,7 @@ class ShardAxis(Axis):
         how, groups = _assignment(site)
         applied = AppliedStrategy(
             shared_out(how, site),
-            gradient_sync=FSDPSync(site.model, accumulate=options.accumulate),
-            around=[scalars, *_exchanges(site, shards)],
+            around=[*([scalars] if scalars.placed else []), *_exchanges(site, shards)],
             tree=ShardTree(site.model, mesh, groups) if site.reproducible else None,
             norm_groups=[shards] if shards is not None else [],
             parameters=scalars.placed,
@@ -117,18 +118,21 @@ class ShardAxis(Axis):
 
 
 def _exchanges(site: Site, shards: dist.ProcessGroup | None) -> Sequence[AroundMicroBatch]:
-    """Return what compares the units that ranks use, and what carries messages of gloo."""
-    around: list[AroundMicroBatch] = []
+    """Return what stands around calls of units, and what carries messages of gloo."""
+    usage = None
+    order = None
     # ranks compare what they use, and without values there is nothing to compare
     if site.dry_run is None:
-        around.append(UnitUsage(site.model, site.device))
+        usage = UnitUsage(site.model, site.device)
         exchanging: dict[bool, dist.ProcessGroup | None] = (
             {} if shards is None else {True: shards, False: shards}
         )
         if not site.reproducible:  # replicas add up unit by unit, too
             exchanging[True] = site.dp_group
         units = sharded_units(site.model)
-        around.append(UnitOrder(units, site.device, exchanging, site.dp_group))
+        order = UnitOrder(units, site.device, exchanging, site.dp_group)
+    accumulate = site.config.distributed.fsdp.accumulate
+    around: list[AroundMicroBatch] = [UnitCalls(site.model, usage, order, accumulate=accumulate)]
     if site.device_type == "cpu":
         # else a sum follows on what FSDP2 is given
         may_wait = not site.reproducible and site.layout.replicate == 1

@@ -26,7 +26,6 @@ from torch.distributed.tensor import DTensor
 
 from lockstep.parallel.comm import MESSAGE, all_gather_flat
 from lockstep.parallel.fsdp_units import own_parameters
-from lockstep.parallel.parallel_model import local
 from lockstep.parallel.passes import AroundMicroBatch, MicroBatchPass
 
 
@@ -44,7 +43,7 @@ class GlooMessages(AroundMicroBatch):
         # with what it becomes
         self._under_way: tuple[AllToAll, Tensor, Sequence[nn.Parameter]] | None = None
         # over the step's micro-batches, all but the last
-        self._sums: dict[nn.Parameter, Tensor] = {}
+        self._sums: dict[nn.Parameter, DTensor] = {}
         self._may_wait = may_wait
         self._last = True
         for module in model.modules():
@@ -98,13 +97,14 @@ class GlooMessages(AroundMicroBatch):
         exchange.add_up(output)
         # add them to those of the micro-batches before
         for parameter in parameters if self._may_wait else ():
-            if parameter.grad is None:  # not used this time: what it has stays
+            grad: Any = parameter.grad  # a DTensor
+            if grad is None:  # not used this time: what it has stays
                 continue
             before = self._sums.pop(parameter, None)
             if before is not None:
-                local(parameter.grad).add_(local(before))
+                grad.to_local().add_(before.to_local())
             if not self._last:
-                self._sums[parameter] = parameter.grad
+                self._sums[parameter] = grad
                 parameter.grad = None
 
 
@@ -155,7 +155,8 @@ class _Gather:
     ) -> dist.Work:
         pieces = list(_pieces(input_tensor))
         if len(pieces) == 1:
-            return all_gather_flat(output_tensor, input_tensor, group=group, async_op=True)  # type: ignore[no-any-return]
+            work = all_gather_flat(output_tensor, input_tensor, group=group, async_op=True)
+            return _Works([work])
         rows = output_tensor.view(group.size(), -1)
         return _Works(
             [

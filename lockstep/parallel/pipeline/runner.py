@@ -28,7 +28,7 @@ from lockstep.parallel.executor import Executor, Stage
 from lockstep.parallel.loss_accumulator import Loss, LossAccumulator
 from lockstep.parallel.passes import AroundMicroBatch
 from lockstep.parallel.pipeline.shapes import Agreement, RunDescriptions, Shapes, check_outputs
-from lockstep.parallel.pipeline.stage_module import StageCall, StageModule
+from lockstep.parallel.pipeline.stage_module import NO_INPUTS, StageCall, StageModule
 from lockstep.parallel.pipeline.trees import StageTrees
 from lockstep.parallel.transport import Described, Meta, PeerToPeer, Program, Tensors, Transport
 from lockstep.randomness import RandomState
@@ -74,6 +74,7 @@ class Runner:
                 self.around[part.index],
                 part.index,
                 len(self.rank_of),
+                part.earlier,
             )
             for part in self.parts
         ]
@@ -85,7 +86,12 @@ class Runner:
 
     def _forward_only(self, run: Callable[..., Any], transport: Transport) -> Executor:
         stages = [
-            Stage(partial(run, part), index=part.index, count=len(self.rank_of))
+            Stage(
+                partial(run, part),
+                index=part.index,
+                count=len(self.rank_of),
+                earlier=part.earlier,
+            )
             for part in self.parts
         ]
         return Executor(stages, self.random_state, transport)
@@ -125,12 +131,13 @@ class Runner:
 
     def _call(self, part: StageModule, micro_batch: MicroBatch, received: Sequence[Tensor]) -> Any:
         """Run a stage; the last one returns the loss."""
-        part.enter(self.random_state, micro_batch.index)
 
         def finish(outputs: Any, calls: LossCalls | None) -> Loss:
             return Loss(*self.objective.factors(outputs, micro_batch.batch, calls))
 
-        return part(StageCall(partial(self.objective.inputs, micro_batch.batch), finish), *received)
+        wanted = part.is_first or part.is_last
+        inputs = self.objective.inputs(micro_batch.batch) if wanted else NO_INPUTS
+        return part(StageCall(inputs, finish), *received)
 
     # ---- shapes ----
 
@@ -214,11 +221,10 @@ class Runner:
 
         All ranks call it with the same arguments and get the outputs.
         """
-        call = StageCall(lambda: (args, kwargs), lambda outputs, _calls: outputs)
+        call = StageCall((args, kwargs), lambda outputs, _calls: outputs)
         found: list[Any] = [None]  # by ranks that do not hold the last stage
 
-        def run(part: StageModule, micro_batch: MicroBatch, received: Tensors) -> Any:
-            part.enter(self.random_state, micro_batch.index)
+        def run(part: StageModule, _micro_batch: MicroBatch, received: Tensors) -> Any:
             return part(call, *received)
 
         with self._gathered(keep=False):

@@ -23,10 +23,10 @@ from lockstep.parallel.pipeline.plan import PipelinePlan
 from lockstep.parallel.pipeline.stage_parameters import Registration, StageParameters
 from lockstep.parallel.strides import copied_to
 from lockstep.precision import Precision
-from lockstep.randomness import RandomState
 from lockstep.torch_compat.tensor_versions import base_of
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]  # of the whole model's forward pass
+NO_INPUTS: Inputs = ((), {})
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class StageCall:
     Stages in the middle look at neither.
     """
 
-    inputs: Callable[[], Inputs]  # of the model's forward pass
+    inputs: Inputs  # of the model's forward pass; empty for a stage in the middle
     # (the model's outputs, calls of torch's loss functions that made them, if observed) → what the
     # last stage returns
     finish: Callable[[Any, LossCalls | None], Any]
@@ -75,8 +75,8 @@ class StageModule(nn.Module):
         self._segments = [(module, borrowed.get(name, {})) for name, module in segments]
         self._names = [name for name, _ in segments]
         self._blocks = list(blocks)
-        self._earlier = dict(earlier)
-        self._precision = precision
+        self.earlier = dict(earlier)
+        self._autocast = precision.autocast()
         self._observes = observes
 
     def hold(self, loss_fn: nn.Module) -> None:
@@ -107,30 +107,24 @@ class StageModule(nn.Module):
                 seen.add(id(registration.tensor()))
                 yield registration.tensor()
 
-    def enter(self, random_state: RandomState, micro_batch: int) -> None:
-        """Begin a forward pass of this stage: random numbers continue after earlier stages."""
-        random_state.at(micro_batch)
-        random_state.calls.update(self._earlier)
-
     def forward(self, call: StageCall, *values: Any) -> Any:
         """Run the stage's segments; the first takes the batch, the last may return a loss."""
         keywords: Mapping[str, Any] = {}
-        inputs: Inputs = call.inputs() if self.is_first or self.is_last else ((), {})
         given = {id(value) for value in values}
         observing = LossCalls() if self.is_last and self._observes else nullcontext()
-        with self._precision.autocast(), observing as calls:
+        with self._autocast, observing as calls:
             if self.is_first:
-                values, keywords = inputs
+                values, keywords = call.inputs
             outputs: Any = values
             for segment, borrowed in self._segments:
                 lent = {
                     keyword: registration.tensor() for keyword, registration in borrowed.items()
                 }
-                outputs = run_segment(segment, values, {**keywords, **lent}, inputs)
+                outputs = run_segment(segment, values, {**keywords, **lent}, call.inputs)
                 values = outputs if isinstance(outputs, tuple) else (outputs,)
                 keywords = {}
         if self.is_last:
-            with self._precision.autocast():
+            with self._autocast:
                 return call.finish(outputs, calls)
         return tuple(_own(value, given) for value in values)
 

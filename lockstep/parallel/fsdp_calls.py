@@ -1,0 +1,96 @@
+"""What stands around the passes of a sharded model, and around the calls of its units.
+
+One list for each moment, in the order in which things happen:
+
+    before a pass           which units are used; their order; what this pass sends
+    before a unit's call    units that other ranks call here are joined; the call is noted; one that
+                            a backward pass repeats is a new one. Then FSDP2 gathers the unit.
+    after the model's call  the rest of the order is joined. Then FSDP2 frees the root.
+    after a pass            the order is completed; ranks compare which parameters were used
+
+Tests: tests/parallel/test_fsdp.py, tests/parallel/test_fsdp_order.py,
+tests/parity/test_own_recomputation.py
+"""
+
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from lockstep.parallel.fsdp_order import UnitOrder
+from lockstep.parallel.fsdp_units import UnitUsage, sharded_units
+from lockstep.parallel.passes import AroundMicroBatch, MicroBatchPass
+from lockstep.torch_compat.backward_pass import graph_task
+from lockstep.torch_compat.fsdp_state import begin_anew
+
+
+class UnitCalls(AroundMicroBatch):
+    """The calls of a sharded model's units.
+
+    A stage of a pipeline has them without standing around passes: `StageSync` does there.
+
+    Args:
+        model: sharded; its root is a unit, too.
+        usage: notes which units and parameters a step uses; None in a dry run and in stages.
+        order: has all ranks gather in one order; None: they exchange nothing, or never differ.
+        accumulate: `sharded`: each micro-batch's gradient is scattered at once, a rank never holds
+            more than its share, and replicas add up once a step. `unsharded`: nothing is sent
+            before the last micro-batch, and each rank holds the whole model's gradient until then.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        usage: UnitUsage | None = None,
+        order: UnitOrder | None = None,
+        *,
+        accumulate: str = "sharded",
+    ) -> None:
+        assert isinstance(model, FSDPModule)
+        self._model = model
+        self._usage = usage
+        self._order = order
+        self._accumulate = accumulate
+        for position, (_, unit) in enumerate(sharded_units(model)):
+            unit.register_forward_pre_hook(
+                partial(self._before_call, position), prepend=True, with_kwargs=True
+            )
+        model.register_forward_hook(self._after_model, prepend=True)
+
+    def before(self, run: MicroBatchPass) -> None:
+        if self._usage is not None:
+            self._usage.begin_pass()
+        if self._order is not None:
+            self._order.begin_pass(run)
+        self._model.set_is_last_backward(run.last)
+        if self._accumulate == "unsharded":
+            self._model.set_requires_gradient_sync(run.last)
+        else:
+            self._model.set_requires_all_reduce(run.last)
+
+    def after(self, run: MicroBatchPass) -> None:
+        if self._order is not None:
+            self._order.end_pass(run)
+        if self._usage is not None:
+            self._usage.end_pass(run)
+
+    def failed(self, error: BaseException) -> Exception | None:
+        return None if self._usage is None else self._usage.failed(error)
+
+    def _before_call(self, position: int, unit: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Prepare a unit's call, before FSDP2 gathers it; return other inputs, or None."""
+        inputs = None
+        if self._order is not None:
+            inputs = self._order.before_call(position, args, kwargs)
+        if self._usage is not None:
+            self._usage.before_call(position, unit)
+        if graph_task() != -1:  # a backward pass repeats the call
+            begin_anew(unit)
+        return inputs
+
+    def _after_model(self, _model: nn.Module, _args: object, outputs: Any) -> Any:
+        """End the model's call, before FSDP2 does; return other outputs, or None."""
+        if self._usage is not None:
+            self._usage.end_forward()
+        return None if self._order is None else self._order.end_forward(outputs)
