@@ -156,6 +156,7 @@ def launch(argv: list[str]) -> int:
         )
     output = run_directory(given.output_dir or Path("runs", Path(given.script).stem))
     if given.watch_training is not None:
+        given.fresh_processes = True  # each rank observes itself from its first import on
         from lockstep.verify.watch import inject
 
         if given.watch_training < 1:

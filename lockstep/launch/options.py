@@ -50,6 +50,7 @@ class LaunchOptions:
     local_addr: str | None = None
     monitor_interval: float = 0.1
     shutdown_timeout: int = 30
+    fresh_processes: bool = False
 
     @property
     def nodes(self) -> tuple[int, int]:

@@ -38,6 +38,7 @@ from lockstep.launch.options import (
     rendezvous_host,
     run_id,
 )
+from lockstep.launch.rank_starts import RankStarter, rank_starter, reason_of_script
 from lockstep.launch.script import run_script
 from lockstep.launch.worker import (
     FAILURES,
@@ -115,7 +116,15 @@ def train(
     variables = import_module("lockstep.cluster").environment(distributed)
     hang = distributed.hang.factor, distributed.hang.seconds, distributed.timeout_seconds
     return launch(
-        LaunchJob(("-m", "lockstep", "train", *argv), run.logs, variables, hang), options, processes
+        LaunchJob(
+            ("-m", "lockstep", "train", *argv),
+            run.logs,
+            variables,
+            hang,
+            fresh="" if options.fresh_processes else None,
+        ),
+        options,
+        processes,
     )
 
 
@@ -153,7 +162,8 @@ def launch_script(
                 lambda: run_script(script, arguments, kind=kind), logs=logs, launched=False
             )
     started = ("-m", "lockstep.launch.script", str(logs), kind, script, *arguments)
-    return launch(LaunchJob(started, logs, output.environment()), options, processes)
+    fresh = "" if options.fresh_processes else reason_of_script(script, kind)
+    return launch(LaunchJob(started, logs, output.environment(), fresh=fresh), options, processes)
 
 
 def _load(module: str) -> Any:
@@ -236,6 +246,8 @@ class LaunchJob:
     # `factor`, `seconds` and `patience` of the `HangWatch`; a Trainer in a script replaces them by
     # those of its config
     hang: tuple[float | None, float, float] = (20.0, 60.0, 1800.0)
+    # why its ranks must be fresh processes ("": it is not worth a line); None: they may be forks
+    fresh: str | None = None
 
 
 def launch(job: LaunchJob, options: LaunchOptions, processes: int) -> int:
@@ -275,10 +287,13 @@ def launch(job: LaunchJob, options: LaunchOptions, processes: int) -> int:
     if "OMP_NUM_THREADS" not in os.environ:
         variables.setdefault("OMP_NUM_THREADS", str(threads_per_rank(processes)))
     try:
-        with signals.answered(exit_on_signal), environment_with(variables):
-            return _run_agent(
-                job, options, processes, failures, HangWatch(beats, job.logs, *job.hang)
-            )
+        watch = HangWatch(beats, job.logs, *job.hang)
+        with (
+            signals.answered(exit_on_signal),
+            environment_with(variables),
+            rank_starter(job.fresh, _log_to_stderr) as starter,
+        ):
+            return _run_agent(job, options, processes, failures, watch, starter)
     except LockstepError as error:
         print_error(error)
         return error.exit_code
@@ -291,7 +306,12 @@ def launch(job: LaunchJob, options: LaunchOptions, processes: int) -> int:
 
 
 def _run_agent(
-    job: LaunchJob, options: LaunchOptions, processes: int, failures: Path, watch: HangWatch
+    job: LaunchJob,
+    options: LaunchOptions,
+    processes: int,
+    failures: Path,
+    watch: HangWatch,
+    starter: RankStarter,
 ) -> int:
     """Run the ranks under torch's elastic agent. Return the exit code."""
     _load("lockstep.launch.agent")
@@ -299,6 +319,7 @@ def _run_agent(
 
     from lockstep.launch.agent import CLOSING_SECONDS, Agent, stopped_by, wait_for_failures
     from lockstep.launch.rendezvous_handlers import handler, open_store, own_address
+    from lockstep.torch_compat.rank_processes import started_by
 
     # prints a banner for each failed rank
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
@@ -353,7 +374,8 @@ def _run_agent(
             shutdown_timeout=options.shutdown_timeout,
         )
         signals.listen(agent.on_signal)
-        result = agent.run()
+        with started_by(starter):
+            result = agent.run()
         ended = agent.failed(result)
         cause = first_cause(ended)
         is_consequence = cause is not None and cause.consequence and options.several_nodes

@@ -1,0 +1,245 @@
+"""The prepared process: imports torch and Lockstep, then forks what is asked for.
+
+    python -m lockstep.launch.fork_server DESCRIPTOR
+
+`DESCRIPTOR` is its end of the channel that `prepared` made. A fork runs a module as `python -m`
+does, and becomes a child of the process that asked: it is the child of a process that ends at once,
+and that process's descendants go to the nearest ancestor that adopts orphans.
+
+    asks ── request ──> server ── fork ──> middle ── fork ──> the new process
+      │  <── its pid ──────┘                 └ ends                    │
+      └──────────────── is its parent from then on ────────────────────┘
+
+Tests: tests/launch/test_prepared.py
+"""
+
+import functools
+import gc
+import importlib
+import logging
+import os
+import pickle
+import runpy
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from lockstep import signals
+from lockstep.launch.prepared import ForkRequest, PreparedProcess, adopt_orphans, give
+
+_MESSAGE_BYTES = 200_000
+# What a rank has imported at its first step, under every strategy.
+_IMPORTED = (
+    "lockstep.cli",
+    "lockstep.config",
+    "lockstep.trainer",
+    "lockstep.cluster",
+    "lockstep.diagnose.doctor",
+    "lockstep.launch.script",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+)
+# Files that a process has open once it uses an accelerator.
+_DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/accel", "/dev/dri")
+
+
+class _ForkedError(BaseException):
+    """Leads a fork out of the server's loop."""
+
+
+def main(imports: Callable[[], None] | None = None) -> None:
+    """Import, serve, and run what was asked for in each fork; `imports` in place of the usual."""
+    channel = socket.socket(fileno=int(sys.argv[1]))
+    with_threads = _import_all() if imports is None else _count_threads_after(imports)
+    reason = why_not_fork(with_threads)
+    gc.freeze()  # else collections look at what was imported again and again, and unshare it
+    serve_until_forked(channel, reason)
+
+
+def serve_until_forked(channel: socket.socket, reason: str | None = None) -> None:
+    """Serve until nobody asks any more; a fork leaves by running its module."""
+    work = functools.partial(_serve, channel, reason)
+    while True:
+        try:
+            work()
+            return
+        except _ForkedError as fork:
+            work = functools.partial(_become, *fork.args)
+
+
+def _import_all() -> int:
+    def imports() -> None:
+        for name in _IMPORTED:
+            importlib.import_module(name)
+
+    return _count_threads_after(imports)
+
+
+def _count_threads_after(imports: Callable[[], None]) -> int:
+    """Import. Return how many threads there may be: numpy's, which end themselves for a fork."""
+    logging.disable(logging.WARNING)  # torchao tells of kernels for other uses that do not load
+    try:
+        importlib.import_module("numpy")
+        known = _threads()
+        imports()
+    finally:
+        logging.disable(logging.NOTSET)
+    return known
+
+
+def _threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def why_not_fork(known_threads: int = 1) -> str | None:
+    """Return what makes forks of this process unsafe, or None.
+
+    Args:
+        known_threads: those of OpenBLAS among them, which end before each fork by a handler of its
+            own.
+    """
+    import torch
+
+    if (number := _threads()) > known_threads:
+        return f"what was imported has started {number - known_threads} threads"
+    for descriptor in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{descriptor}")
+        except OSError:  # that of the listing itself
+            continue
+        if target.startswith(_DEVICES):
+            return f"what was imported has opened {target}"
+    ours = torch.default_generator
+    unused = torch.Generator().manual_seed(ours.initial_seed())
+    if not torch.equal(ours.get_state(), unused.get_state()):
+        return "what was imported has drawn random numbers"
+    return None
+
+
+def _serve(channel: socket.socket, reason: str | None) -> None:
+    """Fork what is asked for, until nobody can ask any more; raises `_ForkedError` in the forks."""
+    # a fork begins so, as a fresh process might
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals.ASKS_TO_END)
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(channel, _MESSAGE_BYTES, 3)
+        if not message:
+            os._exit(0)
+        if reason is None:
+            channel.send(_fork(channel, message, descriptors))
+        else:
+            channel.send(reason.encode())
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def _fork(channel: socket.socket, message: bytes, descriptors: Sequence[int]) -> bytes:
+    """Return the process id of the fork, as text. Raises `_ForkedError` in it."""
+    read, write = os.pipe()
+    middle = os.fork()  # which ends at once, so that its child goes to the process that asked
+    if middle == 0:
+        pid = os.fork()
+        if pid:
+            os.write(write, str(pid).encode())
+            os._exit(0)
+        channel.close()
+        os.close(read)
+        os.close(write)
+        raise _ForkedError(pickle.loads(message), descriptors)
+    os.waitpid(middle, 0)
+    os.close(write)
+    with os.fdopen(read, "rb") as answer:
+        return answer.read()
+
+
+def _become(request: ForkRequest, descriptors: Sequence[int]) -> None:
+    """Run the module as `python -m` does, to the end of this process."""
+    while os.getppid() != request.parent:
+        time.sleep(0.001)
+    if request.own_session:
+        os.setsid()
+    for number, descriptor in enumerate(descriptors):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    signal.pthread_sigmask(signal.SIG_SETMASK, request.blocked)
+    sys.stdin, sys.stdout, sys.stderr = sys.__stdin__, sys.__stdout__, sys.__stderr__ = _streams(
+        at_once=bool(request.environment.get("PYTHONUNBUFFERED"))
+    )
+    _take_environment(request)
+    if request.first is not None:
+        request.first()
+    os.chdir(request.folder)
+    _unlike_others()
+    if request.makes_forks:
+        adopt_orphans()
+        give(_fork_of_this_process())
+    # a package's `__main__` runs; a module runs anew itself
+    if not hasattr(sys.modules.get(request.module), "__path__"):
+        sys.modules.pop(request.module, None)
+    sys.argv[1:] = request.arguments
+    runpy.run_module(request.module, run_name="__main__", alter_sys=True)
+    sys.exit()
+
+
+def _take_environment(request: ForkRequest) -> None:
+    """Replace the variables, and the folders of modules that depend on them."""
+    variables = request.environment
+    ours = {"", os.getcwd(), *os.environ.get("PYTHONPATH", "").split(os.pathsep)}
+    sys.path[:] = [
+        *([] if sys.flags.safe_path else [request.folder]),
+        *filter(None, variables.get("PYTHONPATH", "").split(os.pathsep)),
+        *(path for path in sys.path if path not in ours),
+    ]
+    importlib.invalidate_caches()
+    os.environ.clear()
+    os.environ.update(variables)
+
+
+def _streams(*, at_once: bool) -> tuple[Any, Any, Any]:
+    """Return stdin, stdout and stderr on the descriptors 0, 1 and 2, as Python opens them."""
+    how = {"encoding": sys.stdout.encoding, "closefd": False}
+    out = open(1, "w", buffering=1, errors=sys.stdout.errors, **how)  # noqa: SIM115
+    err = open(2, "w", buffering=1, errors="backslashreplace", **how)  # noqa: SIM115
+    out.reconfigure(line_buffering=out.isatty(), write_through=at_once)
+    return open(0, **how), out, err
+
+
+def _unlike_others() -> None:
+    """Give the fork what a fresh process has of its own: seeds, and its number of threads.
+
+    Python seeds its own generator in each fork.
+    """
+    import numpy as np
+    import torch
+
+    np.random.seed()
+    torch.default_generator.seed()
+    asked = os.environ.get("OMP_NUM_THREADS", "")
+    if asked.isdecimal() and int(asked) > 0:  # OpenMP read it when it was loaded
+        torch.set_num_threads(int(asked))
+
+
+def _fork_of_this_process() -> PreparedProcess:
+    """Fork a prepared process off this one, which has no threads yet: it has all its imports."""
+    mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    pid = os.fork()
+    if pid:
+        its.close()
+        return PreparedProcess(mine, pid)
+    os.setsid()  # a signal to the group of the process that it serves is not for this one
+    mine.close()
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for number in range(3):
+        os.dup2(nowhere, number)
+    serve_until_forked(its)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    # not this module, which is `__main__`: requests name their classes by module
+    from lockstep.launch import fork_server
+
+    fork_server.main()

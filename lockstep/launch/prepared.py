@@ -1,0 +1,213 @@
+"""Starts Python processes as forks of one that has imported torch and Lockstep.
+
+Importing both takes each fresh process two to three seconds of a core; a fork starts in hundredths
+of a second. It is otherwise as a fresh process: a child of the one that asked for it, with the
+arguments, variables, folder, streams and signal mask that were asked for. What it shares with the
+prepared process are imported modules.
+
+A process can be forked safely while it has no thread, no open device and no used generator of
+random numbers; `fork_server` looks before its first fork, and says which of them stands in the way.
+
+Loads no torch.
+
+Tests: tests/launch/test_prepared.py
+"""
+
+import ctypes
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence, Set
+from contextlib import suppress
+from dataclasses import dataclass
+
+_SERVER = "lockstep.launch.fork_server"
+_MESSAGE_BYTES = 200_000
+# of linux/prctl.h: orphans among its descendants become this process's children
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+class CannotForkError(Exception):
+    """The prepared process can't make forks; its text says why."""
+
+
+@dataclass(frozen=True)
+class ForkRequest:
+    """What a prepared process is asked to start.
+
+    Attributes:
+        module: what `python -m` would run.
+        arguments: of the module.
+        environment: all variables of the fork.
+        folder: the working directory.
+        parent: the process whose child the fork becomes.
+        own_session: as `start_new_session` of Popen.
+        blocked: signals that the fork holds back at first.
+        makes_forks: whether it gets a prepared process of its own, for forks of what it imported.
+        first: called in the fork before all else; it must be picklable.
+    """
+
+    module: str
+    arguments: Sequence[str]
+    environment: Mapping[str, str]
+    folder: str
+    parent: int
+    own_session: bool = False
+    blocked: Set[signal.Signals | int] = frozenset()
+    makes_forks: bool = False
+    first: Callable[[], None] | None = None
+
+
+class PreparedProcess:
+    """The channel to a process that makes forks; it ends when nobody holds the channel any more.
+
+    Args:
+        channel: this side of it.
+        pid: of the prepared process.
+    """
+
+    def __init__(self, channel: socket.socket, pid: int) -> None:
+        self.pid = pid
+        self._channel = channel
+        self._lock = threading.Lock()
+
+    def fork(self, request: ForkRequest, descriptors: Sequence[int]) -> int:
+        """Return the process id of a fork, a child of this process.
+
+        `descriptors` become its stdin, stdout and stderr. Raises CannotForkError.
+        """
+        with self._lock:
+            try:
+                socket.send_fds(self._channel, [pickle.dumps(request)], descriptors)
+                answer = self._channel.recv(_MESSAGE_BYTES)
+            except OSError as error:
+                raise CannotForkError(f"the prepared process is gone ({error.strerror})") from error
+        if not answer:
+            raise CannotForkError("the prepared process has ended")
+        if not answer.isdigit():
+            raise CannotForkError(answer.decode())
+        return int(answer)
+
+    def close(self) -> None:
+        """Let the prepared process end; its forks live on."""
+        self._channel.close()
+        with suppress(ChildProcessError):
+            os.waitpid(self.pid, 0)
+
+
+# the prepared process that this one, a fork itself, was given when it began
+_own: list[PreparedProcess] = []
+
+
+def give(own: PreparedProcess) -> None:
+    """Note the prepared process of this fork, in place of any that its parent had."""
+    _own[:] = [own]
+
+
+def own_prepared_process() -> PreparedProcess | None:
+    """Return the prepared process that this one was given, if it is a fork that got one."""
+    return _own[0] if _own else None
+
+
+def adopt_orphans() -> bool:
+    """Make orphans among this process's descendants its children, as forks are at first.
+
+    Return whether the system can do that (Linux).
+    """
+    if sys.platform != "linux":
+        return False
+    return ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
+
+
+def start(
+    module: str = _SERVER,
+    *,
+    folder: str | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> PreparedProcess:
+    """Start a prepared process afresh; it imports while this one goes on.
+
+    Args:
+        module: what it runs, with the number of its channel.
+        folder: where it runs; unset: here.
+        environment: its variables; unset: this process's.
+
+    Raises:
+        CannotForkError: this system has no way to make its forks children of this process.
+    """
+    if not adopt_orphans():
+        raise CannotForkError("this system can't make the forks of another process children")
+    mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with its:
+        process = subprocess.Popen(
+            [sys.executable, "-m", module, str(its.fileno())],
+            pass_fds=[its.fileno()],
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,  # a Ctrl-C of the terminal is not for it
+        )
+    process.returncode = 0  # `close` waits for it, not the garbage collector
+    return PreparedProcess(mine, process.pid)
+
+
+class ForkedChild:
+    """A fork as `subprocess.Popen` shows a process: its public methods that need no pipe."""
+
+    stdin = stdout = stderr = None
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """Return the exit code, negative for a signal; None while it runs."""
+        if self.returncode is None:
+            self._reap(os.WNOHANG)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end, and return the exit code.
+
+        Raises:
+            subprocess.TimeoutExpired: it runs still after `timeout` seconds.
+        """
+        if timeout is None:
+            while self.returncode is None:
+                self._reap(0)
+            return self.returncode
+        deadline = time.monotonic() + timeout
+        pause = 0.0005
+        while (code := self.poll()) is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(str(self.pid), timeout)
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        """Send it a signal, unless it has ended."""
+        if self.poll() is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def _reap(self, options: int) -> None:
+        try:
+            pid, status = os.waitpid(self.pid, options)
+        except ChildProcessError:  # somebody else has waited for it
+            self.returncode = 0
+            return
+        if pid == self.pid:
+            self.returncode = os.waitstatus_to_exitcode(status)
