@@ -15,9 +15,13 @@ def run() -> int:
     """Run `main` in a process of its own, which ends with it."""
     if sys.argv[1:2] in (["train"], ["launch"]) and "LOCKSTEP_LAUNCHER_PID" not in os.environ:
         signals.listen(_leave)  # Lockstep's launcher starts ranks with signals blocked
-    from lockstep.cli import main  # after the line above: importing takes a while
+    from lockstep.launch import warm  # after the line above: importing takes a while
 
-    code = main()
+    code = warm.run(sys.argv[1:])
+    if code is None:
+        from lockstep.cli import main
+
+        code = main()
     signals.ignore()
     gc.freeze()  # else the interpreter's end would visit each of torch's million objects: a second
     return code

@@ -588,6 +588,36 @@ def doctor(argv: list[str]) -> int:
     )
 
 
+def warm(argv: list[str]) -> int:
+    """Run `lockstep warm [--idle-minutes N | --stop | --status]`."""
+    from lockstep.launch import warm
+
+    text = (
+        "Leave a process that has imported torch and Lockstep, in forks of which later commands"
+        " start at once."
+    )
+    examples = ["lockstep warm", "lockstep warm --idle-minutes 480", "lockstep warm --stop"]
+    parser = Parser("warm", text, examples)
+    add = parser.add_argument
+    text = f"end it after so long without a command (default: {warm.IDLE_MINUTES})"
+    add("--idle-minutes", metavar="N", type=float, default=warm.IDLE_MINUTES, help=text)
+    only = parser.add_mutually_exclusive_group()
+    only.add_argument("--stop", action="store_true", help="end it, when its commands have ended")
+    only.add_argument("--status", action="store_true", help="say whether there is one")
+    given = parser.parse(argv)
+    if given.stop:
+        print("it ends" if warm.stop() else "there is none")
+        return EXIT_DONE
+    if not given.status:
+        if given.idle_minutes <= 0:
+            raise UsageError(f"--idle-minutes {given.idle_minutes:g} is not above 0")
+        warm.stop()
+        warm.start(given.idle_minutes)
+    found = warm.status()
+    print("there is none: lockstep warm" if found is None else found)
+    return EXIT_DONE
+
+
 def submit(argv: list[str]) -> int:
     """Run `lockstep submit slurm|kubernetes CONFIG [KEY=VALUE …] [--dry-run]`."""
     from lockstep.submit import SCHEDULERS, add_options, run
@@ -649,6 +679,7 @@ VERBS: dict[str, Verb] = {
     "verify": (verify, "prove that topologies take the steps that one process takes"),
     "plan": (plan, "predict the memory and time of a run, and which layout is best"),
     "doctor": (doctor, "check machines, network and ranks before a run"),
+    "warm": (warm, "leave a prepared process, so that later commands start at once"),
     "submit": (submit, "submit a run as a job of Slurm or Kubernetes"),
     "config": (config, "show, check or list configs"),
     "checkpoint": (

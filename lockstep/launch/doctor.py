@@ -10,9 +10,10 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from lockstep.diagnose import BAD, WARN, Finding
+from lockstep.diagnose import BAD, GOOD, WARN, Finding
 from lockstep.environment import rank_facts
 from lockstep.errors import EXIT_DONE, EXIT_FAILED
+from lockstep.launch import warm
 from lockstep.launch.options import LaunchOptions, process_count
 from lockstep.launch.train import LaunchJob, in_this_process, is_rank, launch
 from lockstep.launch.worker import run_as_worker
@@ -80,6 +81,8 @@ def _run_checks(
         if not as_json:
             print(line, flush=True)
 
+    if rank_facts().is_main and (prepared := warm.status()) is not None:
+        show(Finding(GOOD, "warm process", str(prepared)))
     good = examine(output_dir, show, config)
     if rank_facts().is_main:
         bad, warn = (sum(line.status == status for line in lines) for status in (BAD, WARN))

@@ -54,9 +54,7 @@ class _ForkedError(BaseException):
 def main(imports: Callable[[], None] | None = None) -> None:
     """Import, serve, and run what was asked for in each fork; `imports` in place of the usual."""
     channel = socket.socket(fileno=int(sys.argv[1]))
-    with_threads = _import_all() if imports is None else _count_threads_after(imports)
-    reason = why_not_fork(with_threads)
-    gc.freeze()  # else collections look at what was imported again and again, and unshare it
+    reason = import_all(imports)
     serve_until_forked(channel, reason)
 
 
@@ -68,27 +66,24 @@ def serve_until_forked(channel: socket.socket, reason: str | None = None) -> Non
             work()
             return
         except _ForkedError as fork:
-            work = functools.partial(_become, *fork.args)
+            work = functools.partial(become, *fork.args)
 
 
-def _import_all() -> int:
-    def imports() -> None:
-        for name in _IMPORTED:
-            importlib.import_module(name)
-
-    return _count_threads_after(imports)
-
-
-def _count_threads_after(imports: Callable[[], None]) -> int:
-    """Import. Return how many threads there may be: numpy's, which end themselves for a fork."""
+def import_all(imports: Callable[[], None] | None = None) -> str | None:
+    """Import what ranks use, or by `imports`. Return why this process can't be forked, or None."""
     logging.disable(logging.WARNING)  # torchao tells of kernels for other uses that do not load
     try:
         importlib.import_module("numpy")
-        known = _threads()
-        imports()
+        of_numpy = _threads()
+        if imports is not None:
+            imports()
+        else:
+            for name in _IMPORTED:
+                importlib.import_module(name)
     finally:
         logging.disable(logging.NOTSET)
-    return known
+    gc.freeze()  # else collections look at what was imported again and again, and unshare it
+    return why_not_fork(of_numpy)
 
 
 def _threads() -> int:
@@ -155,7 +150,7 @@ def _fork(channel: socket.socket, message: bytes, descriptors: Sequence[int]) ->
         return answer.read()
 
 
-def _become(request: ForkRequest, descriptors: Sequence[int]) -> None:
+def become(request: ForkRequest, descriptors: Sequence[int]) -> None:
     """Run the module as `python -m` does, to the end of this process."""
     while os.getppid() != request.parent:
         time.sleep(0.001)
@@ -234,6 +229,7 @@ def _fork_of_this_process() -> PreparedProcess:
     nowhere = os.open(os.devnull, os.O_RDWR)
     for number in range(3):
         os.dup2(nowhere, number)
+    os.close(nowhere)
     serve_until_forked(its)
     os._exit(0)
 

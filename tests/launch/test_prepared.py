@@ -1,0 +1,217 @@
+"""Ranks are forks of one process that has imported torch and Lockstep, else as fresh ones."""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.launch.rank_starts import reason_of_script, sets_variables
+from tests.launch.shared import REPOSITORY, environment, start
+
+# What a process finds at its first instruction.
+FACTS = """
+import sys
+is_fork = "torch" in sys.modules
+import json, os, random, signal
+me = os.environ["RANK"]
+facts = {
+    "argv": sys.argv, "folder": os.getcwd(), "path": sys.path, "flags": str(sys.flags),
+    "stdin": os.fstat(0).st_rdev, "isatty": [s.isatty() for s in (sys.stdin, sys.stdout)],
+    "encoding": [sys.stdout.encoding, sys.stderr.encoding, sys.stderr.errors],
+    "blocked": sorted(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, ()))),
+    "handlers": {s.name: str(signal.getsignal(s))[:30] for s in signal.Signals if s.value < 32},
+    "session": os.getsid(0) == os.getpid(), "mask": os.umask(0o022),
+    "descriptors": len(os.listdir("/proc/self/fd")),
+    "variables": {
+        k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC", "MASTER"))
+    },
+    "main": [__name__, __file__],
+}
+import numpy, torch
+own = {
+    "torch": torch.initial_seed(), "numpy": int(numpy.random.randint(2**62)),
+    "python": random.getrandbits(62), "threads": torch.get_num_threads(),
+}
+open(f"facts-{me}.json", "w").write(json.dumps({"is_fork": is_fork, "facts": facts, "own": own}))
+"""
+
+
+def launched(folder: Path, script: str, *options: str, fresh: bool = False) -> Any:
+    """Launch a script on two ranks; return the process when it has ended, and its output."""
+    (folder / "script.py").write_text(script)
+    process = start(
+        folder, "launch", "--nproc-per-node", "2", *options, "script.py", "word", fresh=fresh
+    )
+    out, err = process.communicate(timeout=200)
+    return process.returncode, out, err
+
+
+def found(folder: Path, rank: int) -> dict[str, Any]:
+    said: dict[str, Any] = json.loads((folder / f"facts-{rank}.json").read_text())
+    return said
+
+
+def test_a_fork_finds_what_a_fresh_process_finds(tmp_path: Path) -> None:
+    sides = {}
+    for name, option in (("fork", ()), ("fresh", ("--fresh-processes",))):
+        code, _, err = launched(tmp_path, FACTS, *option, fresh=True)
+        assert (code, err) == (0, "")
+        sides[name] = [found(tmp_path, rank) for rank in (0, 1)]
+    assert [side["is_fork"] for side in sides["fork"]] == [True, True]
+    assert [side["is_fork"] for side in sides["fresh"]] == [False, False]
+    for fork, fresh in zip(sides["fork"], sides["fresh"], strict=True):
+        assert fork["facts"] == fresh["facts"]
+        assert fork["own"]["threads"] == fresh["own"]["threads"]
+    first, second = (side["own"] for side in sides["fork"])
+    for generator in ("torch", "numpy", "python"):
+        assert first[generator] != second[generator], f"{generator} begins alike on two ranks"
+
+
+def test_a_restart_forks_again_and_starts_afresh_where_it_can_not(tmp_path: Path) -> None:
+    """A cold launcher; its prepared process is killed between the second and the third start."""
+    script = """
+import sys
+is_fork = "torch" in sys.modules
+import os, signal, pathlib
+attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+me = os.environ["RANK"]
+pathlib.Path(f"start-{attempt}-{me}").write_text(str(is_fork))
+if me == "1" and attempt < 2:
+    if attempt == 1:
+        for pid in filter(str.isdigit, os.listdir("/proc")):
+            words = pathlib.Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\\0")
+            parent = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
+            if b"lockstep.launch.fork_server" in words and parent == str(os.getppid()):
+                if int(pid) != os.getpid() and os.getsid(int(pid)) == int(pid):
+                    server = min(server, int(pid)) if "server" in dir() else int(pid)
+        os.kill(server, signal.SIGKILL)
+    raise ValueError(f"the attempt {'AB'[attempt]} fails")
+"""
+    code, _, err = launched(tmp_path, script, "--max-restarts", "2", fresh=True)
+    starts = {path.name: path.read_text() for path in tmp_path.glob("start-*")}
+    assert code == 0, err
+    assert starts["start-0-0"] == starts["start-1-1"] == "True"
+    assert starts["start-2-0"] == starts["start-2-1"] == "False"
+    assert "ranks are started as fresh processes: the prepared process" in err
+
+
+def test_what_makes_a_fork_unsafe_is_found() -> None:
+    """In a process of its own: a thread, an open device, drawn numbers."""
+    program = """
+import threading, time
+from lockstep.launch import fork_server
+say = lambda: print(fork_server.why_not_fork(known))
+known = 1
+import numpy
+known = fork_server._threads()
+import torch
+say()
+threading.Thread(target=time.sleep, args=(3,), daemon=True).start()
+say()
+known += 1
+file = open("/dev/zero")
+say()
+fork_server._DEVICES = ("/dev/zero",)
+say()
+file.close()
+torch.rand(1)
+say()
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=REPOSITORY,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert ended.stdout.splitlines() == [
+        "None",
+        "what was imported has started 1 threads",
+        "None",
+        "what was imported has opened /dev/zero",
+        "what was imported has drawn random numbers",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "sets"),
+    [
+        ('os.environ["OMP_NUM_THREADS"] = "1"', True),
+        ('os.environ.setdefault("A", "1")', True),
+        ('environ.update(A="1")', True),
+        ('os.putenv("A", "1")', True),
+        ('del os.environ["A"]', True),
+        ('os.environ |= {"A": "1"}', True),
+        ('print(os.environ["A"], os.environ.get("B"))', False),
+        ('settings["environ"] = 3', False),
+        ("a b", False),
+    ],
+)
+def test_a_script_that_sets_variables_gets_fresh_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, sets: bool
+) -> None:
+    assert sets_variables(line) == sets
+    (tmp_path / "package").mkdir()
+    for name in ("script.py", "package/module.py"):
+        (tmp_path / name).write_text(line)
+    monkeypatch.chdir(tmp_path)
+    reasons = [
+        reason_of_script("script.py", "file"),
+        reason_of_script("package.module", "module"),
+        reason_of_script("no.such", "module"),
+    ]
+    assert [reason is not None for reason in reasons] == [sets, sets, False]
+    assert reason_of_script("/bin/true", "program") == ""
+
+
+def test_it_is_said_why_ranks_are_fresh(tmp_path: Path) -> None:
+    script = 'import os\nos.environ["SOME"] = "1"\n' + FACTS
+    code, _, err = launched(tmp_path, script)
+    assert code == 0
+    expected = (
+        "lockstep: ranks are started as fresh processes: script.py sets environment variables"
+    )
+    assert err.splitlines() == [expected]
+    assert not found(tmp_path, 0)["is_fork"]
+
+
+def test_nothing_is_left_of_a_prepared_process(tmp_path: Path) -> None:
+    """It ends with its launcher, also when that one is killed."""
+    before = _servers()
+    (tmp_path / "script.py").write_text(
+        "import os, time, pathlib\n"
+        "pathlib.Path('up-' + os.environ['RANK']).touch()\n"
+        "time.sleep(100)\n"
+    )
+    process = start(tmp_path, "launch", "--nproc-per-node", "2", "script.py", fresh=True)
+    try:
+        _until(lambda: len(list(tmp_path.glob("up-*"))) == 2)
+        assert _servers() - before
+    finally:
+        process.kill()
+        process.communicate()
+    _until(lambda: not _servers() - before)
+
+
+def _servers() -> set[int]:
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if b"lockstep.launch.fork_server" in path.read_bytes().split(b"\0"):
+                found.add(int(path.parent.name))
+        except OSError:
+            continue
+    return found
+
+
+def _until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 100
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
