@@ -160,9 +160,10 @@ def become(request: ForkRequest, descriptors: Sequence[int]) -> None:
         os.dup2(descriptor, number)
         os.close(descriptor)
     signal.pthread_sigmask(signal.SIG_SETMASK, request.blocked)
-    sys.stdin, sys.stdout, sys.stderr = sys.__stdin__, sys.__stdout__, sys.__stderr__ = _streams(
-        at_once=bool(request.environment.get("PYTHONUNBUFFERED"))
-    )
+    streams = _streams(at_once=bool(request.environment.get("PYTHONUNBUFFERED")))
+    for name, stream in zip(("stdin", "stdout", "stderr"), streams, strict=True):
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
     _take_environment(request)
     if request.first is not None:
         request.first()
@@ -195,11 +196,11 @@ def _take_environment(request: ForkRequest) -> None:
 
 def _streams(*, at_once: bool) -> tuple[Any, Any, Any]:
     """Return stdin, stdout and stderr on the descriptors 0, 1 and 2, as Python opens them."""
-    how = {"encoding": sys.stdout.encoding, "closefd": False}
-    out = open(1, "w", buffering=1, errors=sys.stdout.errors, **how)  # noqa: SIM115
-    err = open(2, "w", buffering=1, errors="backslashreplace", **how)  # noqa: SIM115
+    kept: Any = {"encoding": sys.stdout.encoding, "closefd": False}
+    out: Any = open(1, "w", buffering=1, errors=sys.stdout.errors, **kept)  # noqa: SIM115
+    err = open(2, "w", buffering=1, errors="backslashreplace", **kept)  # noqa: SIM115
     out.reconfigure(line_buffering=out.isatty(), write_through=at_once)
-    return open(0, **how), out, err
+    return open(0, **kept), out, err
 
 
 def _unlike_others() -> None:

@@ -121,7 +121,8 @@ def adopt_orphans() -> bool:
     """
     if sys.platform != "linux":
         return False
-    return ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
+    failed: int = ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    return not failed
 
 
 def start(

@@ -28,7 +28,7 @@ def started_by(start: StartRank) -> Iterator[None]:
     def popen(self: Any, command: Sequence[str], environment: Mapping[str, str]) -> Any:
         return start(command, environment, self._stdout, self._stderr)
 
-    SubprocessHandler._popen = popen  # type: ignore[method-assign]
+    SubprocessHandler._popen = popen  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:

@@ -174,6 +174,7 @@ def test_other_surroundings_are_refused_and_prepared_anew(server: int) -> None:
     _, err = process.communicate(timeout=200)
     assert (process.returncode, err) == (0, "")
     assert Path("said-0").read_text().startswith("True ")
+    warm.stop()  # it has that variable
 
 
 def test_surroundings_are_all_that_a_fork_inherits(monkeypatch: pytest.MonkeyPatch) -> None:
