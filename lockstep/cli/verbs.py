@@ -10,6 +10,7 @@ Tests: tests/cli/test_cli.py, tests/cli/test_completion.py
 import argparse
 import gc
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from lockstep.cli.arguments import (
@@ -156,7 +157,6 @@ def launch(argv: list[str]) -> int:
         )
     output = run_directory(given.output_dir or Path("runs", Path(given.script).stem))
     if given.watch_training is not None:
-        given.fresh_processes = True  # each rank observes itself from its first import on
         from lockstep.verify.watch import inject
 
         if given.watch_training < 1:
@@ -166,9 +166,10 @@ def launch(argv: list[str]) -> int:
     kind = "module" if given.module else "program" if given.no_python else "file"
     shown = ConsoleOutput(given.tee, given.redirects, given.local_ranks_filter)
     logs = Path(given.log_dir or output / "logs")
-    return launch_script(
-        given.script, given.arguments, launch_options(given), kind=kind, logs=logs, output=shown
-    )
+    options = launch_options(given)
+    if given.watch_training is not None:  # each rank observes itself from its first import on
+        options = replace(options, fresh_processes=True)
+    return launch_script(given.script, given.arguments, options, kind=kind, logs=logs, output=shown)
 
 
 _KEYS = ("words", "config", FLAG.rstrip(":"))

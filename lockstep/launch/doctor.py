@@ -81,7 +81,8 @@ def _run_checks(
         if not as_json:
             print(line, flush=True)
 
-    if rank_facts().is_main and (prepared := warm.status()) is not None:
+    prepared = warm.status() if rank_facts().is_main else None
+    if prepared is not None:
         show(Finding(GOOD, "warm process", str(prepared)))
     good = examine(output_dir, show, config)
     if rank_facts().is_main:

@@ -164,10 +164,11 @@ def become(request: ForkRequest, descriptors: Sequence[int]) -> None:
     for name, stream in zip(("stdin", "stdout", "stderr"), streams, strict=True):
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
-    _take_environment(request)
     if request.first is not None:
         request.first()
+    here = os.getcwd()
     os.chdir(request.folder)
+    _take_environment(request, here)
     _unlike_others()
     if request.makes_forks:
         adopt_orphans()
@@ -180,15 +181,15 @@ def become(request: ForkRequest, descriptors: Sequence[int]) -> None:
     sys.exit()
 
 
-def _take_environment(request: ForkRequest) -> None:
+def _take_environment(request: ForkRequest, server_folder: str) -> None:
     """Replace the variables, and the folders of modules that depend on them."""
     variables = request.environment
-    ours = {"", os.getcwd(), *os.environ.get("PYTHONPATH", "").split(os.pathsep)}
-    sys.path[:] = [
-        *([] if sys.flags.safe_path else [request.folder]),
-        *filter(None, variables.get("PYTHONPATH", "").split(os.pathsep)),
-        *(path for path in sys.path if path not in ours),
-    ]
+    ours = {"", server_folder, *os.environ.get("PYTHONPATH", "").split(os.pathsep)}
+    theirs = filter(None, variables.get("PYTHONPATH", "").split(os.pathsep))
+    rest = (path for path in sys.path if path not in ours)
+    first = [] if sys.flags.safe_path else [request.folder]
+    # each once, as `site` leaves them
+    sys.path[:] = dict.fromkeys([*first, *map(os.path.abspath, theirs), *rest])
     importlib.invalidate_caches()
     os.environ.clear()
     os.environ.update(variables)

@@ -69,10 +69,14 @@ class PreparedProcess:
     Args:
         channel: this side of it.
         pid: of the prepared process.
+        process: it, where it was started afresh.
     """
 
-    def __init__(self, channel: socket.socket, pid: int) -> None:
+    def __init__(
+        self, channel: socket.socket, pid: int, process: "subprocess.Popen[bytes] | None" = None
+    ) -> None:
         self.pid = pid
+        self._process = process
         self._channel = channel
         self._lock = threading.Lock()
 
@@ -96,8 +100,8 @@ class PreparedProcess:
     def close(self) -> None:
         """Let the prepared process end; its forks live on."""
         self._channel.close()
-        with suppress(ChildProcessError):
-            os.waitpid(self.pid, 0)
+        if self._process is not None:
+            self._process.wait()
 
 
 # the prepared process that this one, a fork itself, was given when it began
@@ -154,8 +158,7 @@ def start(
             stdout=subprocess.DEVNULL,
             start_new_session=True,  # a Ctrl-C of the terminal is not for it
         )
-    process.returncode = 0  # `close` waits for it, not the garbage collector
-    return PreparedProcess(mine, process.pid)
+    return PreparedProcess(mine, process.pid, process)
 
 
 class ForkedChild:

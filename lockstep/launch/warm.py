@@ -46,6 +46,8 @@ _OF_TERMINALS = {"_", "COLORTERM", "COLUMNS", "DISPLAY", "HISTFILE", "LINES", "L
 _OF_TERMINALS |= {"PROMPT_COMMAND", "PS1", "PWD", "SHLVL", "STY", "TERM", "TMUX", "TMUX_PANE"}
 _OF_TERMINALS |= {"VTE_VERSION", "WAYLAND_DISPLAY", "WINDOWID", "XDG_SESSION_ID"}
 _TERMINAL_PREFIXES = ("SSH_", "TERM_", "ITERM", "KITTY_", "VSCODE_", "XDG_SESSION_")
+# Started here; they live on. A `Popen` that is thrown away while its process runs would warn.
+_left: list[subprocess.Popen[str]] = []
 _NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "user", "uts")
 
 
@@ -266,7 +268,7 @@ def start(idle_minutes: float, *, wait: bool = True) -> None:
             _, said = process.communicate()
             raise RunError("the prepared process does not come up", why=said.strip())
         time.sleep(0.02)
-    process.returncode = 0  # it lives on
+    _left.append(process)
 
 
 def _environment() -> Mapping[str, str]:

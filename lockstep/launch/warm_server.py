@@ -138,6 +138,7 @@ class WarmServer:
     def _answer(
         self, connection: socket.socket, asked: dict[str, Any], descriptors: list[int]
     ) -> tuple[ForkRequest, list[int], int] | None:
+        """Answer what was asked; in a fork, return what it runs."""
         if asked["ask"] == "status":
             connection.send(warm.as_answer(self._status()))
             return None
@@ -192,6 +193,7 @@ class WarmServer:
         )
 
     def _reap(self) -> None:
+        """Tell those who asked how their commands have ended."""
         for command in list(self._commands):
             pid, status = os.waitpid(command.pid, os.WNOHANG)
             if not pid:

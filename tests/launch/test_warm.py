@@ -169,7 +169,10 @@ def test_other_surroundings_are_refused_and_prepared_anew(server: int) -> None:
     assert process.returncode == 0
     expected = "is not used, since this command has another variable SOME_LIBRARY; a new one"
     assert expected in err
-    until(lambda: (found := warm.status()) is not None and found.pid != server)
+    until(lambda: warm.status() is not None)
+    status = warm.status()
+    assert status is not None
+    assert status.pid != server
     process = launch(SAYS, SOME_LIBRARY="1")
     _, err = process.communicate(timeout=200)
     assert (process.returncode, err) == (0, "")
