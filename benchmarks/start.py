@@ -2,9 +2,14 @@
 
     python -m benchmarks.start [--ranks 1,2] [--rounds 3] [--compile] [--write]
 
-`lockstep train` runs as it is; the model and the data are classes of this file, which write down
-when they are asked for. Imports are what Python itself counts (`-X importtime`) for a worker, taken
-apart.
+`lockstep train` runs as it is, in turns:
+
+    fresh   ranks are fresh processes (`--fresh-processes`)
+    cold    ranks are forks of a process that their launcher starts
+    warm    all are forks of the process that `lockstep warm` has left
+
+The model and the data are classes of `start_parts.py`, which write down when they are asked for.
+Imports are what Python itself counts (`-X importtime`) for a worker, taken apart.
 """
 
 import argparse
@@ -31,6 +36,7 @@ precision: {mode: fp32}
 checkpoint: {save_strategy: none}
 monitor: {sinks: [jsonl]}
 """
+WAYS = ("fresh", "cold", "warm")
 ORDER = ["command", "process", "data", "model", "forward", "second forward", "end"]
 NAMES = {
     ("command", "process"): "launcher: command → the last rank's process",
@@ -43,7 +49,7 @@ NAMES = {
 }
 
 
-def one(ranks: int, compiled: bool) -> dict[str, float]:
+def one(ranks: int, compiled: bool, way: str) -> dict[str, float]:
     """Seconds of each mark after the command; of the rank that came last."""
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder, "start.yaml")
@@ -65,15 +71,19 @@ def one(ranks: int, compiled: bool) -> dict[str, float]:
             "--output-dir",
             f"{folder}/run",
         ]
+        if way == "warm":
+            run(["warm"], environment)
         begin = time.time()
         done = subprocess.run(
-            [*command, "--nproc-per-node", str(ranks)],
+            [*command, "--nproc-per-node", str(ranks), *["--fresh-processes"] * (way == "fresh")],
             env=environment,
             capture_output=True,
             text=True,
             check=False,
         )
         end = time.time()
+        if way == "warm":
+            run(["warm", "--stop"], environment)
         if done.returncode:
             raise SystemExit(done.stdout + done.stderr)
         found: dict[str, float] = {"command": 0.0, "end": end - begin}
@@ -82,6 +92,23 @@ def one(ranks: int, compiled: bool) -> dict[str, float]:
                 name, at = json.loads(line)
                 found[name] = max(found.get(name, 0.0), at - begin)
     return found
+
+
+def run(words: list[str], environment: dict[str, str]) -> None:
+    """Run a command of Lockstep to its end."""
+    subprocess.run(
+        [sys.executable, "-m", "lockstep", *words],
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        check=True,
+    )
+
+
+def import_torch() -> float:
+    """Seconds of a process that imports torch, and ends."""
+    begin = time.time()
+    subprocess.run([sys.executable, "-c", "import torch"], check=True)
+    return time.time() - begin
 
 
 def imports() -> list[tuple[str, float]]:
@@ -100,12 +127,16 @@ def imports() -> list[tuple[str, float]]:
 
 
 def rows(ranks: int, rounds: int, compiled: bool) -> list[str]:
-    runs = [one(ranks, compiled) for _ in range(rounds)]
-    return [
-        f"| {ranks} | {title} | {median(run[last] - run[first] for run in runs):.2f} "
-        f"| {min(run[last] - run[first] for run in runs):.2f} |"
-        for (first, last), title in NAMES.items()
-    ]
+    runs: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
+    for _ in range(rounds):
+        for way, found in runs.items():
+            found.append(one(ranks, compiled, way))
+    table = []
+    for (first, last), title in NAMES.items():
+        spent = {way: [run[last] - run[first] for run in found] for way, found in runs.items()}
+        cells = [f"{median(seconds):.2f} | {min(seconds):.2f}" for seconds in spent.values()]
+        table.append(f"| {ranks} | {title} | {' | '.join(cells)} |")
+    return table
 
 
 def main() -> None:
@@ -117,6 +148,7 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--write", action="store_true")
     asked: Any = parser.parse_args()
+    torch_alone = [import_torch() for _ in range(asked.rounds)]
     table = [
         row
         for ranks in map(int, asked.ranks.split(","))
@@ -133,13 +165,16 @@ def main() -> None:
         machine(),
         [
             "Seconds, of the rank that came last; a small model. Starting Python is in the first"
-            " two lines."
+            " two lines. Ranks are fresh processes; forks of a process that the launcher starts"
+            " (cold); or all are forks of what `lockstep warm` left (warm)."
         ],
-        "| ranks | what | median | least |",
+        "| ranks | what | fresh, median | least | cold, median | least | warm, median | least |",
         table,
         [
+            f"A process that imports torch alone, in the same run: {median(torch_alone):.2f}"
+            f" (least {min(torch_alone):.2f}).",
             "Imports of a worker, seconds of each package's own modules (with the profiler's"
-            " cost): " + packages + "."
+            " cost): " + packages + ".",
         ],
     )
     tell(text, RESULTS / "start.md" if asked.write else None)

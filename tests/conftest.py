@@ -57,8 +57,6 @@ _LONGEST = (
     "tests/launch/test_stopped.py",
 )
 
-os.environ["LOCKSTEP_NO_WARM"] = "1"  # a process that this machine's user has left is not tested
-
 if threading.current_thread() is threading.main_thread():
     # what the tests start inherits it: under nohup it would be ignored
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -201,8 +199,12 @@ def pytest_xdist_setupnodes(config: pytest.Config) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def nothing_is_left_behind() -> Iterator[None]:
-    """Fails the session, at its end, with what some test has left."""
+def nothing_is_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Fails the session, at its end, with what some test has left.
+
+    A process that this machine's user has left with `lockstep warm` is not used meanwhile.
+    """
+    os.environ["XDG_RUNTIME_DIR"] = str(tmp_path_factory.mktemp("runtime"))
     before = os.environ.get(_MARK)
     mark = os.environ[_MARK] = uuid.uuid4().hex
     ports = listening()

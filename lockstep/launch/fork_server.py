@@ -13,6 +13,7 @@ and that process's descendants go to the nearest ancestor that adopts orphans.
 Tests: tests/launch/test_prepared.py
 """
 
+import atexit
 import functools
 import gc
 import importlib
@@ -25,26 +26,53 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from lockstep import signals
 from lockstep.launch.prepared import ForkRequest, PreparedProcess, adopt_orphans, give
 
 _MESSAGE_BYTES = 200_000
-# What a rank has imported at its first step, under every strategy.
+# What a launcher has imported, and a rank at its first step.
 _IMPORTED = (
     "lockstep.cli",
     "lockstep.config",
     "lockstep.trainer",
-    "lockstep.cluster",
+    "lockstep.parallel.ddp",
+    "lockstep.parallel.fsdp",
     "lockstep.diagnose.doctor",
+    "lockstep.launch.agent",
+    "lockstep.launch.rendezvous_handlers",
     "lockstep.launch.script",
+    "lockstep.launch.train",
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
+    "torch.utils.flop_counter",
 )
 # Files that a process has open once it uses an accelerator.
 _DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/accel", "/dev/dri")
+
+
+# How this process ends, if it is a fork: its exit code, or the signal that ends it below 0.
+_exit_code: int | None = None
+
+
+def _end_at_once() -> None:
+    """End a fork as the interpreter would, but for taking all modules apart.
+
+    That would copy the memory that it shares with the prepared process.
+    """
+    if _exit_code is None:
+        return
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    if _exit_code < 0:
+        signal.signal(-_exit_code, signal.SIG_DFL)
+        os.kill(os.getpid(), -_exit_code)
+    os._exit(_exit_code)
 
 
 class _ForkedError(BaseException):
@@ -54,8 +82,14 @@ class _ForkedError(BaseException):
 def main(imports: Callable[[], None] | None = None) -> None:
     """Import, serve, and run what was asked for in each fork; `imports` in place of the usual."""
     channel = socket.socket(fileno=int(sys.argv[1]))
+    leave_forks_at_once()
     reason = import_all(imports)
     serve_until_forked(channel, reason)
+
+
+def leave_forks_at_once() -> None:
+    """Have forks end without taking all modules apart; before what else runs at the end."""
+    atexit.register(_end_at_once)  # the first that is registered is called last
 
 
 def serve_until_forked(channel: socket.socket, reason: str | None = None) -> None:
@@ -177,7 +211,22 @@ def become(request: ForkRequest, descriptors: Sequence[int]) -> None:
     if not hasattr(sys.modules.get(request.module), "__path__"):
         sys.modules.pop(request.module, None)
     sys.argv[1:] = request.arguments
-    runpy.run_module(request.module, run_name="__main__", alter_sys=True)
+    _run(request.module)
+
+
+def _run(module: str) -> None:
+    """Run a module, and note how this process ends."""
+    global _exit_code
+    _exit_code = 1
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        _exit_code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        raise
+    except KeyboardInterrupt:
+        _exit_code = -signal.SIGINT
+        raise
+    _exit_code = 0
     sys.exit()
 
 

@@ -36,7 +36,6 @@ from lockstep.errors import RunError, UsageError
 from lockstep.launch.prepared import own_prepared_process
 
 VERBS = ("train", "launch", "verify", "bench", "plan", "sample", "doctor")
-NOT_USED = "LOCKSTEP_NO_WARM"  # set: commands start as if there were no warm process
 IDLE_MINUTES = 30
 MESSAGE_BYTES = 200_000
 _READY_SECONDS = 120.0  # how long to wait for its imports
@@ -178,7 +177,7 @@ def run(arguments: Sequence[str]) -> int | None:
     """
     if not arguments or arguments[0] not in VERBS or "RANK" in os.environ:
         return None
-    if own_prepared_process() is not None or os.environ.get(NOT_USED):
+    if own_prepared_process() is not None:
         return None
     channel = connect()
     if channel is None:

@@ -228,6 +228,7 @@ def main() -> None:
     path = Path(sys.argv[1])
     idle_minutes = float(sys.argv[2])
     surroundings = warm.surroundings()
+    fork_server.leave_forks_at_once()
     reason = fork_server.import_all()
     started = WarmServer(path, idle_minutes, surroundings, reason).serve()
     if started is None:

@@ -1,6 +1,7 @@
 """Ranks are forks of one process that has imported torch and Lockstep, else as fresh ones."""
 
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from lockstep.launch.rank_starts import reason_of_script, sets_variables
+from tests.forked import Forked
 from tests.launch.shared import REPOSITORY, environment, start
 
 # What a process finds at its first instruction.
@@ -89,12 +91,16 @@ me = os.environ["RANK"]
 pathlib.Path(f"start-{attempt}-{me}").write_text(str(is_fork))
 if me == "1" and attempt < 2:
     if attempt == 1:
+        found = {}
         for pid in filter(str.isdigit, os.listdir("/proc")):
-            words = pathlib.Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\\0")
-            parent = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
-            if b"lockstep.launch.fork_server" in words and parent == str(os.getppid()):
-                if int(pid) != os.getpid() and os.getsid(int(pid)) == int(pid):
-                    server = min(server, int(pid)) if "server" in dir() else int(pid)
+            try:
+                words = pathlib.Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\\0")
+                facts = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            if b"lockstep.launch.fork_server" in words and facts[1] == str(os.getppid()):
+                found[int(facts[19])] = int(pid)  # by the time of its start: the ranks are its forks
+        server = found[min(found)]
         os.kill(server, signal.SIGKILL)
     raise ValueError(f"the attempt {'AB'[attempt]} fails")
 """
@@ -174,6 +180,47 @@ def test_a_script_that_sets_variables_gets_fresh_processes(
     ]
     assert [reason is not None for reason in reasons] == [sets, sets, False]
     assert reason_of_script("/bin/true", "program") == ""
+
+
+@pytest.mark.parametrize(
+    ("line", "code"),
+    [
+        ("sys.exit()", 0),
+        ("sys.exit(7)", 7),
+        ("sys.exit('words')", 1),
+        ("raise ValueError('wrong')", 1),
+        ("raise KeyboardInterrupt", -signal.SIGINT),
+        ("os.kill(os.getpid(), 9)", -signal.SIGKILL),
+        ("pass", 0),
+    ],
+)
+def test_a_fork_ends_as_a_fresh_process_does(tmp_path: Path, line: str, code: int) -> None:
+    """With what it has still to write, after its threads and what is registered for its end."""
+    (tmp_path / "ends.py").write_text(f"""
+import atexit, os, sys, threading, time
+def late():
+    time.sleep(0.3)
+    print("thread")
+atexit.register(lambda: print("at exit"))
+threading.Thread(target=late).start()
+print("begins")
+sys.stdout.flush()
+{line}
+""")
+    outs = []
+    for kind in (Forked, subprocess.Popen):
+        process = kind(
+            [sys.executable, "-m", "ends"],
+            cwd=tmp_path,
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        out, err = process.communicate(timeout=100)
+        outs.append((process.returncode, out.splitlines(), err.splitlines()[-1:]))
+    assert outs[0] == outs[1]
+    assert outs[0][0] == code
 
 
 def test_it_is_said_why_ranks_are_fresh(tmp_path: Path) -> None:

@@ -36,8 +36,9 @@ def command(*words: str, **more: str) -> subprocess.Popen[str]:
 
 def known_variables(**more: str) -> dict[str, str]:
     """Return this process's variables, without those of its test."""
-    left_out = (warm.NOT_USED, "PYTEST_CURRENT_TEST")
-    return {name: value for name, value in environment(**more).items() if name not in left_out}
+    known = environment(**more)
+    known.pop("PYTEST_CURRENT_TEST", None)
+    return known
 
 
 def ended(*words: str, **more: str) -> tuple[int, str, str]:
@@ -54,6 +55,14 @@ def until(true: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
+def runs(pid: int) -> bool:
+    """Whether a process is there that has not ended; nobody may have waited for it."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 @pytest.fixture(scope="module", autouse=True)
 def runtime_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """A folder for sockets of these tests alone; what listens there is stopped in the end."""
@@ -62,7 +71,7 @@ def runtime_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
         while (status := warm.status()) is not None:
             warm.stop()
-            until(lambda pid=status.pid: not psutil.pid_exists(pid))  # type: ignore[misc]
+            until(lambda pid=status.pid: not runs(pid))  # type: ignore[misc]
 
 
 @pytest.fixture
@@ -149,6 +158,7 @@ def test_signals_reach_the_command(server: int) -> None:
     assert sorted(path.name for path in Path().glob("saved-*")) == ["saved-0", "saved-1"]
 
 
+@pytest.mark.promise("whoever asked is gone, its command is killed")
 @pytest.mark.parametrize("killed", ["command", "server"])
 def test_nothing_outlives_the_command_or_the_server(server: int, killed: str) -> None:
     process = launch(WAITS)
@@ -156,13 +166,16 @@ def test_nothing_outlives_the_command_or_the_server(server: int, killed: str) ->
     ranks = [int(path.read_text().split()[1]) for path in Path().glob("said-*")]
     os.kill(process.pid if killed == "command" else server, signal.SIGKILL)
     _, err = process.communicate(timeout=100)
-    until(lambda: not any(psutil.pid_exists(rank) for rank in ranks))
+    until(lambda: not any(map(runs, ranks)))
     if killed == "server":
         assert process.returncode == 1
         assert "the prepared process has ended, and with it this command" in err
         assert launch(SAYS).wait(100) == 0  # as if there were none
 
 
+@pytest.mark.promise(
+    "It runs nothing for a command whose variables, limits or packages differ from its own."
+)
 def test_other_surroundings_are_refused_and_prepared_anew(server: int) -> None:
     process = launch(SAYS, SOME_LIBRARY="1")
     _, err = process.communicate(timeout=200)
@@ -223,6 +236,9 @@ def test_it_ends_when_it_is_idle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert "--idle-minutes 0 is not above 0" in err
 
 
+@pytest.mark.promise(
+    "Its socket lies in a folder that only you may enter; another kind of folder is refused."
+)
 def test_a_folder_that_others_can_write_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
