@@ -99,7 +99,7 @@ if me == "1" and attempt < 2:
             except OSError:
                 continue
             if b"lockstep.launch.fork_server" in words and facts[1] == str(os.getppid()):
-                found[int(facts[19])] = int(pid)  # by the time of its start: the ranks are its forks
+                found[int(facts[19])] = int(pid)  # by its start: ranks are its forks
         server = found[min(found)]
         os.kill(server, signal.SIGKILL)
     raise ValueError(f"the attempt {'AB'[attempt]} fails")
