@@ -29,7 +29,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from lockstep import signals
+from lockstep import cores, signals
 from lockstep.launch.prepared import ForkRequest, PreparedProcess, adopt_orphans, give
 
 _MESSAGE_BYTES = 200_000
@@ -263,6 +263,7 @@ def _unlike_others() -> None:
 
     np.random.seed()
     torch.default_generator.seed()
+    cores.threads_after_fork()
     asked = os.environ.get("OMP_NUM_THREADS", "")
     if asked.isdecimal() and int(asked) > 0:  # OpenMP read it when it was loaded
         torch.set_num_threads(int(asked))
