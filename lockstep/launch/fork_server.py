@@ -25,6 +25,7 @@ import signal
 import socket
 import sys
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -107,8 +108,6 @@ def import_all(imports: Callable[[], None] | None = None) -> str | None:
     """Import what ranks use, or by `imports`. Return why this process can't be forked, or None."""
     logging.disable(logging.WARNING)  # torchao tells of kernels for other uses that do not load
     try:
-        importlib.import_module("numpy")
-        of_numpy = _threads()
         if imports is not None:
             imports()
         else:
@@ -117,24 +116,33 @@ def import_all(imports: Callable[[], None] | None = None) -> str | None:
     finally:
         logging.disable(logging.NOTSET)
     gc.freeze()  # else collections look at what was imported again and again, and unshare it
-    return why_not_fork(of_numpy)
+    return why_not_fork()
 
 
 def _threads() -> int:
     return len(os.listdir("/proc/self/task"))
 
 
-def why_not_fork(known_threads: int = 1) -> str | None:
-    """Return what makes forks of this process unsafe, or None.
+def _end_threads_that_expect_forks() -> None:
+    """Fork once, for nothing: libraries whose threads can't be forked end them before a fork.
 
-    Args:
-        known_threads: those of OpenBLAS among them, which end before each fork by a handler of its
-            own.
+    So does the OpenBLAS of numpy and of scipy; it starts them again when it needs them.
     """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python's, of forks with threads
+        pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    os.waitpid(pid, 0)
+
+
+def why_not_fork() -> str | None:
+    """Return what makes forks of this process unsafe, or None."""
     import torch
 
-    if (number := _threads()) > known_threads:
-        return f"what was imported has started {number - known_threads} threads"
+    _end_threads_that_expect_forks()
+    if (number := _threads() - 1) > 0:
+        return f"what was imported has started {number} thread{'s' * (number != 1)}"
     for descriptor in os.listdir("/proc/self/fd"):
         try:
             target = os.readlink(f"/proc/self/fd/{descriptor}")
