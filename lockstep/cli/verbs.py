@@ -597,7 +597,7 @@ def warm(argv: list[str]) -> int:
         "Leave a process that has imported torch and Lockstep, in forks of which later commands"
         " start at once."
     )
-    examples = ["lockstep warm", "lockstep warm --idle-minutes 480", "lockstep warm --stop"]
+    examples = ["lockstep warm --idle-minutes 480", "lockstep warm --stop"]
     parser = Parser("warm", text, examples)
     add = parser.add_argument
     text = f"end it after so long without a command (default: {warm.IDLE_MINUTES})"
@@ -611,7 +611,10 @@ def warm(argv: list[str]) -> int:
         return EXIT_DONE
     if not given.status:
         if given.idle_minutes <= 0:
-            raise UsageError(f"--idle-minutes {given.idle_minutes:g} is not above 0")
+            raise UsageError(
+                f"--idle-minutes {given.idle_minutes:g} is not above 0",
+                fix=f"leave it out: {warm.IDLE_MINUTES}",
+            )
         warm.stop()
         warm.start(given.idle_minutes)
     found = warm.status()

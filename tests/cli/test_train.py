@@ -28,7 +28,7 @@ class Tokens(Dataset):
 _CONFIG = """
 model: {name: transformer, args: {n_layer: 2, n_embd: 16, n_head: 2, vocab_size: 17, block_size: 8}}
 data: {name: "mydata:Tokens"}
-training: {max_steps: 40, batch_size: 2, global_batch_size: 8, eval_steps: 10}
+training: {max_steps: 40, batch_size: 2, global_batch_size: 8}
 distributed: {strategy: auto, device: cpu}
 checkpoint: {save_steps: 5}
 monitor: {log_steps: 5, sinks: [console, jsonl]}

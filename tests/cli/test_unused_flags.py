@@ -18,7 +18,10 @@ _MACHINES = (
     " master-port"
 )
 KEYS = [f"--{name}" for name in f"{_KEYS} allow-changes seed".split()]
-LAUNCH = [f"--{name}" for name in f"{_MACHINES} standalone max-restarts local-rank".split()]
+LAUNCH = [
+    f"--{name}"
+    for name in f"{_MACHINES} standalone max-restarts local-rank fresh-processes".split()
+]
 # Form of a command → the options that it uses; any other that its parser takes is refused.
 USED = {
     ("verify", "train.py"): "--against --nproc-per-node --ranks --steps --json --html",

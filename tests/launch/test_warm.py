@@ -226,7 +226,7 @@ def test_surroundings_are_all_that_a_fork_inherits(monkeypatch: pytest.MonkeyPat
 
 def test_it_ends_when_it_is_idle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    assert ended("warm", "--idle-minutes", "0.02")[0] == 0
+    assert ended("warm", "--idle-minutes", "0.2")[0] == 0
     until(lambda: warm.status() is None)
     assert not list(tmp_path.glob("*/*.sock"))
     assert ended("warm", "--status")[1] == "there is none: lockstep warm\n"

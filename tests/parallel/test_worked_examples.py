@@ -264,11 +264,11 @@ def sums() -> dict[str, Any]:
     group = dist.group.WORLD
     assert group is not None
     table = LossAccumulator(3, torch.device("cpu"), shared=True)
-    table.mark_step(7, counts_tokens=True)
+    table.mark_step(7)
     given = {0: [(0, 6.0, 3), (2, 1.0, 1)], 1: [(1, 8.0, 4)]}[rank]
     for index, loss, targets in given:
         batch = {"input_ids": torch.zeros(1, 4, dtype=torch.int64)}
-        table.add(MicroBatch(index, batch), Loss(torch.tensor(loss), 1, targets))
+        table.add(MicroBatch(index, batch, tokens=4), Loss(torch.tensor(loss), 1, targets))
     if rank == 1:
         table.vote_to_stop()
     before = table._table.clone()
