@@ -24,8 +24,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -34,6 +34,7 @@ from typing import Any
 from lockstep import signals
 from lockstep.errors import RunError, UsageError
 from lockstep.launch.prepared import own_prepared_process
+from lockstep.launch.worker import print_error
 
 VERBS = ("train", "launch", "verify", "bench", "plan", "sample", "doctor")
 IDLE_MINUTES = 30
@@ -131,12 +132,10 @@ def address() -> Path:
     """Return the socket of this user's warm process for this Python; its folder is this user's.
 
     Raises:
+        OSError: the folder is not there.
         UsageError: somebody else could put a socket there.
     """
-    base = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
-    folder = Path(base, f"lockstep-warm-{os.getuid()}")
-    with suppress(FileExistsError):
-        folder.mkdir(mode=0o700)
+    folder = _folder()
     about = folder.lstat()
     private = stat.S_ISDIR(about.st_mode) and about.st_uid == os.getuid()
     if not private or about.st_mode & 0o077:
@@ -148,16 +147,38 @@ def address() -> Path:
     return folder / (hashlib.sha256(sys.prefix.encode()).hexdigest()[:16] + ".sock")
 
 
+def _folder() -> Path:
+    base = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
+    return Path(base, f"lockstep-warm-{os.getuid()}")
+
+
+@contextmanager
+def short_name(path: Path) -> Iterator[str]:
+    """Yield another name of a socket: an address of one has at most 107 bytes."""
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{folder}/{path.name}"
+    finally:
+        os.close(folder)
+
+
 def connect() -> socket.socket | None:
-    """Return a connection to the warm process; None where there is none."""
+    """Return a connection to the warm process; None where there is none.
+
+    Raises UsageError: it could be another user's.
+    """
     if sys.platform != "linux":
         return None
     channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        channel.connect(str(address()))
-    except (FileNotFoundError, ConnectionRefusedError):
+        with short_name(address()) as name:
+            channel.connect(name)
+    except OSError:  # no folder, no socket, or nobody listens
         channel.close()
         return None
+    except UsageError:
+        channel.close()
+        raise
     if peer_user(channel) != os.getuid():
         channel.close()
         return None
@@ -179,7 +200,10 @@ def run(arguments: Sequence[str]) -> int | None:
         return None
     if own_prepared_process() is not None:
         return None
-    channel = connect()
+    try:
+        channel = connect()
+    except UsageError:  # there is none that can be trusted
+        return None
     if channel is None:
         return None
     with channel:
@@ -205,7 +229,11 @@ def run(arguments: Sequence[str]) -> int | None:
             )
             _replace(answer["idle_minutes"])
             return None
-        return _relay(channel)
+        try:
+            return _relay(channel)
+        except RunError as error:
+            print_error(error)
+            return error.exit_code
 
 
 def _relay(channel: socket.socket) -> int:
@@ -249,6 +277,8 @@ def start(idle_minutes: float, *, wait: bool = True) -> None:
     Raises:
         RunError: it does not come up.
     """
+    with suppress(FileExistsError):
+        _folder().mkdir(mode=0o700)
     path = address()
     process = subprocess.Popen(
         [sys.executable, "-m", "lockstep.launch.warm_server", str(path), str(idle_minutes)],

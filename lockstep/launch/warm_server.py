@@ -68,7 +68,8 @@ class WarmServer:
         """Bind under another name, then rename: the address always leads to one of the two."""
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         new = self._path.with_suffix(f".{os.getpid()}")
-        listener.bind(str(new))
+        with warm.short_name(new) as name:
+            listener.bind(name)
         new.chmod(0o600)
         listener.listen(16)
         new.rename(self._path)

@@ -169,7 +169,7 @@ def test_nothing_outlives_the_command_or_the_server(server: int, killed: str) ->
     until(lambda: not any(map(runs, ranks)))
     if killed == "server":
         assert process.returncode == 1
-        assert "the prepared process has ended, and with it this command" in err
+        assert err.startswith("lockstep: the prepared process has ended, and with it this command")
         assert launch(SAYS).wait(100) == 0  # as if there were none
 
 
@@ -225,6 +225,9 @@ def test_surroundings_are_all_that_a_fork_inherits(monkeypatch: pytest.MonkeyPat
 
 
 def test_it_ends_when_it_is_idle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its folder's name is longer than an address of a socket may be."""
+    tmp_path = tmp_path / ("long" * 30)
+    tmp_path.mkdir()
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     assert ended("warm", "--idle-minutes", "0.2")[0] == 0
     until(lambda: warm.status() is None)
@@ -244,11 +247,13 @@ def test_a_folder_that_others_can_write_is_refused(
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     folder = tmp_path / f"lockstep-warm-{os.getuid()}"
-    folder.mkdir()
+    folder.mkdir(parents=True)
     folder.chmod(0o777)
     code, _, err = ended("warm")
     assert code == 2
     assert "is not a folder of yours alone" in err
+    monkeypatch.chdir(tmp_path)
+    assert launch(SAYS).wait(100) == 0  # as if there were none
     folder.rmdir()
     folder.symlink_to("/tmp")
     assert ended("warm", "--status")[0] == 2
