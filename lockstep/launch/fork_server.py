@@ -107,6 +107,7 @@ def serve_until_forked(channel: socket.socket, reason: str | None = None) -> Non
 def import_all(imports: Callable[[], None] | None = None) -> str | None:
     """Import what ranks use, or by `imports`. Return why this process can't be forked, or None."""
     logging.disable(logging.WARNING)  # torchao tells of kernels for other uses that do not load
+    gc.disable()  # collections find nothing in what is imported
     try:
         if imports is not None:
             imports()
@@ -116,6 +117,7 @@ def import_all(imports: Callable[[], None] | None = None) -> str | None:
     finally:
         logging.disable(logging.NOTSET)
     gc.freeze()  # else collections look at what was imported again and again, and unshare it
+    gc.enable()
     return why_not_fork()
 
 
