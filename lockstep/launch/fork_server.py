@@ -31,9 +31,14 @@ from contextlib import suppress
 from typing import Any
 
 from lockstep import cores, signals
-from lockstep.launch.prepared import ForkRequest, PreparedProcess, adopt_orphans, give
+from lockstep.launch.prepared import (
+    MESSAGE_BYTES,
+    ForkRequest,
+    PreparedProcess,
+    adopt_orphans,
+    give,
+)
 
-_MESSAGE_BYTES = 200_000
 # What a launcher has imported, and a rank at its first step.
 _IMPORTED = (
     "lockstep.cli",
@@ -53,8 +58,6 @@ _IMPORTED = (
 )
 # Files that a process has open once it uses an accelerator.
 _DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/accel", "/dev/dri")
-
-
 # How this process ends, if it is a fork: its exit code, or the signal that ends it below 0.
 _exit_code: int | None = None
 
@@ -164,7 +167,7 @@ def _serve(channel: socket.socket, reason: str | None) -> None:
     # a fork begins so, as a fresh process might
     signal.pthread_sigmask(signal.SIG_BLOCK, signals.ASKS_TO_END)
     while True:
-        message, descriptors, _, _ = socket.recv_fds(channel, _MESSAGE_BYTES, 3)
+        message, descriptors, _, _ = socket.recv_fds(channel, MESSAGE_BYTES, 3)
         if not message:
             os._exit(0)
         if reason is None:

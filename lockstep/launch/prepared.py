@@ -27,7 +27,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 _SERVER = "lockstep.launch.fork_server"
-_MESSAGE_BYTES = 200_000
+MESSAGE_BYTES = 200_000
 # of linux/prctl.h: orphans among its descendants become this process's children
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -88,7 +88,7 @@ class PreparedProcess:
         with self._lock:
             try:
                 socket.send_fds(self._channel, [pickle.dumps(request)], descriptors)
-                answer = self._channel.recv(_MESSAGE_BYTES)
+                answer = self._channel.recv(MESSAGE_BYTES)
             except OSError as error:
                 raise CannotForkError(f"the prepared process is gone ({error.strerror})") from error
         if not answer:

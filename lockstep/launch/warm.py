@@ -33,12 +33,12 @@ from typing import Any
 
 from lockstep import signals
 from lockstep.errors import RunError, UsageError
-from lockstep.launch.prepared import own_prepared_process
+from lockstep.launch.prepared import MESSAGE_BYTES, own_prepared_process
+from lockstep.launch.rank_starts import reason_of_script
 from lockstep.launch.worker import print_error
 
 VERBS = ("train", "launch", "verify", "bench", "plan", "sample", "doctor")
 IDLE_MINUTES = 30
-MESSAGE_BYTES = 200_000
 _READY_SECONDS = 120.0  # how long to wait for its imports
 
 # Variables of a terminal or a shell, which nothing that is imported reads.
@@ -198,7 +198,7 @@ def run(arguments: Sequence[str]) -> int | None:
     """
     if not arguments or arguments[0] not in VERBS or "RANK" in os.environ:
         return None
-    if own_prepared_process() is not None:
+    if own_prepared_process() is not None or _wants_fresh_processes(arguments):
         return None
     try:
         channel = connect()
@@ -234,6 +234,24 @@ def run(arguments: Sequence[str]) -> int | None:
         except RunError as error:
             print_error(error)
             return error.exit_code
+
+
+def _wants_fresh_processes(arguments: Sequence[str]) -> bool:
+    """Return whether a command, or the script that it launches, is no fork in any case.
+
+    A script of one process would run in the fork itself, which has imported torch before it.
+    """
+    if {"--fresh-processes", "--no-python"} & set(arguments):
+        return True
+    if arguments[0] != "launch":
+        return False
+    watched = any(word.startswith("--watch-training") for word in arguments)
+    module = {"-m", "--module"} & set(arguments)
+    return watched or any(
+        reason_of_script(word, "module" if module else "file") is not None
+        for word in arguments[1:]
+        if not word.startswith("-")
+    )
 
 
 def _relay(channel: socket.socket) -> int:

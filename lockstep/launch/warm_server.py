@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.launch import fork_server, warm
-from lockstep.launch.prepared import ForkRequest
+from lockstep.launch.prepared import MESSAGE_BYTES, ForkRequest
 
 _PR_SET_PDEATHSIG = 1
 
@@ -118,7 +118,7 @@ class WarmServer:
     def _hear(self, connection: socket.socket) -> tuple[ForkRequest, list[int], int] | None:
         """Answer one message; in a fork, return what it runs."""
         command = next((c for c in self._commands if c.connection is connection), None)
-        message, descriptors, _, _ = socket.recv_fds(connection, warm.MESSAGE_BYTES, 3)
+        message, descriptors, _, _ = socket.recv_fds(connection, MESSAGE_BYTES, 3)
         try:
             if not message:
                 self._selector.unregister(connection)

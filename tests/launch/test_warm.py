@@ -114,6 +114,21 @@ def test_one_process_is_a_fork_too(server: int) -> None:
     assert Path("said-0").read_text().startswith("True ")
 
 
+@pytest.mark.parametrize("words", [(), ("-m",), ("--fresh-processes",), ("--watch-training",)])
+def test_what_must_be_fresh_is_fresh_in_one_process_too(
+    server: int, words: tuple[str, ...]
+) -> None:
+    """A script that sets variables, which torch may read while it is imported; and what asks."""
+    sets = 'os.environ["SOME_LIBRARY"] = "1"' if words in ((), ("-m",)) else ""
+    Path("script.py").write_text(SAYS + sets)
+    before = warm.status()
+    ended("launch", *words, "script" if words == ("-m",) else "script.py")
+    after = warm.status()
+    assert before is not None
+    assert after is not None
+    assert after.commands == before.commands
+
+
 @pytest.mark.parametrize(
     ("script", "code", "said"),
     [
