@@ -195,7 +195,8 @@ class Chain:
 
     def check(self, committed: set[str]) -> None:
         there = checkpoint.list_checkpoints(self.run / "checkpoints")
-        if self.keeps_all and (lost := committed - {path.name for path in there}):
+        lost = committed - {path.name for path in there}
+        if self.keeps_all and lost:
             self.report.wrong.append(f"{self.run.name}: lost {sorted(lost)}")
         if not self.keeps_all and committed and not there:
             self.report.wrong.append(f"{self.run.name}: no checkpoint is left")

@@ -133,8 +133,11 @@ class Run:
         deadline = time.monotonic() + _SECONDS
         while len(self.codes) < len(self.processes):
             for process in self.processes:
-                if process not in self.codes and (ended := os.waitpid(process, os.WNOHANG))[0]:
-                    self.codes[process] = os.waitstatus_to_exitcode(ended[1])
+                if process in self.codes:
+                    continue
+                ended, status = os.waitpid(process, os.WNOHANG)
+                if ended:
+                    self.codes[process] = os.waitstatus_to_exitcode(status)
             if time.monotonic() > deadline:
                 for process in set(self.processes) - self.codes.keys():
                     os.kill(process, signal.SIGKILL)

@@ -275,7 +275,8 @@ class Step:
             return self.update(accumulator, samples)
         finished = self._finish_gradients(accumulator)
         recomputed = None
-        if (anomaly := finished.check.anomaly) is not None and not anomaly.no_targets:
+        anomaly = finished.check.anomaly
+        if anomaly is not None and not anomaly.no_targets:
             self._undo()
             self.placed.finish_update(True)
             self.anomaly_detector.forget_last()
@@ -296,6 +297,11 @@ class Step:
         return self._update(self._finish_gradients(accumulator), samples)
 
     def _finish_gradients(self, accumulator: LossAccumulator) -> _FinishedGradients:
+        """Sum loss and gradients over the ranks, and judge the numbers of the step.
+
+        The gradients in `.grad` stay sums divided by the nominal count: each of the returned
+        updates has the factor that makes the mean over valid targets of them.
+        """
         placed = self.placed
         self.clock.enter("optimizer")
         loss_sum, count = accumulator.totals()
@@ -323,6 +329,11 @@ class Step:
     def _update(
         self, finished: _FinishedGradients, samples: int, recomputed: str | None = None
     ) -> StepRecord:
+        """Set the learning rate, update unless the step is skipped, and advance.
+
+        All ranks have the same numbers, so they decide alike. A step that is skipped leaves the
+        model's parameters and running statistics as they were, and advances nevertheless.
+        """
         placed = self.placed
         updates = finished.updates
         norm = finished.norm

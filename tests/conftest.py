@@ -210,8 +210,10 @@ def nothing_is_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator
     ports = listening()
     yield
     deadline = time.monotonic() + _PATIENCE_SECONDS
-    while (found := left_behind(mark, ports)) and time.monotonic() < deadline:
+    found = left_behind(mark, ports)
+    while found and time.monotonic() < deadline:
         time.sleep(0.1)
+        found = left_behind(mark, ports)
     if before is None:
         os.environ.pop(_MARK)
     assert not found, "tests left behind: " + "; ".join(found)

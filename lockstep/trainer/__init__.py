@@ -126,6 +126,7 @@ def check_named(config: Config, source: str) -> None:
 
 
 def _lookups(config: Config) -> Iterator[Callable[[], object]]:
+    """Yield a call for each name in the config, which raises a UsageError if a run can't use it."""
     training = config.training
     yield partial(check_model, config.model)
     yield partial(check_data, config.data)

@@ -114,6 +114,10 @@ def another_training(what: str, found: checkpoint.CheckpointPath) -> UsageError:
 def _changes(
     config: Config, global_batch_size: int, found: checkpoint.CheckpointPath
 ) -> Iterator[Change]:
+    """Yield the settings whose values differ from those that a checkpoint was saved with.
+
+    A batch size that neither run has set is not compared: the data bring it.
+    """
     before = _flat(
         parse(checkpoint.config_text(found), lambda line: Origin(str(found), line + 1)).plain()
     )

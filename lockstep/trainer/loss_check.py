@@ -112,6 +112,11 @@ class LossCheck:
         self._conclude(gather_objects(self._finding(micro_batches, step)))
 
     def _conclude(self, findings: list[_Finding]) -> None:
+        """Warn, or refuse the loss, by what all ranks found; each of them concludes the same.
+
+        A loss that does not add up is excused where torch's loss functions show its divisor and
+        a term depends on the split by design, such as a load-balancing term.
+        """
         must_be_told = self._placed.objective.must_be_told
         text = next(
             (f.text for f in findings if f.text and not (f.divisor_known and f.auxiliary)), None

@@ -100,6 +100,7 @@ class MetricSet:
         """
 
         def computed() -> dict[str, Any]:
+            """Compute the values on rank 0, in the order in which the metrics were given."""
             found = {
                 name: total / count if count else float("nan")
                 for name, (total, count) in self._sums.items()

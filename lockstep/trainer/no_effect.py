@@ -278,6 +278,7 @@ def of_trainer(
 
 
 def _without_directory(config: Config) -> Iterator[NoEffect]:
+    """Yield the settings of what is written, or read again, where there is no run directory."""
     nowhere = "without output_dir"
     fix = "write Trainer(…, output_dir=DIR), or leave it out"
     best = ("checkpoint.keep_best", "checkpoint.load_best")

@@ -10,7 +10,10 @@ from accelerate.utils import set_seed
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-WORDS, LENGTH, SAMPLES, IGNORED = 50, 12, 96, -100
+WORDS = 50
+LENGTH = 12
+SAMPLES = 96
+IGNORED = -100
 
 
 class Model(nn.Module):

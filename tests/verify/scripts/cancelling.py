@@ -25,7 +25,8 @@ class Net(nn.Module):
 def main(faults: list[str]) -> None:
     dist.init_process_group("gloo")
     numbers = torch.Generator().manual_seed(1)
-    half, rest = torch.randn(8, 64, generator=numbers), torch.randn(16, 64, generator=numbers)
+    half = torch.randn(8, 64, generator=numbers)
+    rest = torch.randn(16, 64, generator=numbers)
     inputs = torch.cat([half, -half, rest])
     targets = torch.randint(0, 4, (32,), generator=numbers)
     targets[:16] = targets[:8].repeat(2)

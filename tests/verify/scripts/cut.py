@@ -26,11 +26,9 @@ def samples() -> TensorDataset:
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.up, self.down = (
-            nn.LayerNorm(WIDTH),
-            nn.Linear(WIDTH, 32),
-            nn.Linear(32, WIDTH),
-        )
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 32)
+        self.down = nn.Linear(32, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = x + self.down(nn.functional.gelu(self.up(self.norm(x))))
@@ -70,13 +68,13 @@ class CutByHand(nn.Module):
 
     def __init__(self, forget: bool) -> None:
         super().__init__()
-        rank, world = dist.get_rank(), dist.get_world_size()
+        rank = dist.get_rank()
+        world = dist.get_world_size()
         whole = Block()
-        self.norm, self.forget = whole.norm, forget
-        self.up, self.down = (
-            nn.Linear(WIDTH, 32 // world),
-            nn.Linear(32 // world, WIDTH, bias=False),
-        )
+        self.norm = whole.norm
+        self.forget = forget
+        self.up = nn.Linear(WIDTH, 32 // world)
+        self.down = nn.Linear(32 // world, WIDTH, bias=False)
         with torch.no_grad():
             self.up.weight.copy_(whole.up.weight.chunk(world)[rank])
             self.up.bias.copy_(whole.up.bias.chunk(world)[rank])
@@ -91,9 +89,11 @@ class CutByHand(nn.Module):
 
 def main(kind: str, fault: str = "") -> None:
     dist.init_process_group("gloo")
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    world = dist.get_world_size()
     torch.manual_seed(0)
-    apart, model = 1, nn.Sequential(Block(), Block())
+    model = nn.Sequential(Block(), Block())
+    apart = 1
     schedule = None
     if kind == "by hand":
         model = nn.Sequential(CutByHand(fault == "forget"), Block())

@@ -10,7 +10,8 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 def main(how: str) -> None:
     dist.init_process_group("gloo")
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    world = dist.get_world_size()
     torch.manual_seed(0)
     data = TensorDataset(torch.randn(16, 4), torch.randn(16, 1))
     sampler = DistributedSampler(data)

@@ -7,7 +7,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-SAMPLES, IGNORED = 96, -100
+SAMPLES = 96
+IGNORED = -100
 
 
 def data(uneven: bool) -> TensorDataset:
@@ -21,7 +22,8 @@ def data(uneven: bool) -> TensorDataset:
 
 def main(faults: list[str]) -> None:
     dist.init_process_group("gloo")
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    world = dist.get_world_size()
     torch.manual_seed(rank if "seeds" in faults else 0)
     norm = nn.BatchNorm1d(32) if "batch norm" in faults else nn.LayerNorm(32)
     model = nn.Sequential(
@@ -30,7 +32,8 @@ def main(faults: list[str]) -> None:
     runs = model if "unwrapped" in faults else nn.parallel.DistributedDataParallel(model)
     if "own draws" in faults:
         torch.manual_seed(rank)
-    samples, per_step = data("uneven" in faults), 2 if "accumulate" in faults else 1
+    samples = data("uneven" in faults)
+    per_step = 2 if "accumulate" in faults else 1
     sampler = None if "unsharded" in faults else DistributedSampler(samples)
     loader = DataLoader(samples, batch_size=8, sampler=sampler, num_workers=1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2 * (world if "rate" in faults else 1))
