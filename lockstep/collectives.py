@@ -23,6 +23,7 @@ from lockstep import accelerator
 from lockstep.environment import facts_for_group, rank_facts
 from lockstep.errors import UsageError
 from lockstep.heartbeat.writer import called_by_all_ranks
+from lockstep.torch_compat.mesh_caches import forget_meshes
 
 ReduceOp = Literal["mean", "sum", "max", "min"]
 _OPERATIONS = {
@@ -215,6 +216,7 @@ def leave_world(*, destroy: bool) -> None:
     _world = None
     if dist.is_initialized() and destroy:
         dist.destroy_process_group()
+        forget_meshes()
     deadline = time.monotonic() + _SETTLE_SECONDS
     before = _work_of_threads()
     while time.monotonic() < deadline:

@@ -50,6 +50,7 @@ from lockstep.plan.workload import REPEATED, Workload, kept_blocks
 from lockstep.precision import Precision, resolve_mode
 from lockstep.strategy import strategy_named
 from lockstep.torch_compat.fake_tensors import FakeTensorMode
+from lockstep.torch_compat.mesh_caches import forget_meshes
 
 CPU = torch.device("cpu")
 # modes of checkpointing under which equal blocks behave differently
@@ -197,6 +198,8 @@ def _work_of(regions: list[Region], grown: float) -> Work:
 def fake_ranks(world_size: int, rank: int = 0) -> Iterator[None]:
     """Create a process group of one process, whose collectives do nothing.
 
+    Nothing of it is left at the end: this process may go on as a rank of a real one.
+
     Raises RunError: there is a real one.
     """
     if dist.is_initialized():
@@ -211,6 +214,7 @@ def fake_ranks(world_size: int, rank: int = 0) -> Iterator[None]:
     finally:
         if world_size > 1:
             dist.destroy_process_group()
+            forget_meshes()
 
 
 def precision_of(config: Config) -> Precision:

@@ -1,14 +1,17 @@
-"""What the tests of `verify` train: sound models, and eleven that have a fault where there are
+"""What the tests of `verify` train: sound models, and twelve that have a fault where there are
 several ranks.
 
 Each is built by name in every process. A fault is planted in the process that builds it, and taken
 out at its end.
 """
 
+import ast
 import os
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
+from inspect import getsource
+from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
@@ -18,8 +21,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset, TensorDataset
 
+from benchmarks.silent_bugs.faults.models import Chain, net
 from lockstep.environment import rank_facts
-from lockstep.parallel import activation, ddp, placement
+from lockstep.parallel import activation
+from lockstep.parallel.axes import replicate
 from lockstep.parallel.comm import compression
 from lockstep.parallel.passes import AroundMicroBatch, MicroBatchPass
 from lockstep.trainer import Trainer
@@ -39,11 +44,18 @@ def subject(model: nn.Module | None = None, data: Any = None, **rest: Any) -> Su
     )
 
 
-def with_patch(target: object, name: str, broken: Any, **rest: Any) -> Subject:
-    """A sound subject in a process in which something else is broken."""
+def with_patch(module: ModuleType, name: str, broken: Any, **rest: Any) -> Subject:
+    """A sound subject in a process in which a function that the module uses is broken.
+
+    Where the module no longer uses it, nothing would be planted.
+    """
+    used = {
+        node.id for node in ast.walk(ast.parse(getsource(module))) if isinstance(node, ast.Name)
+    }
+    assert name in used, f"{module.__name__} does not use {name}"
     stack = ExitStack()
     if on_ranks():
-        stack.enter_context(patch.object(target, name, broken))
+        stack.enter_context(patch.object(module, name, broken))
     return subject(close=stack.close, **rest)
 
 
@@ -74,7 +86,7 @@ def reduced_in_the_wrong_backward_pass() -> Subject:
             self._model.require_backward_grad_sync = self._first
             self._first = run.last
 
-    return with_patch(ddp, "DDPSync", InTheFirst)
+    return with_patch(replicate, "DDPSync", InTheFirst)
 
 
 def mean_of_means() -> Subject:
@@ -111,7 +123,7 @@ def a_broken_compression_hook() -> Subject:
             hook=lambda state, bucket: hook(state, bucket).then(lambda done: done.value() * 2.0),
         )
 
-    return with_patch(placement, "compress", broken)
+    return with_patch(replicate, "compress", broken)
 
 
 class Drifting(nn.Module):
@@ -157,6 +169,17 @@ class Shuffled(Dataset[Any]):
 
 def shuffled_data() -> Subject:
     return subject(data=Shuffled())
+
+
+def segments_that_are_not_forward_in_training() -> Subject:
+    """What placement compares, in evaluation mode, is the same."""
+
+    class Scaled(Chain):
+        def forward(self, ids: Tensor) -> Tensor:
+            logits = super().forward(ids)
+            return logits * 0.5 if self.training else logits
+
+    return net(Scaled())
 
 
 NOISY = "embed"

@@ -1,4 +1,4 @@
-"""Each of eleven faults is found, and its cause is named; sound runs pass."""
+"""Each of twelve faults is found, and its cause is named; sound runs pass."""
 
 from collections.abc import Callable
 from functools import partial
@@ -68,6 +68,13 @@ FAULTS: dict[str, tuple[str, dict[str, Any], str, str, str]] = {
         "random numbers in recomputation",
         "recomputes",
     ),
+    "segments_that_are_not_forward_in_training": (
+        "pipeline:2",
+        {},
+        "loss",
+        "segments",
+        "forward()",
+    ),
     "attention_that_knows_of_no_other_ranks": (
         "context:2",
         {},
@@ -86,7 +93,6 @@ PLANTED: dict[str, Fault] = {
         "chaotic_net_with_a_gradient_zeroed_on_rank_1",
         "autocast_on_rank_1",
         "own_generator_of_the_module",
-        "segments_that_are_not_forward",
     )
 }
 SILENT = {"training.gradient_clip": None}
@@ -114,7 +120,7 @@ FULL = (
     "a_broken_compression_hook",
     "own_generator_of_the_module",
     "autocast_on_rank_1",
-    "segments_that_are_not_forward",
+    "segments_that_are_not_forward_in_training",
     "reduced in bf16",
     "rounds",
 )

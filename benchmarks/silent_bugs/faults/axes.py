@@ -23,7 +23,7 @@ from lockstep.trainer import Trainer
 from lockstep.verify import Subject
 
 
-@fault("segments", names="forward()", topology="pipeline:2")
+@fault("segments", "refused", names="forward", topology="pipeline:2")
 def segments_that_are_not_forward() -> Subject:
     class Scaled(Chain):
         def forward(self, ids: Tensor) -> Tensor:
@@ -44,7 +44,7 @@ def tied_weight_whose_gradient_is_lost_in_a_pipeline() -> Subject:
     return net(Chain(), prepare=after_reduction(change))
 
 
-@fault("segments", topology="pipeline:2")
+@fault("segments", "refused", topology="pipeline:2")
 def layers_in_another_order_in_the_segments() -> Subject:
     class Swapped(Chain):
         def segments(self) -> list[tuple[str, nn.Module]]:
