@@ -23,5 +23,5 @@ def forget_meshes() -> None:
     from torch.distributed.tensor._redistribute import clear_redistribute_planner_cache
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-    _clear_sharding_prop_cache()
+    _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
     clear_redistribute_planner_cache()
