@@ -26,6 +26,10 @@ RANK_0_OF_1 = {
 RANK_0_OF_1 |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 
 
+# The folder in shared memory that a launcher keeps for its ranks, which it may start again.
+MEMORY = "LOCKSTEP_MEMORY"
+
+
 @dataclass(frozen=True)
 class RankFacts:
     """One process's place in the job: counts and zero-based indices, with torchrun's names."""

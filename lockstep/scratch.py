@@ -18,20 +18,23 @@ from pathlib import Path
 from typing import NoReturn
 
 _OWNER = ".owner"
+SHARED_MEMORY = Path("/dev/shm")  # a tmpfs, on Linux
 _NEW_SECONDS = 10.0  # the owner of a newer lock may not have taken it yet
 _owned: dict[Path, int] = {}  # path → descriptor that holds the lock
 # the thread that ends the process waits for paths that are being created or removed
 _changing = threading.RLock()
 
 
-def scratch_folder(purpose: str) -> Path:
-    """Create a folder for temporary files.
+def scratch_folder(purpose: str, within: Path | None = None) -> Path:
+    """Create a folder for temporary files, which only this user may enter.
 
-    `remove` removes it, or the end of this process, or the next process that sweeps.
+    `remove` removes it, or the end of this process, or the next process that sweeps. `within` is
+    SHARED_MEMORY, or None for the system's temporary folder.
     """
     sweep()
+    prefix = f"lockstep-{purpose}-{os.getuid()}-"
     with _changing:
-        return own(Path(tempfile.mkdtemp(prefix=f"lockstep-{purpose}-{os.getuid()}-")))
+        return own(Path(tempfile.mkdtemp(prefix=prefix, dir=within)))
 
 
 @contextmanager
@@ -83,7 +86,8 @@ def exit_now(code: int) -> NoReturn:
 def sweep() -> None:
     """Remove what killed processes of this user left."""
     folder = Path(tempfile.gettempdir())
-    for lock in folder.glob(f"lockstep-*-{os.getuid()}-*{_OWNER}"):
+    pattern = f"lockstep-*-{os.getuid()}-*{_OWNER}"
+    for lock in (*folder.glob(pattern), *SHARED_MEMORY.glob(pattern)):
         with suppress(OSError):
             if time.time() - lock.stat().st_mtime < _NEW_SECONDS:
                 continue

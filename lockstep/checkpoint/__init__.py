@@ -45,6 +45,7 @@ from lockstep.checkpoint.manifest import (
     read_state,
     verify,
 )
+from lockstep.checkpoint.memory import MemoryStorage
 from lockstep.checkpoint.ranks import Ranks, gather, scatter
 from lockstep.checkpoint.restore import (
     add_missing_groups,
@@ -76,6 +77,7 @@ __all__ = [
     "DamagedError",
     "Directory",
     "Location",
+    "MemoryStorage",
     "Ranks",
     "SaveOptions",
     "Snapshot",

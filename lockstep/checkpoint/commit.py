@@ -261,17 +261,19 @@ class AsyncSaver:
     `save` copies the state and returns; a thread writes the copy and commits it, with process
     groups of its own, so that its collectives never mix with those of training. One save is in
     flight at a time; the next waits for it. An error in the background is raised on every rank by
-    the same later call: `poll`, `wait` or `save`. Call `wait` before another saver is created,
-    because savers share groups, and before the process group is destroyed. Rank 0 calls `then`, in
-    the background, after each commit; its error counts as an error of the save.
+    the same later call: `poll`, `wait` or `save`. Call `wait` before another saver of the same
+    `use` is created, because these share groups, and before the process group is destroyed. Rank 0
+    calls `then`, in the background, after each commit; its error counts as an error of the save.
     """
 
-    def __init__(self, then: Callable[[CheckpointPath], object] | None = None) -> None:
+    def __init__(
+        self, then: Callable[[CheckpointPath], object] | None = None, *, use: str = "checkpoint"
+    ) -> None:
         connected = dist.is_available() and dist.is_initialized()
         # Two groups, because `poll` may run beside the thread's collectives; Gloo, because they
         # send Python objects.
-        self._control = Ranks(_gloo("control") if connected else None)
-        self._writing = Ranks(_gloo("writing") if connected else None)
+        self._control = Ranks(_gloo(f"{use}: control") if connected else None)
+        self._writing = Ranks(_gloo(f"{use}: writing") if connected else None)
         self._then = then
         self._save: tuple[Location, int, threading.Thread] | None = None  # with its step
         self._error: BaseException | None = None  # of the save in flight
@@ -387,6 +389,6 @@ class AsyncSaver:
 
 def _gloo(use: str) -> dist.ProcessGroup | None:
     group: dist.ProcessGroup | None = create_once(
-        f"checkpoint: {use}", partial(new_group, None, backend="gloo")
+        f"saver of {use}", partial(new_group, None, backend="gloo")
     )
     return group

@@ -30,7 +30,7 @@ from typing import Any, BinaryIO
 
 import psutil
 
-from lockstep.checkpoint.storage import MANIFEST, Checkpoint, Directory, Location, Storage
+from lockstep.checkpoint.storage import MANIFEST, ByteSink, Checkpoint, Directory, Location, Storage
 from lockstep.heartbeat.writer import went_forward
 from lockstep.paths import local_path
 from lockstep.run_files import open_file
@@ -95,7 +95,7 @@ class PosixStorage(Storage):
         return draft
 
     @contextmanager
-    def write(self, draft: str, file: str) -> Generator["UncachedFile", None, None]:
+    def write(self, draft: str, file: str) -> Generator[ByteSink, None, None]:
         """Write a file of a draft, past the page cache; it is durable when the block ends."""
         changed = {folder := self.root / draft}
         for part in Path(file).parent.parts:

@@ -86,6 +86,22 @@ def step_contradictions(
         yield from _of_strategy(strategy_named(name), config, layout)
 
 
+def launch_contradictions(
+    config: Config, *, max_restarts: int, several_machines: bool
+) -> Iterator[Contradiction]:
+    """Yield what can't be combined with the way in which the ranks are started."""
+    if config.distributed.on_failure == "stop" and max_restarts:
+        what = f"on_failure: stop ends the run when a rank dies, and --max-restarts {max_restarts}"
+        what += " starts the ranks again"
+        fix = "leave --max-restarts out, or write on_failure: restart"
+        yield Contradiction(("distributed.on_failure", "--max-restarts"), what, fix)
+    if config.checkpoint.memory_steps is not None and several_machines:
+        what = "memory_steps copies a run into the memory of one machine, and there are several"
+        why = "what one machine holds is lost with it, and the others could not read it"
+        fix = "leave memory_steps out, and lower save_steps instead"
+        yield Contradiction(("checkpoint.memory_steps", "--nnodes"), what, fix, why)
+
+
 def ranks_along(config: StepConfig, layout: Layout | None, axis: str) -> int:
     """Return the number of ranks along an axis; without a layout the one that the config has."""
     return int(

@@ -72,7 +72,8 @@ class Agent(ExtensibleAgent):
 
     `failures` is the folder of `rank-N.json`; those of this machine's ranks are deleted at each
     start. `on_restart` is called before each restart with the failure and the number of restarts
-    left. The run's folder of `checkpoints` shows whether it makes progress between failures. The
+    left. The run's folder of `checkpoints`, and the copies in `memory`, show whether it makes
+    progress between failures. The
     peers of a failed rank have `shutdown_timeout` seconds to end.
     """
 
@@ -85,6 +86,7 @@ class Agent(ExtensibleAgent):
         on_restart: Callable[[Failure | None, int], None],
         watch: HangWatch,
         checkpoints: Path,
+        memory: Path | None = None,
         shutdown_timeout: int = 30,
     ) -> None:
         super().__init__(
@@ -94,7 +96,7 @@ class Agent(ExtensibleAgent):
         self._logs = logs
         self._on_restart = on_restart
         self._watch = watch
-        self._loop = CrashLoop(checkpoints)
+        self._loop = CrashLoop(checkpoints, memory)
         self._lock = threading.Lock()
         self._starting = False
         self.stop_signal: int | None = None
@@ -340,8 +342,9 @@ class CrashLoop:
 
     LIMIT = 3  # equal failures in a row
 
-    def __init__(self, checkpoints: Path) -> None:
+    def __init__(self, checkpoints: Path, memory: Path | None = None) -> None:
         self._checkpoints = checkpoints  # the run's folder, which need not exist
+        self._memory = memory  # where copies of runs lie, each in a folder of its own
         self._seen: tuple[str, int] | None = None
         self._times = 0
 
@@ -357,6 +360,9 @@ class CrashLoop:
         if not steps:  # `checkpoint.storage` keeps them elsewhere: the run's events list the saves
             saves = RunDirectory(self._checkpoints.parent).read_events()
             steps = [event["step"] for event in saves if event["kind"] == "save"]
+        if self._memory is not None:
+            copies = self._memory.glob("*/step-*")
+            steps += [int(p.name[5:]) for p in copies if re.fullmatch(r"step-\d{8}", p.name)]
         seen = (re.sub(r"[\d.]+", "#", cause.what), max(steps, default=0))
         self._times = self._times + 1 if seen == self._seen else 1
         self._seen = seen

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep import signals
 from lockstep.cores import threads_per_rank
-from lockstep.environment import RANK_0_OF_1, check_numbers, rank_facts
+from lockstep.environment import MEMORY, RANK_0_OF_1, check_numbers, rank_facts
 from lockstep.errors import EXIT_PREEMPTED, LockstepError, RunError, UsageError, refuse
 from lockstep.heartbeat.files import FOLDER
 from lockstep.launch.failures import Failure, exit_code, first_cause
@@ -51,7 +51,7 @@ from lockstep.launch.worker import (
 from lockstep.network import interface_variables
 from lockstep.records import RunDirectory
 from lockstep.run_lock import LAUNCH, require_free
-from lockstep.scratch import remove, scratch_folder
+from lockstep.scratch import SHARED_MEMORY, remove, scratch_folder
 from lockstep.strategy import AUTO, resolve, strategy_named
 
 if TYPE_CHECKING:
@@ -194,8 +194,12 @@ def _check_layout(config: "Config", processes: int, options: LaunchOptions) -> N
 
     No rank is started before.
     """
-    from lockstep.config.checks import contradictions, require_equation
+    from lockstep.config.checks import contradictions, launch_contradictions, require_equation
 
+    several = options.several_nodes
+    refuse(
+        launch_contradictions(config, max_restarts=options.max_restarts, several_machines=several)
+    )
     no_gpu = config.distributed.device == "auto" and not count_gpus()
     device_type = "cpu" if no_gpu else config.distributed.device
     world = processes * int(options.nnodes) if options.nnodes.isdecimal() else None
@@ -264,6 +268,9 @@ def launch(job: LaunchJob, options: LaunchOptions, processes: int) -> int:
     beats = scratch / "heartbeats"
     failures.mkdir(exist_ok=True)
     beats.mkdir()
+    # where ranks copy their run, for those that are started again (lockstep/checkpoint/memory.py)
+    keeps = options.max_restarts > 0 and not options.several_nodes and SHARED_MEMORY.is_dir()
+    memory = scratch_folder("memory", SHARED_MEMORY) if keeps else None
 
     def exit_on_signal(number: int) -> None:
         signals.end_now(
@@ -274,6 +281,7 @@ def launch(job: LaunchJob, options: LaunchOptions, processes: int) -> int:
         LAUNCHER_PID: str(os.getpid()),
         FAILURES: str(failures.absolute()),
         FOLDER: str(beats),
+        MEMORY: "" if memory is None else str(memory),
     }
     # else torch's handlers replace ours, and raise
     variables["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
@@ -293,12 +301,14 @@ def launch(job: LaunchJob, options: LaunchOptions, processes: int) -> int:
             environment_with(variables),
             rank_starter(job.fresh, _log_to_stderr) as starter,
         ):
-            return _run_agent(job, options, processes, failures, watch, starter)
+            return _run_agent(job, options, processes, failures, memory, watch, starter)
     except LockstepError as error:
         print_error(error)
         return error.exit_code
     finally:
         remove(scratch)
+        if memory is not None:
+            remove(memory)
         for path in job.logs.glob("rank-*.stacks.txt"):
             with suppress(FileNotFoundError):  # launchers of other machines clean the same folder
                 if not path.stat().st_size:
@@ -310,6 +320,7 @@ def _run_agent(
     options: LaunchOptions,
     processes: int,
     failures: Path,
+    memory: Path | None,
     watch: HangWatch,
     starter: RankStarter,
 ) -> int:
@@ -371,6 +382,7 @@ def _run_agent(
             on_restart=on_restart,
             watch=watch,
             checkpoints=RunDirectory(job.logs.parent).checkpoints,
+            memory=memory,
             shutdown_timeout=options.shutdown_timeout,
         )
         signals.listen(agent.on_signal)

@@ -27,6 +27,7 @@ from lockstep import accelerator
 from lockstep.config import Config
 from lockstep.cores import allowed
 from lockstep.costs.hardware import GIB, GPUS, LINKS, Gpu, GpuCluster, Link, cluster_of, known_gpu
+from lockstep.costs.steps import ModelSize
 from lockstep.environment import rank_facts
 from lockstep.errors import UsageError
 from lockstep.plan import calculate_resources
@@ -81,6 +82,8 @@ def plan(config: Config, options: PlanOptions) -> str:
     if options.find_batch_size and best is not None:
         batch = largest_batch(work, config, cluster, best.changes)
         notices.append(f"the largest training.batch_size that fits under {best.name()}: {batch}")
+    if config.checkpoint.memory_steps is not None and best is not None:
+        notices.append(copies_in_memory(config, model_size_of(work, config), best, cluster))
     if options.chart is not None:
         write_result(options.chart, as_svg(found))
         notices.append(f"chart: {options.chart}")
@@ -103,6 +106,18 @@ def plan(config: Config, options: PlanOptions) -> str:
         price=options.price,
     )
     return "\n".join([text, *notices])
+
+
+def copies_in_memory(config: Config, facts: ModelSize, best: Candidate, cluster: GpuCluster) -> str:
+    """Return a sentence on the host memory that `checkpoint.memory_steps` takes."""
+    copy = facts.parameters * (4 + facts.optimizer_bytes)
+    kept = best.memory or {}
+    of_ranks = cluster.num_gpus * (kept.get("parameters", 0) + kept.get("optimizer", 0))
+    return (
+        f"checkpoint.memory_steps: {config.checkpoint.memory_steps}: {_gib(2 * copy)} GiB of"
+        f" shared memory (two copies of the run), and {_gib(of_ranks)} GiB in the ranks, from"
+        " which they are written"
+    )
 
 
 def print_first(candidate: Candidate) -> None:

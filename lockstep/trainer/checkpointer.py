@@ -18,7 +18,8 @@ from lockstep.heartbeat.writer import called_by_all_ranks, own_heartbeat
 from lockstep.monitor import Monitor
 from lockstep.records import RunDirectory, read_lines
 from lockstep.trainer import saved_state
-from lockstep.trainer.resume import clear_later, find
+from lockstep.trainer.memory_copies import MemoryCopies
+from lockstep.trainer.resume import clear_later, newest_kept
 from lockstep.trainer.run_state import RunState
 
 _log = logging.getLogger("lockstep")
@@ -36,7 +37,10 @@ class Checkpointer:
         self._config = run.config.checkpoint
         output = run.output
         self._folder = None if self._config.save_strategy == "none" else output.checkpoints
-        self.saves = self._folder is not None
+        self._memory: MemoryCopies | None = None
+        if output.memory is not None and self._config.memory_steps is not None:
+            self._memory = MemoryCopies(run, output.memory, monitor, self._tolerate)
+        self.saves = self._folder is not None or self._memory is not None
         self._saver: checkpoint.AsyncSaver | None = None
         self._evaluated: dict[int, float] = {}
         self._rollbacks: dict[int, int] = {}  # step → rollbacks to it
@@ -67,6 +71,8 @@ class Checkpointer:
 
     def after_step(self, *, last: bool, last_of_epoch: bool) -> None:
         """Save if it is due; check the running save."""
+        if self._memory is not None and not last:
+            self._memory.after_step()
         if self._folder is None:
             return
         step = self._run.step.progress.step
@@ -122,6 +128,8 @@ class Checkpointer:
 
     def finish(self, *, must_succeed: bool) -> None:
         """Wait for the running save: at the end, before a stop, before a rollback."""
+        if self._memory is not None:
+            self._memory.finish()
         if self._saver is not None:
             self._guard(self._saver.wait, must_succeed=must_succeed)
 
@@ -130,9 +138,11 @@ class Checkpointer:
 
         The other ranks are not asked.
         """
+        own_heartbeat().beat(self._run.step.progress.step, "pause")
         if self._saver is not None:
-            own_heartbeat().beat(self._run.step.progress.step, "pause")
             self._saver.finish_alone()
+        if self._memory is not None:
+            self._memory.finish_alone()
 
     def _begin(self, step: int) -> None:
         assert self._folder is not None
@@ -155,6 +165,9 @@ class Checkpointer:
         self._monitor.event("save", step=checkpoint.step_of(path.name), checkpoint=path.name)
         best = best_of(folder, self._config, self._evaluated)
         checkpoint.rotate(folder, self._config.save_total_limit, [] if best is None else [best])
+
+    def _tolerate(self, call: Any) -> None:
+        self._guard(call, must_succeed=False)
 
     def _guard(self, call: Any, *, must_succeed: bool) -> None:
         try:
@@ -188,7 +201,7 @@ class Checkpointer:
         if not checkpoint.list_checkpoints(run.output.checkpoints):
             monitor.say("there is no checkpoint yet to go back to")
             raise error
-        found = find(run.output, "auto")
+        found = newest_kept(run.output)
         assert found is not None, "there is one"
         saved_state.load(run, found)
         clear_later(run)

@@ -100,6 +100,7 @@ _WRITTEN = (
     "checkpoint.async",
     "checkpoint.on_failure",
     "checkpoint.storage",
+    "checkpoint.memory_steps",
     "monitor.profile",
 )
 _READING = (
@@ -261,7 +262,13 @@ def beside_others(config: Config, layout: Layout) -> Iterator[NoEffect]:
 
 
 def of_trainer(
-    config: Config, layout: Layout, *, own_optimizer: bool, own_schedule: bool, has_directory: bool
+    config: Config,
+    layout: Layout,
+    *,
+    own_optimizer: bool,
+    own_schedule: bool,
+    has_directory: bool,
+    has_memory: bool,
 ) -> Iterator[NoEffect]:
     """Yield the keys that mean nothing to a trainer in any way to train."""
     yield from beside_others(config, layout)
@@ -275,6 +282,12 @@ def of_trainer(
         yield NoEffect(keys, "beside a scheduler of your own", "the rate follows the scheduler")
     if not has_directory:
         yield from _without_directory(config)
+    if not has_memory:
+        why = "the copies are for ranks that Lockstep's launcher starts again, on one machine"
+        fix = "add --max-restarts N to `lockstep train` or `lockstep launch`, or leave it out"
+        yield NoEffect(
+            ("checkpoint.memory_steps",), "to ranks that are not started again", why, fix
+        )
 
 
 def _without_directory(config: Config) -> Iterator[NoEffect]:

@@ -9,9 +9,9 @@ import psutil
 
 from lockstep import checkpoint, collectives
 from lockstep.collectives import is_main_process
-from lockstep.errors import UsageError
+from lockstep.errors import RunError, UsageError
 from lockstep.paths import local_path
-from lockstep.records import RunDirectory, last_lines
+from lockstep.records import last_lines
 from lockstep.trainer import saved_state
 from lockstep.trainer.changed_settings import compare, moved_schedule
 from lockstep.trainer.optimizer_options import apply_changed_settings
@@ -19,11 +19,12 @@ from lockstep.trainer.run_output import RunOutput
 from lockstep.trainer.run_state import RunState
 
 
-def after_restart(directory: RunDirectory | None, how: str) -> str:
+def after_restart(output: RunOutput, how: str) -> str:
     """Return how to resume on ranks that a launcher has started again.
 
     They resume from what this launch has saved, if anything.
     """
+    directory = output.directory
     if (
         how == "auto"
         or directory is None
@@ -32,6 +33,8 @@ def after_restart(directory: RunDirectory | None, how: str) -> str:
         return how
 
     def has_saved() -> bool:
+        if output.memory is not None and output.memory.steps:
+            return True
         launched = psutil.Process(os.getppid()).create_time()
         return any(
             event["kind"] == "save" and event["time"] >= launched
@@ -113,6 +116,8 @@ def clear_later(run: RunState) -> None:
             run.output.checkpoints or directory.checkpoints, after=step
         ):
             directory.append_event("set_aside", step=step, checkpoint=path.name)
+    if run.output.memory is not None and run.is_main_process:
+        run.output.memory.delete_after(step)
     if run.layout.world_size > 1:
         collectives.barrier()  # no rank reads the folder before it is in order
 
@@ -120,7 +125,7 @@ def clear_later(run: RunState) -> None:
 def find(output: RunOutput, how: str, where: str = "--resume") -> checkpoint.CheckpointPath | None:
     """Return where to resume: the newest complete checkpoint, nowhere, or the given path.
 
-    `auto` means the newest complete checkpoint, and `never` nowhere.
+    `auto` means the newest complete checkpoint, on disk or in memory, and `never` nowhere.
 
     A RunError is raised if there are checkpoints, and none is whole: a person has to decide about a
     fresh start.
@@ -128,13 +133,7 @@ def find(output: RunOutput, how: str, where: str = "--resume") -> checkpoint.Che
     if how == "never":
         return None
     if how == "auto":
-        folder = output.checkpoints
-        if folder is None:
-            return None
-        if output.is_shared:
-            return checkpoint.resume_point(folder)
-        here = checkpoint.newest(folder, thorough=True) if is_main_process() else None
-        return checkpoint.copy_to_hosts(here)
+        return _newest_in_memory(output) or newest_kept(output)
     if isinstance(output.checkpoints, checkpoint.Storage) and output.checkpoints.exists(how):
         return output.checkpoints.path(how)
     path = local_path(how, "the checkpoint to resume from")
@@ -158,3 +157,33 @@ def find(output: RunOutput, how: str, where: str = "--resume") -> checkpoint.Che
         fix += f"model.load_state_dict(torch.load({how!r})); or make a checkpoint of it: "
         fix += f"`lockstep checkpoint import {quote(how)}`"
     raise UsageError(f"{how} is not a checkpoint", where=where, why=why, fix=fix)
+
+
+def newest_kept(output: RunOutput) -> checkpoint.CheckpointPath | None:
+    """Return the newest complete one of the run's checkpoints, without the copies in memory."""
+    folder = output.checkpoints
+    if folder is None:
+        return None
+    if output.is_shared:
+        return checkpoint.resume_point(folder)
+    here = checkpoint.newest(folder, thorough=True) if is_main_process() else None
+    return checkpoint.copy_to_hosts(here)
+
+
+def _newest_in_memory(output: RunOutput) -> checkpoint.CheckpointPath | None:
+    """Return the newest copy in memory, if it is complete and not older than what is kept."""
+    memory = output.memory
+    if memory is None:
+        return None
+
+    def is_newest() -> bool:
+        kept = [] if output.checkpoints is None else checkpoint.list_checkpoints(output.checkpoints)
+        newest = max((checkpoint.step_of(path.name) or 0 for path in kept), default=0)
+        return bool(memory.steps) and memory.steps[-1] >= newest
+
+    if not checkpoint.Ranks().broadcast("the copies in memory could not be read", is_newest):
+        return None
+    try:
+        return checkpoint.resume_point(memory)
+    except RunError:  # none is whole, of which rank 0 has warned: the run's checkpoints are left
+        return None

@@ -3,11 +3,14 @@
 Tests: tests/test_run_lock.py, tests/trainer/test_resume.py
 """
 
+import hashlib
+import os
 from functools import cached_property
 from pathlib import Path
 
 from lockstep import checkpoint
 from lockstep.config import CheckpointConfig
+from lockstep.environment import MEMORY
 from lockstep.errors import UsageError
 from lockstep.paths import local_path, run_directory
 from lockstep.records import RunDirectory
@@ -17,7 +20,8 @@ from lockstep.run_lock import RunLock
 class RunOutput:
     """The run directory, the folder of checkpoints, and the lock that one run at a time holds.
 
-    Without an `output_dir` there is neither, and nothing is written.
+    Without an `output_dir` there is neither, and nothing is written. `memory` is where copies lie
+    that outlive the ranks, if their launcher offers such a place.
     """
 
     def __init__(
@@ -27,6 +31,7 @@ class RunOutput:
         self._world_size = world_size
         self.directory: RunDirectory | None = None
         self.checkpoints: checkpoint.Directory | None = None
+        self.memory: checkpoint.MemoryStorage | None = None
         self._lock: RunLock | None = None
         if output_dir is not None:
             named = local_path(output_dir, "output_dir")
@@ -38,6 +43,8 @@ class RunOutput:
                 if config.storage is None or is_a_proof
                 else checkpoint.build_storage(config.storage)
             )
+            if not is_a_proof:
+                self.memory = _memory_of(self.directory.path)
             self._lock = RunLock(
                 self.directory.path, lambda text: print(f"lockstep: {text}", flush=True)
             )
@@ -87,3 +94,12 @@ class RunOutput:
             )
             raise UsageError(what, where="checkpoint.format: " + config.format, why=why, fix=fix)
         return shared
+
+
+def _memory_of(run: Path) -> checkpoint.MemoryStorage | None:
+    """Return where this launch keeps copies of a run: each of its runs has a folder of its own."""
+    folder = os.environ.get(MEMORY)
+    if not folder:
+        return None
+    name = hashlib.sha256(os.fsencode(run.absolute())).hexdigest()[:16]
+    return checkpoint.MemoryStorage(Path(folder, name))

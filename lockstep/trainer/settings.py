@@ -107,8 +107,8 @@ class TrainerSettings(PlacementSettings, total=False):
     load_best: bool
     format: Literal["sharded", "full", "local"]
     storage: str | Mapping[str, Any] | None
+    memory_steps: int | None
     retries: int
-    on_failure: Literal["continue", "stop"]
     resume: str
     allow_changes: bool
     log_steps: int

@@ -6,6 +6,7 @@ Tests: tests/trainer/test_trainer.py, tests/trainer/test_cost_of_a_step.py
 """
 
 import atexit
+import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, nullcontext
@@ -20,9 +21,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from lockstep import checkpoint, cluster
 from lockstep.bad_numbers import AnomalyDetector, BadNumbersError
 from lockstep.config import Config, MonitorConfig, apply_flags
+from lockstep.config.checks import launch_contradictions
 from lockstep.config.names import advice_for_method
 from lockstep.data import StepSource
-from lockstep.errors import UsageError
+from lockstep.errors import UsageError, refuse
 from lockstep.heartbeat.writer import called_by_all_ranks, own_heartbeat, write_limits
 from lockstep.mesh import layout_of
 from lockstep.models.hf_cache import switch_cache_off
@@ -137,6 +139,13 @@ class Trainer:
         asked = no_effect.asked_keys(config, given)
 
         here = cluster.setup(config.distributed)
+        refuse(
+            launch_contradictions(
+                config,
+                max_restarts=int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")),
+                several_machines=here.facts.num_nodes > 1,
+            )
+        )
         self.device = here.device
         self.layout = layout_of(config.distributed, here.facts)
         mode, why_mode = resolve_mode(config.precision.mode, here.device)
@@ -222,6 +231,7 @@ class Trainer:
             own_optimizer=own_optimizer,
             own_schedule=user_schedule is not None,
             has_directory=output_dir is not None,
+            has_memory=self.state.output.memory is not None,
         )
         no_effect.report(found, asked, is_main=self.is_main_process)
 
@@ -714,7 +724,7 @@ class Trainer:
         """
         output = self.state.output
         output.acquire()
-        how = resume.after_restart(output.directory, how)
+        how = resume.after_restart(output, how)
         self._resumed_from, log_lines = resume.resume(self.state, how)
         self._start_is_decided = True
         self._start_lines += log_lines

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from lockstep.config import Config, check, config_from, load_config, require_runnable
-from lockstep.errors import UsageError
+from lockstep.config.checks import launch_contradictions
+from lockstep.errors import UsageError, refuse
 from tests.config.shared import refusal
 
 D = "distributed."
@@ -232,3 +233,20 @@ def test_a_file_that_is_run_names_a_model_and_data() -> None:
             require_runnable(config_from(settings))
     require_runnable(config_from({"model.name": "bdh", "data.name": "digits"}))
     load_config("trainers/fsdp.yaml")
+
+
+def test_what_happens_when_a_rank_dies_fits_the_launcher() -> None:
+    stops = Config().replaced({"distributed.on_failure": "stop"})
+    copies = Config().replaced({"checkpoint.memory_steps": 1})
+    for config, restarts, several, words in (
+        (stops, 2, False, ("--max-restarts 2", "leave --max-restarts out")),
+        (copies, 2, True, ("memory of one machine", "lower save_steps")),
+    ):
+        found = launch_contradictions(config, max_restarts=restarts, several_machines=several)
+        with pytest.raises(UsageError) as caught:
+            refuse(found)
+        for word in words:
+            assert word in str(caught.value)
+    fits = [(stops, 0, True), (copies, 2, False), (Config(), 2, True)]
+    for config, restarts, several in fits:
+        refuse(launch_contradictions(config, max_restarts=restarts, several_machines=several))

@@ -1,6 +1,7 @@
 """The command, and that large models are planned quickly on small machines."""
 
 import json
+import re
 import resource
 import subprocess
 import sys
@@ -45,11 +46,14 @@ def test_plan_ranks_layouts_and_writes_the_best(tmp_path: Path) -> None:
     chart = tmp_path / "chart.svg"
     config.write_text(SMALL)
     said = lockstep(
-        *(str(config), "precision.fp8=linears", "--gpus", "2", "--gpu-type", "RTX-4090"),
+        *(str(config), "precision.fp8=linears", "checkpoint.memory_steps=5"),
+        *("--gpus", "2", "--gpu-type", "RTX-4090"),
         *("--json", "--write", str(best), "--chart", str(chart)),
     )
     found = json.loads(said)
     assert any("precision.fp8 linears is not counted" in notice for notice in found["notices"])
+    copies = r"memory_steps: 5: 0\.00\d+ GiB of shared memory \(two copies of the run\), and 0\.00\d+ GiB"
+    assert any(re.search(copies, notice) for notice in found["notices"])
     layouts = found["layouts"]
     assert {"ddp:2", "fsdp:2"} <= {layout["layout"] for layout in layouts}
     speeds = [layout["samples_per_second"] for layout in layouts if layout["fits"]]

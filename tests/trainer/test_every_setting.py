@@ -62,8 +62,9 @@ LISTED = {
         " loss_scale.min_scale loss_scale.max_scale loss_scale.history_size"
     ),
     "distributed": (
-        "strategy device backend init_method timeout_seconds hang.factor hang.seconds debug env"
-        " reproducible buffers divergence_check_steps divergence_action replicate_size shard_size"
+        "strategy device backend init_method timeout_seconds hang.factor hang.seconds on_failure"
+        " debug env reproducible buffers divergence_check_steps divergence_action"
+        " replicate_size shard_size"
         " pipeline_size context_size context_method context_blocks tensor_size expert_size"
         " sequence_parallel tensor_blocks open_axes ddp.bucket_cap_mb ddp.find_unused_parameters"
         " ddp.static_graph ddp.gradient_as_bucket_view ddp.compression.kind ddp.compression.rank"
@@ -80,7 +81,7 @@ LISTED = {
     ),
     "checkpoint": (
         "save_strategy save_steps save_total_limit keep_best keep_best_mode load_best format"
-        " storage async retries on_failure resume allow_changes"
+        " storage async memory_steps retries on_failure resume allow_changes"
     ),
     "monitor": (
         "log_steps sinks callbacks profile.wait profile.warmup profile.active profile.record_shapes"

@@ -1,0 +1,60 @@
+"""Ranks that are started again go on from the copy in memory, with real ranks and real kills."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from lockstep.checkpoint import digest
+from tests.faults.test_processes import ranks_of
+from tests.faults.tiny import YAML, events, steps
+from tests.launch.shared import Ended, finish, start, wait_for
+
+TWO = ("train", "tiny.yaml", "--nproc-per-node", "2", "--max-restarts", "2", "--output-dir")
+COPIES = ("checkpoint.memory_steps=3", "checkpoint.save_steps=1000")
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    """Rank 1 is killed after a copy in memory, and no checkpoint of the run is on disk yet."""
+    folder = tmp_path_factory.mktemp("memory")
+    (folder / "tiny.yaml").write_text(YAML)
+    process = start(folder, *TWO, "run", *COPIES, OMP_NUM_THREADS="1")
+    wait_for(lambda: process.poll() is not None or bool(events(folder / "run", "memory_copy")))
+    wait_for(lambda: process.poll() is not None or max(steps(folder / "run"), default=0) >= 10)
+    assert process.poll() is None, process.communicate()
+    os.kill(ranks_of(folder)[1], signal.SIGKILL)
+    return finish(process, folder)
+
+
+@pytest.mark.fault(
+    "process: a rank is killed between saves, `checkpoint.memory_steps: k`",
+    "the newest checkpoint on disk may be hundreds of steps old; the copy in memory is not",
+    "the ranks are started again, and go on from the copy: at most k - 1 steps are trained again",
+)
+def test_ranks_go_on_from_memory(killed: Ended) -> None:
+    assert killed.code == 0, killed.err
+    run = killed.folder / "run"
+    (resumed,) = events(run, "resume")
+    assert "/dev/shm/lockstep-memory-" in resumed["checkpoint"]
+    assert resumed["step"] % 3 == 0
+    assert resumed["step"] >= 6, "with step 10 begun, the copy of step 6 is complete"
+    first, _after_restart = events(run, "memory_copy")
+    assert first["bytes"] > 0
+    assert first["every"] == 3
+    assert steps(run) == list(range(1, 41)), "each step once"
+
+
+def test_the_digest_is_the_undisturbed_ones(killed: Ended, tmp_path: Path) -> None:
+    (tmp_path / "tiny.yaml").write_text(YAML)
+    process = start(tmp_path, *TWO, "run", "checkpoint.save_steps=1000", OMP_NUM_THREADS="1")
+    undisturbed = finish(process, tmp_path)
+    assert undisturbed.code == 0, undisturbed.err
+    last = "checkpoints/step-00000040"
+    assert digest(killed.folder / "run" / last) == digest(tmp_path / "run" / last)
+
+
+def test_nothing_stays_in_memory(killed: Ended) -> None:
+    (resumed,) = events(killed.folder / "run", "resume")
+    assert not Path(resumed["checkpoint"]).parents[1].exists()
