@@ -24,6 +24,9 @@ NOT_KEYWORDS = {
     "data.args",
     "checkpoint.async",
     "training.optimizer",
+    # two keys of one name: each is written with its section
+    "checkpoint.on_failure",
+    "distributed.on_failure",
 }
 HINTS = get_type_hints(TrainerSettings)
 BY_KEY = {apply_flags({name: None}).popitem()[0]: name for name in HINTS if name not in SECTIONS}
