@@ -407,6 +407,7 @@ def _join(
     backend: str,
     store: Store | None,
 ) -> None:
+    """Join the process group; with `backend: auto` one that carries tensors on the CPU, too."""
     global _group_is_ours
     timeout = datetime.timedelta(seconds=config.timeout_seconds)
     store = rendezvous(config, facts, timeout) if store is None else store

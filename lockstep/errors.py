@@ -6,13 +6,15 @@ what only ranks know.
 """
 
 import re
+import sys
 import sysconfig
 import traceback
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
@@ -148,3 +150,14 @@ def refuse(contradictions: Iterable[Contradiction]) -> None:
 
 class NoEffectWarning(UserWarning):
     """A setting that is asked for has no effect, in this way to train or beside another setting."""
+
+
+def warn_at_caller(text: str, category: type[Warning] = UserWarning) -> None:
+    """Warn at the innermost line outside of the package, which is the user's."""
+    package = str(Path(__file__).parent)
+    frame: FrameType | None = sys._getframe(1)
+    level = 2
+    while frame is not None and frame.f_code.co_filename.startswith(package):
+        frame = frame.f_back
+        level += 1
+    warnings.warn(text, category, stacklevel=level)

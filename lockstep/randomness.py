@@ -106,6 +106,10 @@ class HostRandom:
             self._cpu.manual_seed(key)
         self._keyed = None if self.drawn else self._states()
 
+    def settle(self) -> None:
+        """Note that all ranks have agreed that the model draws from these generators."""
+        self.settled = True
+
     def check_draws(self) -> None:
         """Check whether a random number has been drawn since the last key."""
         self.drawn = self.drawn or (self._keyed is not None and self._states() != self._keyed)
@@ -271,6 +275,17 @@ class RandomState:
         self.calls.clear()
         if earlier:
             self.calls.update(earlier)
+
+    def restore_calls(self, calls: Mapping[str, int]) -> None:
+        """Go back to the numbers of calls that a copy of `calls` has, to draw the same again."""
+        self.calls = dict(calls)
+
+    def decide_host(self, *, is_drawn_from: bool) -> None:
+        """Keep the host's generators keyed, or leave them alone; all ranks decide the same."""
+        if not is_drawn_from:
+            self.host = None
+        elif self.host is not None:
+            self.host.settle()
 
     def backward_done(self) -> None:
         """Forget which calls a backward pass may repeat: those of all forward passes are over."""

@@ -175,6 +175,10 @@ class Step:
         self.anomaly_detector.restart(state.get("losses", ()))
         self.avoid |= set(state.get("avoid", ()))
 
+    def start_after(self, step: int) -> None:
+        """Begin after a step that another process has made, without skipped ones before it."""
+        self.progress = Progress(step=step, updates=step)
+
     def plan_run(self, total: int | None, schedule: Schedule | TorchSchedule | CallersRate) -> None:
         """Set the number of the run's last step, if it is known, and the schedule."""
         self.total = total or 0

@@ -20,6 +20,19 @@ _OF_OTHERS = {
     *("buffer", "bias", "weight", "sampler", "optimizer", "epilog", "tensor", "seed", "module"),
     *("closed", "process", "text", "args", "state", "order"),
 }
+# Fields that are assigned to objects of libraries, whose class the text does not show: module →
+# names. They are looked at one by one, and a test sees to it that each is still assigned.
+OF_LIBRARIES = {
+    "lockstep.cli.arguments": {"default", "help"},  # argparse's actions
+    "lockstep.models.hf": {"vocab_size"},  # a config of transformers
+    "lockstep.models.hf_causal": {"attend"},  # layers of transformers
+    "lockstep.models.hf_layers": {"config"},  # layers of transformers
+    "lockstep.models.observed": {"target"},  # nodes of torch.fx
+    "lockstep.monitor.exporters": {"width"},  # a message of TensorBoard's protocol
+    "lockstep.plan.candidates": {"value"},  # multiprocessing's, shared by processes
+    "lockstep.torch_compat.elastic_agent": {"close"},  # processes of torch's agent
+    "lockstep.torch_compat.work_wait": {"wait"},  # torch.distributed.Work
+}
 _ANY = {"Any", "object", "Module", "Self", "T"}  # annotations that leave the class open
 _FOREIGN = ""  # the class of something that no class of the package is
 _Function = ast.FunctionDef | ast.AsyncFunctionDef

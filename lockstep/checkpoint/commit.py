@@ -301,6 +301,7 @@ class AsyncSaver:
         self._error = None
 
         def work() -> None:
+            """Write the staged data in a thread of its own; `wait` raises what goes wrong."""
             try:
                 if copied is not None:
                     accelerator.select(copied[0])  # a new thread begins with device 0

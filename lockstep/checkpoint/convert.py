@@ -402,6 +402,7 @@ def _canonical(name: str) -> str:
 
 
 def _file_of(source: Path) -> Path:
+    """Return the file with the weights: `source` itself, or the one that is usual in its folder."""
     for file in (source, *(source / name for name in _IN_FOLDERS)):
         if file.is_file():
             return file

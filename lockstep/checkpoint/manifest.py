@@ -154,6 +154,7 @@ class Manifest:
         return [file for file in self.files if file.startswith(f"{part}/")]
 
     def to_bytes(self) -> bytes:
+        """Return the manifest as JSON; its last line is its checksum."""
         files = {
             path: {"size": f.size, "crc32": f"{f.crc32:08x}"}
             for path, f in sorted(self.files.items())

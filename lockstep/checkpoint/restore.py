@@ -72,6 +72,7 @@ def load(
         return {part: target.info() for part, target in targets.items()}, snapshot.aliases
 
     def compare(ranks: list[tuple[dict[str, _Infos], Mapping[str, Sequence[str]]]]) -> None:
+        """Compare, on rank 0, what all ranks hold with what the checkpoint has."""
         described = [infos for infos, _ in ranks]
         # each stage of a pipeline knows the tied names of its own parameters
         aliases = {name: others for _, ties in ranks for name, others in ties.items()}
@@ -444,6 +445,7 @@ def restore_optimizer(
 
 
 def _name(parameter: Tensor, names: Mapping[int, str]) -> str:
+    """Return the canonical name of a parameter that an optimizer holds."""
     if id(parameter) not in names:
         what = (
             f"the optimizer holds a parameter of shape {list(parameter.shape)} that the model does"

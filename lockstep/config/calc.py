@@ -106,6 +106,7 @@ class _Resolver:
         self.busy: list[Path] = []
 
     def resolved(self, node: Node, path: Path) -> Node:
+        """Return a copy of a tree in which each calculation is replaced by its number."""
         if isinstance(node.value, dict):
             return Node(
                 {key: self.resolved(child, (*path, key)) for key, child in node.value.items()},
@@ -175,6 +176,7 @@ class _Resolver:
         return self.default(name)
 
     def default(self, name: str) -> Number:
+        """Return the default of a key that a calculation names and no file sets."""
         from lockstep.config.keys import all_keys, keys_named, near_keys
 
         keys = [name] if name in all_keys() else keys_named(name)

@@ -174,6 +174,7 @@ _BOUNDS = (("ge", "≥"), ("gt", ">"), ("le", "≤"), ("lt", "<"))
 
 
 def _words(annotation: Any, field: FieldInfo) -> str:
+    """Return in words what a key of this type accepts: "a whole number ≥ 1"."""
     bounds = [
         f"{sign} {'2**63' if getattr(limit, name) == 2**63 else format(getattr(limit, name), 'g')}"
         for limit in field.metadata

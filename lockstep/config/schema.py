@@ -170,18 +170,10 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _keys_from_accelerate(self) -> "Config":
-        """Set `precision.mode` and `device` from the section `accelerate`.
-
-        A key that is set stays.
-        """
-        accelerate = self.distributed.accelerate
-        is_open = self.precision.mode == "auto" or "mode" not in self.precision.model_fields_set
-        if accelerate.mixed_precision is not None and is_open:
-            self.precision.mode = (
-                "fp32" if accelerate.mixed_precision == "no" else accelerate.mixed_precision
-            )
-        if accelerate.cpu and self.distributed.device == "auto":
-            self.distributed.device = "cpu"
+        """Set `precision.mode` from the section `accelerate`, unless it is set itself."""
+        mixed_precision = self.distributed.accelerate.mixed_precision
+        if mixed_precision is not None:
+            self.precision.follow("fp32" if mixed_precision == "no" else mixed_precision)
         return self
 
     @property

@@ -5,7 +5,7 @@ Tests: tests/config/test_schema.py, tests/config/test_checks.py
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from lockstep.config.schema_training import Named, Section, key, section
 from lockstep.registry import STRATEGIES
@@ -250,6 +250,19 @@ class DistributedConfig(Section):
     pipeline: PipelineConfig = section(PipelineConfig, "Options of `strategy: pipeline`.")
     accelerate: AccelerateConfig = section(AccelerateConfig, "Options of `strategy: accelerate`.")
     diloco: DiLoCoConfig = section(DiLoCoConfig, "Options of `strategy: diloco`.")
+
+    @model_validator(mode="after")
+    def _stay_on_cpu(self) -> "DistributedConfig":
+        """Use the CPU if `accelerate.cpu` says so, unless another device is set."""
+        if self.accelerate.cpu and self.device == "auto":
+            self.device = "cpu"
+        return self
+
+    def on_device(self) -> "DistributedConfig":
+        """Return these settings without parameters that are offloaded to the CPU."""
+        changed = self.model_copy()
+        changed.fsdp = self.fsdp.model_copy(update={"cpu_offload": False})
+        return changed
 
     @property
     def chunks_of_sequences(self) -> int:

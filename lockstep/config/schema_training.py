@@ -336,6 +336,11 @@ class PrecisionConfig(Section):
     tf32: bool = key(False, "Allow TF32 in fp32 matrix products on GPUs that have it.")
     loss_scale: LossScaleConfig = section(LossScaleConfig, "Loss scaling, for `fp16` only.")
 
+    def follow(self, mode: Literal["fp32", "bf16", "fp16"]) -> None:
+        """Take the mode that another section names; one that is set here stays."""
+        if self.mode == "auto" or "mode" not in self.model_fields_set:
+            self.mode = mode
+
 
 def build_object(spec: ObjectSpec, where: str, **further: Any) -> Any:
     """Import the class or function of a spec, and return the result of a call with its arguments.

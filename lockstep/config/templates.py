@@ -92,6 +92,7 @@ def _fill(template: jinja2.Template, variables: dict[str, Any]) -> str:
 
 
 def _with_variables(node: Node, variables: Mapping[str, int | float]) -> Node:
+    """Return a copy of a tree whose calculations know a template's variables."""
     if isinstance(node.value, dict):
         return replace(
             node,
@@ -155,6 +156,7 @@ class _TemplateFiles:
         return self.prepared[path].source, path, lambda: True
 
     def chain(self, file: ResolvedFile) -> list[ResolvedFile]:
+        """Return a template and those that it extends, one after the other; refuse a circle."""
         chain: list[ResolvedFile] = []
         following: ResolvedFile | None = file
         while following is not None:
@@ -169,6 +171,7 @@ class _TemplateFiles:
         return chain
 
     def _parent(self, file: ResolvedFile) -> ResolvedFile | None:
+        """Return the template that a file extends; None if it extends none."""
         prepared = self.add(file)
         parsed = _checked(
             self, lambda: self.environment.parse(prepared.source, filename=str(file.path)), file

@@ -295,6 +295,10 @@ class InlineBatch:
 
 class _Pickler(ForkingPickler):
     def reducer_override(self, value: Any) -> Any:
+        """Send small plain tensors of the CPU as NumPy arrays, and all others as torch does.
+
+        torch moves each tensor through shared memory of its own, which is slower for small ones.
+        """
         if (
             type(value) is not torch.Tensor
             or value.device.type != "cpu"
@@ -514,6 +518,7 @@ class StepLoader:
         )
 
     def _planned(self) -> Iterator[_Plan]:
+        """Yield the plan of each step that is left, up to the end of the run."""
         for step in (
             itertools.count(self._start) if self._stop is None else range(self._start, self._stop)
         ):

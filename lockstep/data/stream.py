@@ -163,6 +163,7 @@ class Stream:
             raise NotRestoredError(self.position, ended=True)
 
     def _load(self, state: Any) -> None:
+        """Give the iterable a state that it has returned before."""
         try:
             self._iterable.load_state_dict(copy.deepcopy(state))
         except Exception as error:
@@ -188,6 +189,7 @@ class Stream:
         return None
 
     def _keep_state(self) -> None:
+        """Keep the iterable's state after the newest item; refuse one that can't be saved."""
         if not self.stateful:
             return
         self.state = copy.deepcopy(self._iterable.state_dict())
@@ -203,6 +205,7 @@ class Stream:
             raise UsageError(what, why=why, fix=fix) from None
 
     def _guarded(self, read: Callable[[], Any]) -> Any:
+        """Read from the iterable; an error says which item failed, in which line of the user's."""
         try:
             return read()
         except LockstepError:

@@ -327,6 +327,7 @@ class HangWatch:
     def _failure(
         self, rank: int, world: int, what: str, *, where: str | None, why: str | None, fix: str = ""
     ) -> Failure:
+        """Return the failure of a hang, which says where the stacks are."""
         fix += (
             f"every rank's stacks are in {self.logs}/rank-*.stacks.txt, its last collectives in"
             " rank-*.flight.json"

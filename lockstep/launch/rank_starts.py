@@ -56,6 +56,7 @@ class RankStarter:
     def _fork(
         self, words: Sequence[str], environment: Mapping[str, str], stdout: Any, stderr: Any
     ) -> int:
+        """Start a rank as a fork of the prepared process; return its process id."""
         assert self._prepared is not None
         _, module, *arguments = words
         request = ForkRequest(

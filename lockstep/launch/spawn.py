@@ -328,6 +328,7 @@ def _run(
 
 
 def _wait(processes: Sequence[BaseProcess], plot: "LivePlot | None") -> None:
+    """Wait until all processes have ended well, or one has not; draw the plot meanwhile."""
     while True:
         # read once per round: they change meanwhile
         codes = [process.exitcode for process in processes]

@@ -123,6 +123,7 @@ class Tee(io.TextIOBase):
         self._try("console", self.console.flush)
 
     def _try(self, which: str, call: Callable[[], object]) -> None:
+        """Write to the log or the console; tell the other of the first error, and go on."""
         try:
             call()
         except OSError as error:

@@ -145,6 +145,10 @@ class BDHLayer(nn.Module):
     def forward(
         self, x: Tensor, *documents: Tensor, encoder: Tensor, encoder_v: Tensor, decoder: Tensor
     ) -> Tensor | tuple[Tensor, ...]:
+        """Return x [B, T, D] after one layer; `documents` are carried on as they come.
+
+        With N neurons in each of H heads, s and u are [H, B, T, N], and y is [B, T, D] again.
+        """
         width = x.shape[-1]
         heads, _, neurons = encoder.shape
         x_heads = self.enter(x, heads).view(heads, *x.shape)
@@ -168,6 +172,11 @@ class PastAttention(Attend):
     def run(
         self, q: Tensor, k: Tensor, v: Tensor, first: int, documents: Tensor | None = None
     ) -> Tensor:
+        """Attend to earlier positions without softmax: q, k [H, B, T, N] and v [H, B, T, D].
+
+        Where queries begin at 0 and there are no documents, `sum_over_past` does it without T × T
+        scores.
+        """
         heads, batch = q.shape[:2]
         q, k, v = (each.flatten(0, 1) for each in (q, k, v))
         if not first and documents is None:

@@ -346,6 +346,7 @@ class _ThroughCodes(torch.autograd.Function):
 
 
 def _check_latent(latent_bits: int, split_layer: int, n_layer: int, n_embd: int) -> None:
+    """Refuse a latent that has too many codes, or no layer behind it."""
     require_positive(latent_bits=latent_bits)
     if latent_bits > MAX_LATENT_BITS:
         what = (

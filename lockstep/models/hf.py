@@ -185,6 +185,7 @@ def _both_ways(config: Any) -> tuple[Tensor, Tensor]:
 
 
 def _loaded(folder: Path, config: Any) -> Any:
+    """Return the model of a folder, in float32 on the CPU; refuse weights that leave some out."""
     with _errors_of(config.model_type), _no_progress_bars(), torch.device("cpu"):
         model, found = _AutoModel.from_pretrained(
             folder,

@@ -60,9 +60,7 @@ def meet_protocol(model: Any) -> nn.Module:
     embedding = model.get_input_embeddings()
     if isinstance(getattr(embedding, "embed_scale", None), Tensor):
         _swap_class(embedding, ScaledEmbedding)
-    if kind is not MixtureModel:
-        model.token_losses = TokenLosses()
-    model.block_size = getattr(model.config, "max_position_embeddings", None) or 1024
+    model.complete()
     if kind is GPT2:
         _swap_class(model.get_submodule("transformer.wpe"), PositionTable)
     assert isinstance(model, nn.Module)
@@ -74,6 +72,13 @@ class CausalModel(LanguageModel):
 
     config: Any
     _no_split_modules: Any
+    _computes_losses = True  # from logits; False: the library's forward pass returns a loss
+
+    def complete(self) -> None:
+        """Add the members of a `LanguageModel`: the library has built this object without them."""
+        self.block_size = getattr(self.config, "max_position_embeddings", None) or 1024
+        if self._computes_losses:
+            self.token_losses = TokenLosses()
 
     def forward(self, ids: Tensor | None = None, **arguments: Any) -> Tensor:
         arguments = {"input_ids": ids, "use_cache": False, **arguments}
@@ -106,6 +111,7 @@ class MixtureModel(CausalModel):
     """
 
     averages_in_forward = True  # it returns a mean, which dp can't weigh
+    _computes_losses = False
     _takes_targets_as_they_are = False  # determined in the first forward pass
 
     def forward(
@@ -289,6 +295,10 @@ def _attend(
     scaling: float,
     **_others: Any,
 ) -> tuple[Tensor, None]:
+    """Attend through the layer's `Attend`, in the place of the library's attention.
+
+    q, k, v [B, H, T, D] → [B, T, H, D], as the library wants it.
+    """
     if attention_mask is not None or scaling != module.head_dim**-0.5:
         what = (
             f"{type(module).__name__} attends with a"

@@ -218,6 +218,7 @@ class Inputs(nn.Module):
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, **others: Any
     ) -> Any:
+        """Return the hidden states, and the mask if there is one; refuse what stages drop."""
         if unknown := sorted(
             key for key in others if key not in _KNOWN_ARGUMENTS and others[key] is not None
         ):
@@ -274,6 +275,7 @@ class Outputs(nn.Module):
         *,
         inputs: tuple[tuple[Any, ...], Mapping[str, Any]],
     ) -> Any:
+        """Run the library's model around hidden states [B, T, D] that are given to its `door`."""
         given = {
             key: value
             for key, value in inputs[1].items()

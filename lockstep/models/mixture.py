@@ -380,6 +380,7 @@ def _numbers(counts: Tensor, rows: int) -> list[int]:
 
 
 def _check_choices(n_expert: int, top_k: int, router: str, balance: str) -> None:
+    """Refuse choices that no mixture has."""
     if top_k > n_expert:
         what = (
             f"top_k={top_k} of n_expert={n_expert}: a token can't go to more experts than there are"

@@ -542,6 +542,7 @@ def _with_documents(model: nn.Module, inputs: Inputs) -> Inputs:
     """
 
     def checked(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the inputs; refuse a batch whose documents do not reach the model."""
         args, kwargs = inputs(batch)
         documents = batch.get(DOCUMENTS) if isinstance(batch, dict | Mapping) else None
         if documents is not None and not any(
@@ -601,6 +602,7 @@ def _with_targets(loss_fn: Callable[..., Tensor]) -> Callable[[Any, Any], Tensor
     over_classes = isinstance(loss_fn, nn.CrossEntropyLoss)
 
     def loss(outputs: Any, batch: Any) -> Tensor:
+        """Call the loss function, with [B · T, V] outputs for [B, T, V] where that is meant."""
         outputs = logits_of(outputs)
         targets = targets_of(batch)
         if (

@@ -288,6 +288,7 @@ class _Cutter:
         return [self._cut(piece) for piece in range(count + 1)]
 
     def _region_of(self, node: fx.Node, current: int) -> int:
+        """Return the region of a node: block i is 2i + 1, and what stands before it 2i."""
         stack = node.meta.get("nn_module_stack", {})
         for call, (path, _) in stack.items():
             if path in self._blocks:

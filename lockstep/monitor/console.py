@@ -51,6 +51,7 @@ class Console:
                 self.flush()
 
     def on_each_step(self, record: StepRecord) -> None:
+        """Draw the bar, a few times a second at most; no number of a device is read for it."""
         now = time.monotonic()
         if now - self._drawn < _BAR_SECONDS and record.step != self._total:
             return
@@ -165,6 +166,7 @@ _FIRST_TO_GO = ("grad", "lr", "seconds", "memory", "rate", "left")  # in a line 
 
 
 def _parts(row: Row, total: int | None, seconds_left: float | None) -> dict[str, str]:
+    """Return the parts of a line by name; "" for those that the row lacks."""
     rate = ""
     if row.get("tokens_per_second"):
         rate = f"{row['tokens_per_second']:,.0f} tokens/s"

@@ -152,6 +152,7 @@ class WeightsAndBiases:
             self._open.finish()
 
     def _started(self) -> Any:
+        """Return the run in the library, which is opened with its first row."""
         if self._open is None:
             path = self._run.path.resolve()
             self._open = self._library.init(
@@ -266,6 +267,7 @@ class Prometheus:
         self.address = f"http://{config.host}:{self._server.server_address[1]}/metrics"
 
     def on_step(self, row: Row) -> None:
+        """Set a gauge for each number; phases, kinds of memory and layers become labels."""
         self._set("step", float(row["step"]), {})
         for name, value in scalars(row).items():
             first, _, rest = name.partition("/")

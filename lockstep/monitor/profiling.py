@@ -109,6 +109,7 @@ def as_markdown(summary: Summary) -> str:
 
 
 def _verdict(ranks: list[Summary]) -> str:
+    """Return a sentence on where most is to be gained, by the mean over ranks."""
     mean = {
         part: sum(rank["shares"][part] for rank in ranks) / len(ranks)
         for part in ranks[0]["shares"]
@@ -152,6 +153,7 @@ def _stretch(event: Any) -> Interval:
 
 
 def _top(events: list[Any], steps: int, on_device: bool) -> list[Summary]:
+    """Return the operators that take most time, with seconds and calls a step."""
     seconds: dict[str, float] = defaultdict(float)
     calls: dict[str, int] = defaultdict(int)
     for event in events:

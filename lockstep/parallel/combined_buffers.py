@@ -145,6 +145,7 @@ def _fits(name: str, pattern: str) -> bool:
 
 
 def _refuse_nameless(pattern: str, known: Sequence[str], model: nn.Module) -> None:
+    """Refuse a pattern that names no buffer, or only such as the step keeps equal itself."""
     everything = [name for name, _ in model.named_buffers()]
     if own := [name for name in everything if _fits(name, pattern)]:
         what = (

@@ -113,6 +113,7 @@ def cut_objective(objective: Objective, context: Context, plan: Mapping[str, int
         }
 
     def loss(outputs: Any, batch: Any) -> Tensor:
+        """Return the loss of complete sequences from this rank's outputs, [B, T / ranks, …]."""
         length = next(batch[name].shape[dim] for name, dim in plan.items())
         part = part_of(batch)
         # Where bits count, the loss is a sum over chunks, as every other sum over positions is.

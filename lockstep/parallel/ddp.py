@@ -44,6 +44,7 @@ class Replicas(Strategy):
         cluster: GpuCluster,
         micro_batches: int,
     ) -> StepTime:
+        """Time a step whose gradients are exchanged in buckets, as the compression makes them."""
         uncompressed = pieces.parameter_bytes
         ddp = config.distributed.ddp
         sizes = {

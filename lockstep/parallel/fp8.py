@@ -63,6 +63,7 @@ def apply_fp8(model: nn.Module, blocks: Named, kind: str, device: torch.device) 
 
 
 def _require_hardware(device: torch.device) -> None:
+    """Refuse a device that does not multiply in float8."""
     cuda = device.type == "cuda"
     if (
         cuda

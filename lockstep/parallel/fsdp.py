@@ -98,6 +98,7 @@ class FSDP(Strategy):
     def contradictions(
         self, config: StepConfig, layout: Layout | None = None
     ) -> Iterator[Contradiction]:
+        """Refuse under `reproducible` to sum gradients over micro-batches on each rank first."""
         distributed = config.distributed
         if distributed.reproducible and distributed.fsdp.accumulate != "sharded":
             what = (
@@ -128,6 +129,7 @@ class FSDP(Strategy):
     def layouts_to_plan(
         self, model: ModelSize, config: StepConfig, cluster: GpuCluster
     ) -> Iterator[dict[str, Any]]:
+        """Yield both ways to shard; on several hosts shards within each host, too."""
         if cluster.num_gpus == 1:
             return
         for kind in ("full_shard", "shard_grad_op"):
@@ -154,6 +156,7 @@ class FSDP(Strategy):
         cluster: GpuCluster,
         micro_batches: int,
     ) -> StepTime:
+        """Time a step that gathers parameters and reduces gradients; alone, one without either."""
         options = config.distributed.fsdp
         if layout.world_size == 1:
             return super().step_time(pieces, config, layout, cluster, micro_batches)
@@ -251,6 +254,7 @@ def apply_fsdp(
 
 
 def _refuse_mixture(unit: nn.Module, own: Sequence[nn.Parameter]) -> None:
+    """Refuse a unit with trained parameters of several types."""
     dtypes = {
         parameter.dtype: parameter
         for parameter in own
@@ -270,6 +274,7 @@ def _refuse_mixture(unit: nn.Module, own: Sequence[nn.Parameter]) -> None:
 def _precision_of(
     parameters: Sequence[nn.Parameter], config: FSDPConfig, param_dtype: str, *, exact: bool
 ) -> MixedPrecisionPolicy:
+    """Return the types in which a unit is gathered, and its gradients are summed."""
     low = None if param_dtype == "fp32" else torch.float32
     reduce_dtype: torch.dtype | None = (
         low if config.reduce_dtype is None else DTYPES[config.reduce_dtype]
@@ -285,6 +290,7 @@ def _precision_of(
 
 
 def _prefetch(units: Sequence[nn.Module], config: FSDPConfig, *, on_cpu: bool) -> None:
+    """Say which units FSDP2 gathers ahead, in the forward and in the backward pass."""
     shards: list[FSDPModule] = [u for u in units if isinstance(u, FSDPModule)]
     if on_cpu if config.forward_prefetch is None else config.forward_prefetch:
         # FSDP2 asks for them when this unit's values lie in place. On a CPU the caller lays them

@@ -164,6 +164,7 @@ class UnitOrder:
         self._again.begin()
 
     def _before(self, position: int, args: Any, kwargs: Any) -> Any:
+        """Note a unit's call; let its backward pass run also where its inputs need no gradient."""
         if not self._inside:
             return None
         inputs = self._inputs_of(position, (args, kwargs))
@@ -417,6 +418,7 @@ class UnitOrder:
                 self._inputs[True][position] = min(inputs, self._inputs[True].get(position, inputs))
 
     def _not_joined(self, position: int) -> UsageError:
+        """Return the error of ranks that call a unit, or not, in a way that can't be joined."""
         what = (
             f"the data of some ranks leave out a call of {self._units[position][0]}, which others"
             " make, or make it in another order"
@@ -433,6 +435,7 @@ class UnitOrder:
         return self._error(what, why)
 
     def _not_recomputed(self, position: int) -> UsageError:
+        """Return the error of ranks whose checkpoints recompute other units."""
         name = self._units[position][0]
         what = (
             f"a checkpoint of the model's own recomputes {name} in the backward pass, and the data"

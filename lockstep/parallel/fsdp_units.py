@@ -261,6 +261,7 @@ class UnitUsage:
         handle = unit.register_forward_pre_hook(watch)
 
     def _compare(self) -> None:
+        """Drop the gradients of parameters that no rank has used, as one process has none."""
         if self._device.type != "cpu" and not self._first_step and not self._varies:
             return  # the host would wait for the device in each step
         used_here = [name in self._used for name in self._names]
@@ -276,6 +277,7 @@ class UnitUsage:
                 self._model.get_parameter(name).grad = None
 
     def _not_called(self) -> UsageError:
+        """Return the error of a unit whose parameters are used without a call of it."""
         name, unit = next(
             (u for position, u in enumerate(self._units) if position not in self._called),
             self._units[_END],

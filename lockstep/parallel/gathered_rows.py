@@ -145,6 +145,7 @@ class GatheredRows:
         self._written: dict[int, _Written] = {}
 
     def _pointer_of(self, queue: BufferPlace) -> BufferPlace | None:
+        """Return the number beside a queue that says where its next rows go, if there is one."""
         found = [number for number in self._numbers if number.module is queue.module]
         if len(found) > 1:
             found = [

@@ -392,6 +392,7 @@ class LocalWorkers:
         factor: float,
         last: bool,
     ) -> Loss:
+        """Run a micro-batch of a worker; its last one makes the update that is due."""
         loss = self._micro_step(micro_batch, accumulator, factor, last)
         if micro_batch.real:
             self._count = self._count + loss.targets
@@ -403,6 +404,7 @@ class LocalWorkers:
         return loss
 
     def _update(self, worker: Worker, factor: float, accumulator: LossAccumulator) -> ModelUpdate:
+        """Return a worker's update: the mean over its own valid targets, and the norm of that."""
         count = torch.as_tensor(
             self._count, dtype=torch.float64, device=self._placed.random_state.device
         ).clamp(min=1)

@@ -17,6 +17,7 @@ Tests: tests/parallel/test_loss_accumulator.py, tests/parallel/test_worked_examp
 """
 
 import math
+from collections.abc import Callable
 from ctypes import c_float
 from typing import NamedTuple
 
@@ -114,6 +115,16 @@ class LossAccumulator:
             self._table[1, micro_batch.index] = loss.targets
             if micro_batch.tokens:
                 self._table[0, -2] += micro_batch.tokens
+
+    def watch(self, watcher: Callable[[MicroBatch, Loss], None]) -> None:
+        """Call `watcher` with each loss, before it is added."""
+        add = self.add
+
+        def watched_add(micro_batch: MicroBatch, loss: Loss) -> None:
+            watcher(micro_batch, loss)
+            add(micro_batch, loss)
+
+        self.add = watched_add  # type: ignore[method-assign]
 
     def vote_to_stop(self) -> None:
         """Tell all ranks, with the next reduction, that this rank wants to stop after this step."""

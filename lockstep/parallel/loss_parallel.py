@@ -76,6 +76,11 @@ class _TokenLosses(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        """Return the gradient of this rank's columns of the logits, [tokens, V / ranks].
+
+        It is the softmax, less 1 at the target. `total`, the log of the sum over the columns of
+        all ranks, is known already, so no rank needs those of another.
+        """
         logits, here, found, counted, total = ctx.saved_tensors
         scale = torch.where(counted, gradients[0], 0.0)[:, None]
         # the softmax times the gradient of the loss, and below less that at the target

@@ -226,6 +226,7 @@ def refuse_hidden(placed: ParallelModel, hidden: Sequence[nn.Parameter]) -> None
     watched = [parameter for parameter in hidden if parameter.grad is None]
 
     def refuse_used() -> None:
+        """Refuse the loss function if one of the watched parameters has a gradient now."""
         if used := [f"one of the shape {list(p.shape)}" for p in watched if p.grad is not None]:
             what = (
                 "the loss function trains a parameter that it holds in a closure or an attribute:"

@@ -112,10 +112,8 @@ def _are_generators_decided(placed: ParallelModel) -> bool:
     drawn = torch.full((1,), host.drawn, dtype=torch.int32, device=placed.random_state.device)
     if placed.layout.world_size > 1:
         dist.all_reduce(drawn, op=dist.ReduceOp.MAX)
-    if drawn.item():  # host waits for the device, once
-        host.settled = True
-    else:
-        placed.random_state.host = None
+    any_drawn = bool(drawn.item())  # host waits for the device, once
+    placed.random_state.decide_host(is_drawn_from=any_drawn)
     return True
 
 
@@ -434,6 +432,7 @@ class _Watch:
         return [n for n in state if n in again], [n for n in perhaps if n in again]
 
     def _report(self, what: str, why: str, fix: str) -> None:
+        """Refuse what the forward pass changes where ranks would differ by it; else warn once."""
         if self.placed.reproducible:
             raise UsageError(what, where="distributed.reproducible", why=why, fix=fix)
         if self.placed.layout.world_size > 1:

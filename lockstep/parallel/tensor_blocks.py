@@ -285,6 +285,7 @@ def repeated_heads(weight: Tensor, heads: int, copies: int, cut: Cut) -> Tensor:
         return cut.part(each, 0).flatten(0, 1)
 
     def pull_back(pull: Tensor) -> Tensor:
+        """Return the gradient of the weight before it was repeated: the sum over the copies."""
         mine = heads * copies // cut.ranks
         parts = pull.view(mine, -1, *pull.shape[1:])
         if cut.blocks is None:
@@ -461,6 +462,7 @@ def cut_dropout(module: nn.Dropout, cuts: Sequence[tuple[Cut, int]], *, by: str)
     """
 
     def forward(self: nn.Dropout, x: Tensor) -> Tensor:
+        """Draw the mask of the complete tensor on each rank, and apply this rank's part of it."""
         if not (self.training and self.p and cuts) or any(cut.is_outside for cut, _ in cuts):
             return F.dropout(x, self.p, self.training)
 

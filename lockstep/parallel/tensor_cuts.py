@@ -221,6 +221,7 @@ def _fuse(module: Any, name: str, unit: int, cut: Cut) -> None:
     _check_divides(f"{name}.weight", parts * unit, unit, cut)
 
     def forward(self: Any, x: Tensor) -> Tensor:
+        """Multiply by several layers' weights that are fused into one, [parts of q, k, v, …]."""
         weight = tensor_blocks.fused_rows(_weight(self), self.fused_sizes, parts, cut)
         bias = (
             None
@@ -255,6 +256,7 @@ def _check_divides(name: str, size: int, unit: int, cut: Cut) -> None:
 def _cut_parameters(
     module: nn.Module, attribute: str | None, way: str
 ) -> Iterator[tuple[nn.Parameter, int]]:
+    """Yield a layer's parameters that ranks hold parts of, each with the dim that is cut."""
     if attribute is not None:
         yield getattr(module, attribute), 0
     elif way in ("experts", "routed"):
@@ -280,6 +282,8 @@ def _partial_parameters(module: nn.Module, way: str, cut: Cut) -> Iterator[nn.Pa
 def _linear(
     product: Callable[[Tensor, Tensor, Tensor | None, Cut], Tensor],
 ) -> Callable[[nn.Module, Cut], None]:
+    """Return what makes a linear layer multiply by `product`, on this rank's part of the weight."""
+
     def make(module: nn.Module, cut: Cut) -> None:
         def forward(self: Any, x: Tensor, *given: Tensor) -> Tensor:
             return (
@@ -294,6 +298,11 @@ def _linear(
 
 
 def _row(module: nn.Module, cut: Cut) -> None:
+    """Let a layer whose inputs are shared out multiply: ranks' products are parts of a sum.
+
+    x [B, T, K / ranks] by weight [N, K / ranks] → [B, T, N], once the ranks have added theirs.
+    """
+
     def forward(self: Any, x: Tensor, *given: Tensor) -> Tensor:
         y = tensor_blocks.row_linear(x, given[0] if given else _weight(self), cut)
         if given or self.bias is None:

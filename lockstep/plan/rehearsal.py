@@ -224,8 +224,7 @@ def precision_of(config: Config) -> Precision:
 
 def planned(config: StepConfig) -> StepConfig:
     """Return the config of a rehearsal: eager, on the device, with plain sums."""
-    distributed = config.distributed.model_copy(update={"reproducible": False})
-    distributed.fsdp = distributed.fsdp.model_copy(update={"cpu_offload": False})
+    distributed = config.distributed.on_device().model_copy(update={"reproducible": False})
     training = config.training.model_copy(update={"compile": False})
     return StepConfig(training, config.precision.model_copy(update={"fp8": "none"}), distributed)
 

@@ -347,8 +347,7 @@ class _Passes:
 
     def close(self, kind: str, stage: int = 0, *, first: bool = True) -> None:
         """Keep what has happened since the last call as an action."""
-        items = self.tracker.items
-        self.tracker.items = []
+        items = self.tracker.take_items()
         labels = (f"{kind}{self.short.repeated.get(stage, 0)}",) if kind in ("F", "B") else ()
         self._without[kind, stage] = _joined(regions_of(items, (), 0)).cost
         self.changes[kind, stage, first] = _joined(

@@ -192,6 +192,12 @@ class Tracker(UntracedDispatchMode):
         self.start = tuple(self.live)
         self.peak = sum(self.live)
 
+    def take_items(self) -> list[MemoryChange | Cost | str]:
+        """Return the record so far, and begin another; the peak stays."""
+        items = self.items
+        self.items = []
+        return items
+
     def mark(self, label: str) -> None:
         """Add a mark to the record."""
         self.items.append(label)

@@ -91,6 +91,7 @@ def stop_on_signals(trainer: Trainer) -> None:
     interrupted = False
 
     def ask(number: int) -> None:
+        """Ask all ranks to stop; end this one at once at a second Ctrl-C."""
         nonlocal interrupted
         trainer.step.ask_to_stop()
         if number != signal.SIGINT:

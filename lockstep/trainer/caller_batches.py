@@ -8,7 +8,6 @@ random numbers, and the order in which losses are summed, follow from that numbe
 Tests: tests/trainer/test_loops.py, tests/trainer/test_own_loop.py
 """
 
-import warnings
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from lockstep.collectives import is_main_process, object_device
 from lockstep.config import TrainingConfig, require_equation
 from lockstep.data import batch_length, move
 from lockstep.data.batches import MicroBatch, num_tokens
-from lockstep.errors import RunError, UsageError
+from lockstep.errors import RunError, UsageError, warn_at_caller
 from lockstep.layout import Layout
 from lockstep.parallel.loss_accumulator import Loss, LossAccumulator
 from lockstep.parallel.parallel_model import ParallelModel
@@ -126,17 +125,15 @@ class StepWindow:
             why = run.results.why_stopped()
         elif not run.was_stopped:
             why = f"max_steps {run.step.total} are done"
-        warnings.warn(
+        warn_at_caller(
             f"{why}, and the loop of training_step goes on: end it where trainer.done is true",
-            stacklevel=5,
         )
 
     def warn_of_open_step(self, what: str) -> None:
         """Warn if micro-batches wait for an update, which `what` will not hold."""
         if waiting := self.open_step.sentence():
-            warnings.warn(
+            warn_at_caller(
                 f"{waiting}, which {what} does not hold: call trainer.flush() before it",
-                stacklevel=4,
             )
 
     def flush(self) -> StepRecord | None:
@@ -148,6 +145,7 @@ class StepWindow:
         return self._update()
 
     def _pass(self, batch: Any, *, real: bool, last: bool) -> Loss:
+        """Run a micro-batch forward and backward, as the number that this rank's next one has."""
         placed = self._run.step.placed
         step = self._run.step
         assert placed.micro_step is not None
@@ -205,11 +203,10 @@ def _warn_of_equal_batches(batch: Any, layout: Layout) -> None:
     digests: list[int] = [0] * layout.world_size
     dist.all_gather_object(digests, _digest(batch))
     if is_main_process() and len(set(digests)) < layout.data_parallel_size:
-        warnings.warn(
+        warn_at_caller(
             "several ranks bring the same samples to training_step: they are trained on several"
             " times. Share them out: DataLoader(dataset,"
             " sampler=lockstep.DistributedSampler(dataset), …)",
-            stacklevel=4,
         )
 
 
@@ -312,6 +309,7 @@ def _reported(mine: _Report, placed: ParallelModel) -> list[_Report]:
 
 
 def _require_agreement(rows: Sequence[_Report]) -> None:
+    """Raise an error if ranks are in different calls, or one pipeline's bring different counts."""
     places = [f"{_CALLS[row.call]} after step {row.step}" for row in rows]
     other = next((rank for rank, place in enumerate(places) if place != places[0]), None)
     if other is not None:

@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from lockstep import checkpoint
@@ -16,6 +17,7 @@ from lockstep.config import CheckpointConfig
 from lockstep.errors import RunError
 from lockstep.heartbeat.writer import called_by_all_ranks, own_heartbeat
 from lockstep.monitor import Monitor
+from lockstep.paths import local_path
 from lockstep.records import RunDirectory, read_lines
 from lockstep.trainer import saved_state
 from lockstep.trainer.memory_copies import MemoryCopies
@@ -170,6 +172,7 @@ class Checkpointer:
         self._guard(call, must_succeed=False)
 
     def _guard(self, call: Any, *, must_succeed: bool) -> None:
+        """Make a call that saves; an error is recorded, and raised if the run may not go on."""
         try:
             call()
         except RunError as error:
@@ -217,6 +220,32 @@ class Checkpointer:
             f"goes back to step {step}, {found.name}, and passes over the data of step"
             f" {error.anomaly.step}"
         )
+
+
+def save_elsewhere(
+    run: RunState, path: str | Path, snapshot: checkpoint.Snapshot
+) -> checkpoint.CheckpointPath:
+    """Save the caller's snapshot to a folder that is not the run's own; return the checkpoint."""
+    config = run.config.checkpoint
+    options = checkpoint.SaveOptions(config.format, config.retries, sets_aside=True)
+    folder = local_path(path, "save_checkpoint")
+    step = run.step.progress.step
+    return checkpoint.save(
+        folder, step, snapshot, config_yaml=run.config.to_yaml(), options=options
+    )
+
+
+def best_checkpoint(run: RunState) -> checkpoint.CheckpointPath | None:
+    """Return the best checkpoint by `checkpoint.keep_best`, if there is one; all ranks ask."""
+    config = run.config.checkpoint
+    folder = run.output.checkpoints
+    directory = run.output.directory
+    if folder is None or directory is None:
+        return None
+    return checkpoint.Ranks().broadcast(
+        "the checkpoints could not be read",
+        lambda: best_of(folder, config, evaluations(directory, config.keep_best)),
+    )
 
 
 def evaluations(directory: RunDirectory, metric: str | None) -> dict[int, float]:

@@ -6,7 +6,6 @@ Tests: tests/trainer/test_metrics.py
 """
 
 import math
-import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from lockstep.bad_numbers import ALL_IGNORED
 from lockstep.checkpoint import Ranks
 from lockstep.collectives import is_main_process
 from lockstep.data import MicroBatch, StepBatches, StepSource
+from lockstep.errors import warn_at_caller
 from lockstep.parallel.buffers import restored
 from lockstep.parallel.loss_accumulator import Number, mean_of
 from lockstep.parallel.parallel_model import ParallelModel
@@ -105,9 +105,8 @@ def evaluate(
         source.close()
     if float(count) == 0 and is_main_process():  # host waits for the device
         what = "no sample of the evaluation has a valid target, so its loss is nan"
-        warnings.warn(
+        warn_at_caller(
             f"{what}\n  why: {ALL_IGNORED}\n  do: look at the targets of the validation data",
-            stacklevel=2,
         )
     return float(mean_of(loss_sum, count))  # host waits for the device
 
@@ -143,6 +142,7 @@ class OutputCollector:
         failed: list[Exception] = []
 
         def take(outputs: Any, batch: Any) -> tuple[Tensor, int, int] | None:
+            """Keep a micro-batch's outputs; an error of the user's code waits for all ranks."""
             micro_batch = micro_batch_of(batch, micro_batches)
             if micro_batch.real and self.placed.adds_losses and not failed:
                 try:

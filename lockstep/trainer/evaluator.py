@@ -63,22 +63,23 @@ class Evaluator:
         is_short = run.steps_per_epoch is not None and run.steps_per_epoch < (eval_steps or 0)
         return is_open and is_short and run.results.are_followed
 
-    def too_few(self, total: int | None) -> str | None:
+    def too_few(self, total: int | None) -> list[str]:
         """Return a line if a run of `total` steps has too few evaluations to stop early."""
         training = self._run.config.training
         by_epoch = training.eval_strategy == "epoch" or self._follows_epochs
         every = self._run.steps_per_epoch if by_epoch else training.eval_steps
         stopping = training.early_stopping
         if stopping is None or self._data is None or total is None or every is None:
-            return None
+            return []
         evaluations = -(-total // every)
         if evaluations > stopping.patience:
-            return None
-        return (
+            return []
+        line = (
             f"warning: early_stopping can't stop this run: it waits for {stopping.patience}"
             f" evaluations after the best one, and {total} steps have {evaluations}. Set"
             " eval_steps, or eval_strategy: epoch and more epochs, or a smaller patience"
         )
+        return [line]
 
     @property
     def is_due_at_end(self) -> bool:

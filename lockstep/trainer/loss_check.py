@@ -12,7 +12,6 @@ Tests: tests/trainer/test_loss_check.py, tests/trainer/test_jagged.py
 """
 
 import math
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from torch import Tensor, nn
 
 from lockstep.collectives import is_main_process, object_device
 from lockstep.data.batches import MicroBatch
-from lockstep.errors import UsageError, listed
+from lockstep.errors import UsageError, listed, warn_at_caller
 from lockstep.models.observed import LossCalls
 from lockstep.models.protocol import num_samples
 from lockstep.monitor.figures import gather_objects
@@ -138,7 +137,7 @@ class LossCheck:
         if must_be_told:
             raise UsageError(what, where="the loss", why=why, fix=fix)
         if is_main_process():
-            warnings.warn(f"{what}\n  why: {why}\n  do: {fix}", stacklevel=2)
+            warn_at_caller(f"{what}\n  why: {why}\n  do: {fix}")
 
     def _finding(self, micro_batches: Sequence[MicroBatch], step: int) -> _Finding:
         """Return this rank's finding; all ranks run the same forward passes."""

@@ -16,9 +16,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lockstep.collectives import is_main_process
-from lockstep.errors import UsageError
+from lockstep.errors import UsageError, warn_at_caller
 from lockstep.parallel.parallel_model import ParallelModel
-from lockstep.trainer.no_effect import warn
 
 
 class Modes:
@@ -96,6 +95,7 @@ _training = attrgetter("training")
 
 
 def _without_gradients(step: int) -> UsageError:
+    """Return the error of a loop that runs where torch records no graph."""
     how = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
     why = (
         f"torch.{how}() is around the training loop, or was left on by an evaluation, as"
@@ -133,7 +133,7 @@ def _warn_of_evaluation_mode(name: str, since: int | None) -> None:
     else:
         text = f"{who} is in evaluation mode since before step {since}: it trains {without}"
         text += f"\n  do: {line} after the evaluation that called eval()"
-    warn(text, UserWarning)
+    warn_at_caller(text)
 
 
 _DROPOUT = (

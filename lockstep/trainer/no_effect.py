@@ -6,12 +6,8 @@ What would change a result is an error; of the rest the caller is warned, once, 
 step.
 """
 
-import sys
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from pydantic import BaseModel
@@ -20,12 +16,11 @@ from torch.utils.data import DistributedSampler as TorchDistributedSampler
 
 from lockstep.config import Config
 from lockstep.data import DistributedSampler, usual_order
-from lockstep.errors import NoEffectWarning, UsageError, listed
+from lockstep.errors import NoEffectWarning, UsageError, listed, warn_at_caller
 from lockstep.heartbeat.writer import own_heartbeat
 from lockstep.layout import Layout
 from lockstep.strategy import OPTIONS_OF
 
-_PACKAGE = str(Path(__file__).parents[1])
 _OFF: tuple[Any, ...] = (None, False, "none", "never", [], {})
 
 
@@ -64,6 +59,7 @@ def asked_keys(config: Config, given: Mapping[str, Any]) -> frozenset[str]:
 
 
 def _different(section: BaseModel, default: BaseModel, prefix: str) -> Iterator[str]:
+    """Yield the dotted keys whose values differ from the defaults."""
     for name, field in type(section).model_fields.items():
         key = prefix + (field.alias or name)
         value = getattr(section, name)
@@ -147,21 +143,11 @@ def report(found: Iterable[NoEffect], asked: frozenset[str], *, is_main: bool) -
             raise UsageError(one.text(), where=", ".join(keys), why=one.why, fix=one.fix)
         lines.append(f"{one.text()}: {one.why}; {one.fix}")
     if lines and is_main:
-        warn("\n".join(lines))
+        warn_at_caller("\n".join(lines), NoEffectWarning)
 
 
 def _is_in(key: str, prefixes: tuple[str, ...]) -> bool:
     return any(key == prefix or key.startswith(f"{prefix}.") for prefix in prefixes)
-
-
-def warn(text: str, category: type[Warning] = NoEffectWarning) -> None:
-    """Warn at the innermost line outside of the package."""
-    frame: FrameType | None = sys._getframe(1)
-    level = 2
-    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
-        frame = frame.f_back
-        level += 1
-    warnings.warn(text, category, stacklevel=level)
 
 
 def of_log(names: Sequence[str], *, records: bool) -> str:

@@ -5,7 +5,6 @@ Arguments and the config describe them.
 Tests: tests/trainer/test_scheduler.py, tests/trainer/test_updates.py
 """
 
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from lockstep import optim
 from lockstep.collectives import is_main_process
 from lockstep.config import Config, TrainingConfig
-from lockstep.errors import UsageError, did_you_mean, listed
+from lockstep.errors import UsageError, did_you_mean, listed, warn_at_caller
 from lockstep.models.loss_modules import hidden_parameters, own_weights
 from lockstep.models.protocol import Objective
 from lockstep.optim import CallersRate, PlateauSchedule, Schedule, TorchSchedule
@@ -96,12 +95,11 @@ def _warn_of_untrained(optimizer: Optimizer, placed: ParallelModel) -> None:
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     left = [name for name in placed.loss.own if id(placed.parameters[name]) not in held]
     if left and is_main_process():
-        warnings.warn(
+        warn_at_caller(
             f"the loss function's {listed(left)} is in no group of the optimizer, and stays as it"
             " is\n  do: make it from [*model.parameters(), *loss_fn.parameters()], or give Trainer"
             " a function `parameters -> optimizer`; loss_fn.requires_grad_(False) says that it is"
             " meant so",
-            stacklevel=4,
         )
 
 

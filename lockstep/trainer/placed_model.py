@@ -13,7 +13,6 @@ as in the `Trainer`.
 Tests: tests/trainer/test_own_loop.py
 """
 
-import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from itertools import count, islice
 from pathlib import Path
@@ -28,7 +27,7 @@ from lockstep.cluster import Cluster
 from lockstep.config import Config, apply_flags
 from lockstep.config.names import foreign_key
 from lockstep.data import StepBatches
-from lockstep.errors import UsageError
+from lockstep.errors import UsageError, warn_at_caller
 from lockstep.heartbeat.writer import called_by_all_ranks, write_limits
 from lockstep.mesh import layout_of
 from lockstep.models.protocol import objective_of
@@ -131,7 +130,7 @@ def place(
     )
     refuse_hidden(placed, hidden)
     for line in placed.warnings() if here.facts.is_main else ():
-        warnings.warn(line.removeprefix("warning: "), stacklevel=2)
+        warn_at_caller(line.removeprefix("warning: "))
     return PlacedModel(placed, mode, config, here)
 
 
@@ -398,6 +397,7 @@ class PlacedModel:
         )
 
     def _windows(self, batches: Iterator[Any]) -> Generator[StepBatches, None, None]:
+        """Yield windows of micro-batches, until no rank brings any."""
         each = max(1, WINDOW // self.data_parallel_size)
         for window in count():
             mine, micro_batches_per_step = self._assigner.assign(

@@ -77,10 +77,7 @@ class RunEnd:
             fix = "all ranks call trainer.save_checkpoint() after the loop"
             self.monitor.say(f"warning: step {step} is the last one, and it is not saved: {fix}")
         elif not failed:
-            self.monitor.say(
-                f"done after step {step} in {self.path}; `lockstep report {quote(self.path)}`"
-                " draws it"
-            )
+            self.monitor.say(done_line(step, self.path))
 
     def _save(self, step: int) -> bool:
         """Save the last step; return whether it is saved."""
@@ -109,6 +106,13 @@ class RunEnd:
                 self.waits_for,
                 fix,
             )
+
+
+def done_line(step: int, directory: str | None) -> str:
+    """Return the line of a run that has come to its end: where it is, and what to type next."""
+    if directory is None:
+        return f"done after step {step}"
+    return f"done after step {step} in {directory}; `lockstep report {quote(directory)}` draws it"
 
 
 _open_loops: "weakref.WeakSet[Generator[Any, None, None]]" = weakref.WeakSet()

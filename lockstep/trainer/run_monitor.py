@@ -10,6 +10,7 @@ import socket
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 
 from lockstep import accelerator, cores
 from lockstep.config import MonitorConfig
+from lockstep.errors import warn_at_caller
 from lockstep.monitor import Figures, Monitor, PhaseClock
 from lockstep.monitor.console import on_a_terminal
 from lockstep.monitor.figures import first_step_counted, gather_objects, peak_flops
@@ -27,6 +29,33 @@ from lockstep.trainer.run_state import RunState
 from lockstep.trainer.start_lines import lines_at_start
 
 AroundStep = Callable[[], AbstractContextManager[None]]
+
+
+@dataclass(frozen=True)
+class Announcer:
+    """Prints lines for the person who started the run, on rank 0.
+
+    Where steps are not recorded the monitor has no console, and the lines are printed all the same.
+    """
+
+    monitor: Monitor
+    is_recorded: bool  # the steps
+    is_main: bool
+
+    def say(self, *lines: str) -> None:
+        """Print lines."""
+        if self.is_recorded:
+            self.monitor.say(*lines)
+        elif self.is_main:
+            for line in lines:
+                print(f"lockstep: {line}", flush=True)
+
+    def warn(self, text: str) -> None:
+        """Print a warning; where steps are not recorded, as Python's."""
+        if self.is_recorded:
+            self.monitor.say(f"warning: {text}")
+        elif self.is_main:
+            warn_at_caller(text)
 
 
 def open_monitor(

@@ -80,6 +80,11 @@ class RunState:
         return self.step.stopping or self.results.stopped
 
     @property
+    def is_at_last_step(self) -> bool:
+        """Return whether the step that was just made is the last that is known or asked for."""
+        return self.step.stopping or self.step.progress.step == self.step.total
+
+    @property
     def done(self) -> bool:
         """Return whether the run has come to its end.
 

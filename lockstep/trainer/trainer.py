@@ -5,70 +5,39 @@ It trains a full run in one call, step by step, or one micro-batch at a time.
 Tests: tests/trainer/test_trainer.py, tests/trainer/test_cost_of_a_step.py
 """
 
-import atexit
-import os
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack, overload
 
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lockstep import checkpoint, cluster
-from lockstep.bad_numbers import AnomalyDetector, BadNumbersError
-from lockstep.config import Config, MonitorConfig, apply_flags
-from lockstep.config.checks import launch_contradictions
+from lockstep import checkpoint
+from lockstep.bad_numbers import BadNumbersError
+from lockstep.config import Config
 from lockstep.config.names import advice_for_method
-from lockstep.data import StepSource
-from lockstep.errors import UsageError, refuse
-from lockstep.heartbeat.writer import called_by_all_ranks, own_heartbeat, write_limits
-from lockstep.mesh import layout_of
+from lockstep.errors import NoEffectWarning, UsageError, warn_at_caller
+from lockstep.heartbeat.writer import called_by_all_ranks, own_heartbeat
 from lockstep.models.hf_cache import switch_cache_off
-from lockstep.models.protocol import blocks_of, objective_of
-from lockstep.monitor import Monitor
-from lockstep.monitor.callbacks import understood
-from lockstep.optim import PlateauSchedule
+from lockstep.models.protocol import blocks_of
 from lockstep.parallel.activation import apply_activation_checkpointing
-from lockstep.parallel.loss_weights import refuse_hidden
-from lockstep.parallel.place import place
-from lockstep.paths import local_path
-from lockstep.precision import LossScale, Precision, loss_scale_for, resolve_mode
+from lockstep.precision import LossScale
 from lockstep.records import StepRecord
-from lockstep.step import Step
-from lockstep.trainer import (
-    arguments,
-    data_setup,
-    no_effect,
-    optimizer_setup,
-    resume,
-    run_monitor,
-    saved_state,
-    start_lines,
-)
+from lockstep.trainer import arguments, no_effect, saved_state, start_lines
+from lockstep.trainer.assembly import TrainerArguments, assemble, settings_and_callbacks
 from lockstep.trainer.caller_batches import StepWindow
-from lockstep.trainer.changed_settings import require_same_epoch
-from lockstep.trainer.checkpointer import Checkpointer, best_of, evaluations
+from lockstep.trainer.checkpointer import best_checkpoint, save_elsewhere
 from lockstep.trainer.evaluation import sample
 from lockstep.trainer.evaluator import Evaluator, evaluated, evaluated_weights, predicted
-from lockstep.trainer.flight_dump import dump_collectives_on_request
-from lockstep.trainer.loss_check import LossCheck
 from lockstep.trainer.metrics import Metrics
-from lockstep.trainer.modes import Modes
-from lockstep.trainer.named_loss import loss_fn_of
+from lockstep.trainer.open_run import OpenRun
 from lockstep.trainer.optimizer_setup import AfterUpdate, MakeOptimizer, MakeScheduler
 from lockstep.trainer.plain_state import plain_state_dict
-from lockstep.trainer.results import Results
 from lockstep.trainer.run_end import closed_at_exit
-from lockstep.trainer.run_output import RunOutput
-from lockstep.trainer.run_state import RunState
-from lockstep.trainer.settings import TrainerSettings, with_settings
-from lockstep.trainer.train_loop import TrainLoop
-from lockstep.trainer.training_run import TrainingRun
-from lockstep.trainer.whole_batch import WholeBatch, with_whole_batch_loss
+from lockstep.trainer.run_start import RunStart
+from lockstep.trainer.settings import TrainerSettings
 
 
 class Trainer:
@@ -115,137 +84,32 @@ class Trainer:
         freeze_until: Mapping[str, int] | None = None,
         **settings: Unpack[TrainerSettings],
     ) -> None:
-        arguments.check_of_trainer(optimizer, loss_fn, scheduler, config, after_update)
-        arguments.check_model(
-            model, "Trainer", has_loss_fn=(loss_fn or (config and config.loss_fn)) is not None
-        )
-        arguments.check_loss_fn(loss_fn, "Trainer")
-        own: dict[str, Any] = {**settings}
-        if isinstance(optimizer, str):
-            own["optimizer"] = optimizer
-            optimizer = None
-        self._callbacks = [
-            one for one in own.get("callbacks") or () if not isinstance(one, str | Mapping)
-        ]
-        if self._callbacks:
-            own["callbacks"] = [one for one in own["callbacks"] if isinstance(one, str | Mapping)]
-        for callback in self._callbacks:
-            understood(callback)
-        arguments.check_settings(
-            own, (Trainer.train, Trainer.steps, Trainer.evaluate, Trainer.predict)
-        )
-        given = apply_flags(own)
-        config = with_settings(config or Config(), given)
-        asked = no_effect.asked_keys(config, given)
-
-        here = cluster.setup(config.distributed)
-        refuse(
-            launch_contradictions(
-                config,
-                max_restarts=int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")),
-                several_machines=here.facts.num_nodes > 1,
-            )
-        )
-        self.device = here.device
-        self.layout = layout_of(config.distributed, here.facts)
-        mode, why_mode = resolve_mode(config.precision.mode, here.device)
-        loss_fn = loss_fn or loss_fn_of(config)
-        objective = objective_of(model, loss_fn)
-        before = optimizer_setup.Unplaced.of(model, objective, loss_fn)
-        trained = {p for p in (*model.parameters(), *before.of_loss) if p.requires_grad}
-        num_trained = sum(p.numel() for p in trained if not is_lazy(p))  # `place` refuses lazy ones
-        precision = Precision(mode, here.device.type)
-        placed = place(
+        given = TrainerArguments(
             model,
-            self.layout,
-            config.step,
-            device=here.device,
-            precision=precision,
-            objective=objective,
-        )
-        refuse_hidden(placed, before.hidden)
-        if isinstance(loss_fn, WholeBatch):
-            placed = with_whole_batch_loss(placed, loss_fn)
-        self.placed = placed
-
-        training = config.training
-        own_optimizer = optimizer is not None
-        batch = data_setup.global_batch_size(training, self.layout)
-        self.optimizer, rate_line = optimizer_setup.make_optimizer(
-            optimizer, before, placed, config, batch
-        )
-        modes = Modes(placed, self.optimizer)
-        user_schedule = optimizer_setup.user_schedule(
-            scheduler, self.optimizer, training, scheduler_metric
-        )
-        plateau = user_schedule if isinstance(user_schedule, PlateauSchedule) else None
-        self.step = Step(
-            placed,
-            self.optimizer,
-            user_schedule
-            or optimizer_setup.schedule_before_data(training, own_optimizer=own_optimizer),
-            training.gradient_clip,
-            loss_scale_for(config.precision, mode),
-            anomaly_detector=AnomalyDetector(training.bad_numbers),
-            after_update=optimizer_setup.after_update_calls(after_update, freeze_until, placed),
-            frozen_until=optimizer_setup.frozen_until(
-                freeze_until or {}, list(before.names.values())
-            ),
-        )
-        if plateau is None and scheduler_metric != "eval_loss":
-            what = "scheduler_metric is for a ReduceLROnPlateau, and the trainer has none"
-            fix = "leave it out"
-            raise UsageError(what, where="Trainer(scheduler_metric=…)", fix=fix)
-
-        self.loss_check = LossCheck(placed, compiled=training.compile, coarse=mode != "fp32")
-        if isinstance(loss_fn, WholeBatch):
-            self.loss_check.skip()
-        self.state = RunState(
-            config=config,
-            asked=asked,
-            cluster=here,
-            output=RunOutput(output_dir, config.checkpoint, world_size=self.layout.world_size),
-            step=self.step,
-            modes=modes,
-            loss_check=self.loss_check,
-            results=Results(
-                training.early_stopping,
-                plateau,
-                config.checkpoint.keep_best,
-                config.checkpoint.keep_best_mode,
-            ),
-            mode=mode,
-            why_mode=why_mode,
-            num_trained=num_trained,
-            user_schedule=user_schedule,
-            own_optimizer=own_optimizer,
-            rate_line=rate_line,
-        )
-        hang = config.distributed.hang
-        seconds = config.distributed.timeout_seconds
-        write_limits(hang.factor, hang.seconds, seconds)
-        dump_collectives_on_request(own_heartbeat().folder, here.facts.rank)
-        found = no_effect.of_trainer(
+            optimizer,
+            loss_fn,
+            scheduler,
+            scheduler_metric,
             config,
-            self.layout,
-            own_optimizer=own_optimizer,
-            own_schedule=user_schedule is not None,
-            has_directory=output_dir is not None,
-            has_memory=self.state.output.memory is not None,
+            output_dir,
+            after_update,
+            freeze_until,
         )
-        no_effect.report(found, asked, is_main=self.is_main_process)
+        given.check()
+        methods = (Trainer.train, Trainer.steps, Trainer.evaluate, Trainer.predict)
+        by_key, callbacks = settings_and_callbacks(given, settings, methods)
+        self.state = assemble(given, by_key)
 
-        self._start_is_decided = False  # the run was resumed, loaded, or told to start afresh
-        # until its data are compared with this run's
-        self._resumed_from: checkpoint.CheckpointPath | None = None
-        self._start_lines: list[str] = []  # to log at the start
-        # the ways to train, and data, whose settings without effect were reported
-        self._reported: set[str] = set()
+        self.device = self.state.cluster.device
+        self.layout = self.state.layout
+        self.step = self.state.step
+        self.placed = self.step.placed
+        self.optimizer = self.step.optimizer
+        self.loss_check = self.state.loss_check
+
+        self._start = RunStart(self.state)
         self._window = StepWindow(self.state)
-        self._current: TrainingRun | None = None  # the run in progress, or the last
-        self._monitor: Monitor | None = None  # that of the recorded run, or of `log` alone
-        # that a loop which nothing records has not printed
-        self._placement_warnings = placed.warnings()
+        self._open = OpenRun(self.state, self._start, callbacks, self._window.open_step)
 
     def train(
         self,
@@ -270,32 +134,42 @@ class Trainer:
         """
         arguments.check_epochs(epochs)
         arguments.check_metrics(metrics, "Trainer.train")
-        self._close_run()
-        run = self.state
+        self._open.close()
+        state = self.state
         with ExitStack() as ending:
-            ending.callback(run.output.release)
-            self._report("validation", lambda: no_effect.of_validation(run.config, val_data))
-            if metrics is not None and val_data is None:
-                no_effect.warn(
-                    "metrics= means nothing without validation data: pass val_data to train(…)"
-                )
-            run.results.check_names(metrics, evaluates=val_data is not None)
-            self._begin(train_data)
-            source, total = self._open_source(train_data, epochs)
-            evaluator = Evaluator(run, val_data, metrics)
-            lines = [*self._start_lines, *start_lines.nothing_to_do(run, total, val_data)]
-            if line := evaluator.too_few(total):
-                lines.append(line)
-            monitor, around_step = run_monitor.open_monitor(run, total, lines, self._callbacks)
-            self._monitor = monitor
-            self._start_lines = []
-            ending.callback(self._close_run)
-            self._current = TrainingRun(run, monitor, around_step)
-            steps = self._current.steps(
-                source, total, lambda: self._open_source(train_data, epochs)[0], "train"
+            ending.callback(state.output.release)
+            self._start.report(
+                "validation", lambda: no_effect.of_validation(state.config, val_data)
             )
-            record = TrainLoop(run, self._current, evaluator).to_end(steps)
-            run.modes.eval()
+            if metrics is not None and val_data is None:
+                warn_at_caller(
+                    "metrics= means nothing without validation data: pass val_data to train(…)",
+                    NoEffectWarning,
+                )
+            state.results.check_names(metrics, evaluates=val_data is not None)
+
+            self._start.begin(train_data)
+            source, total = self._start.open_data(train_data, epochs)
+            evaluator = Evaluator(state, val_data, metrics)
+            lines = [
+                *self._start.take_lines(),
+                *start_lines.nothing_to_do(state, total, val_data),
+                *evaluator.too_few(total),
+            ]
+            run, evaluations = self._open.for_train(total, lines, evaluator)
+            ending.callback(self._open.close)
+
+            evaluations.catch_up()
+            begun = self.step.progress.step
+            record = None
+            steps = run.steps(source, lambda: self._start.open_data(train_data, epochs)[0], "train")
+            for newest in ending.enter_context(closing(steps)):
+                record = newest or record  # None: the data of a step were skipped
+            if self.step.progress.step > begun:
+                evaluations.at_end()
+            run.finish(took_steps=record is not None)
+
+            state.modes.eval()
             self._load_best()
             return record
 
@@ -333,19 +207,17 @@ class Trainer:
         """
         with ExitStack() as ending:
             ending.callback(self.state.output.release)
-            self._begin(train_data, no_effect.STEPS)
-            source, total = self._open_source(train_data, epochs)
+            self._start.begin(train_data, no_effect.STEPS)
+            source, total = self._start.open_data(train_data, epochs)
             if line := start_lines.no_step_left(self.state, total):
-                warnings.warn(line, stacklevel=2)
-            run = self._open_run(total, progress)
-            steps = run.steps(
-                source, total, lambda: self._open_source(train_data, epochs)[0], "steps"
-            )
-            for taken in ending.enter_context(closing(steps)):
-                if taken.record is not None:
+                warn_at_caller(line)
+            run = self._open.for_callers_loop(total, progress)
+            steps = run.steps(source, lambda: self._start.open_data(train_data, epochs)[0], "steps")
+            for record in ending.enter_context(closing(steps)):
+                if record is not None:
                     # the caller may take any time
                     own_heartbeat().beat(self.step.progress.step, "pause")
-                    yield taken.record
+                    yield record
             is_last = epochs is None or self.state.was_stopped
             run.end_loop(is_last=is_last)
             if is_last:
@@ -369,113 +241,12 @@ class Trainer:
         """The record of the newest step; None before the first."""
         return self.state.results.last_record
 
-    def _report(self, where: str, found: Callable[[], Iterable[no_effect.NoEffect]]) -> None:
-        """Report settings without effect somewhere, once."""
-        if where not in self._reported:
-            self._reported.add(where)
-            no_effect.report(found(), self.state.asked, is_main=self.is_main_process)
-
-    def _begin(self, data: Any, where: str | None = None) -> None:
-        """Lock the run directory, and resume by `checkpoint.resume` before the first step.
-
-        All ranks call it.
-
-        `where` names the way to train in messages about settings that have no effect in it; None:
-        `train`.
-        """
-        if where is not None:
-            self._report(where, lambda: no_effect.of_way(self.config, where))
-        self.state.output.acquire()
-        if self._start_is_decided or self.step.progress.step:
-            return
-        self.state.adopt_batch_size(data)
-        how = self.config.checkpoint.resume
-        if self.state.output.directory is not None or how not in ("auto", "never"):
-            self.go_on_from(how)
-
-    def _open_run(self, total: int | None, progress: bool | None) -> TrainingRun:
-        """Return the run of a loop of the caller's own: the open one, or a new one."""
-        current = self._current
-        state = self.state
-        if current is not None and current.is_recorded and not current.is_closed:
-            current.settle()
-            current.monitor.go_on_to(total)
-            return current
-        self._close_run()
-        lines = self._start_lines
-        self._start_lines = []
-        around_step: run_monitor.AroundStep = nullcontext
-        is_recorded = run_monitor.records_steps(state, self._callbacks)
-        if is_recorded:
-            prints = progress is not False
-            monitor, around_step = run_monitor.open_monitor(
-                state, total, lines, self._callbacks, prints=prints
-            )
-            self._monitor = monitor
-        else:
-            monitor = run_monitor.open_bar(state, total, progress)
-            if not progress:
-                self._report("log_steps", no_effect.of_unrecorded_loop)
-            idle = start_lines.idle_ranks(state)
-            if idle and self.is_main_process:
-                warnings.warn(idle, stacklevel=3)
-        run = TrainingRun(
-            state,
-            monitor,
-            around_step,
-            in_callers_loop=True,
-            is_recorded=is_recorded,
-            open_step=self._window.open_step,
-        )
-        self._current = run
-        if not is_recorded:
-            warnings_of_placement = self._placement_warnings
-            self._placement_warnings = []
-            run.say(*warnings_of_placement, *lines)
-        return run
-
-    def _close_run(self) -> None:
-        """Close the monitor of an earlier loop, or of `log` alone."""
-        if self._current is not None:
-            self._current.close()
-        if self._monitor is not None:
-            self._monitor.close()
-        self._monitor = None
-
     def _load_best(self) -> None:
         if not self.config.checkpoint.load_best or self.step.stopping:
             return
         best = self.best_checkpoint
         if best is not None:
             saved_state.load(self.state, best)
-
-    def _open_source(self, data: Any, epochs: int | None) -> tuple[StepSource, int | None]:
-        """Return the remaining steps, and the number of the last one, if it is known."""
-        run = self.state
-        run.check_can_train()
-        self._report("data", lambda: no_effect.beside_data(run.config, data))
-        data_setup.require_one_length(run.config, epochs)
-        run.adopt_batch_size(data)
-        source, total = data_setup.open_source(
-            data,
-            run.config,
-            self.placed,
-            epochs=epochs,
-            global_batch_size=run.global_batch_size,
-            start_step=self.step.progress.step,
-            position=run.position,
-        )
-        run.adopt_source(source, data_setup.data_workers(data, run.config))
-        if self._resumed_from is not None and not run.config.checkpoint.allow_changes:
-            found = self._resumed_from
-            self._resumed_from = None
-            require_same_epoch(source, run.global_batch_size, found)
-        run.plan_steps(total)
-        if line := no_effect.unused_of_loader(data):
-            self._start_lines.append(f"warning: {line}")
-        if source.notice:
-            self._start_lines.append(source.notice)
-        return source, total
 
     @called_by_all_ranks
     def training_step(self, batch: Any) -> Tensor:
@@ -493,7 +264,7 @@ class Trainer:
         with self._bad_numbers_recorded():
             loss, record = self._window.add(batch, self._begin_training_steps)
             if record is not None:
-                self._record_update(record)
+                self._consume(record)
         return loss
 
     @contextmanager
@@ -502,21 +273,22 @@ class Trainer:
         try:
             yield
         except BadNumbersError as error:
-            if self._current is not None:
-                self._current.report_and_finish(error)
+            if self._open.current is not None:
+                self._open.current.report_and_finish(error)
             raise
 
-    def _record_update(self, record: StepRecord) -> None:
-        assert self._current is not None
-        self._current.after_update(record)
+    def _consume(self, record: StepRecord) -> None:
+        assert self._open.current is not None
+        self._open.current.after_update(record)
 
     def _begin_training_steps(self, batch: Any) -> None:
         """Resume and open the run, before the first step of a loop of `training_step`."""
         self.state.adopt_batch_size([batch])
-        self._begin([batch], no_effect.TRAINING_STEP)
+        self._start.begin([batch], no_effect.TRAINING_STEP)
         total = self.config.training.max_steps
         self.state.plan_steps(total)
-        self._open_run(total, progress=None if self.state.output.directory is not None else False)
+        progress = None if self.state.output.directory is not None else False
+        self._open.for_callers_loop(total, progress)
 
     @called_by_all_ranks
     def flush(self) -> None:
@@ -527,7 +299,7 @@ class Trainer:
         with self._bad_numbers_recorded():
             record = self._window.flush()
             if record is not None:
-                self._record_update(record)
+                self._consume(record)
 
     @overload
     def evaluate(self, val_data: Any, *, counts: bool = True) -> float: ...
@@ -562,12 +334,13 @@ class Trainer:
             name.
         """
         arguments.check_metrics(metrics, "Trainer.evaluate")
-        if self._current is not None:
-            self._current.settle()
-        self._report("validation", lambda: no_effect.of_validation(self.config, val_data))
+        run = self._open.current
+        if run is not None:
+            run.settle()
+        self._start.report("validation", lambda: no_effect.of_validation(self.config, val_data))
         found = evaluated(self.state, val_data, metrics)
-        if counts and self._current is not None and self._current.in_callers_loop:
-            self._current.add_evaluation(found)
+        if counts and run is not None and run.in_callers_loop:
+            run.add_evaluation(found)
         return float(found["loss"]) if metrics is None else found
 
     @called_by_all_ranks
@@ -603,19 +376,7 @@ class Trainer:
             UsageError: a value is of another kind.
         """
         if self.is_main_process:
-            # nothing is recorded: one for `log` alone, until the process ends
-            if self._monitor is None:
-                directory = self.state.output.directory
-                if directory is not None:
-                    directory.create()
-                self._monitor = Monitor(self.config.monitor, directory, is_main=True)
-                atexit.register(self._monitor.close)
-            lost = self._monitor.on_log(self.step.progress.step if step is None else step, values)
-            if lost and "log" not in self._reported:
-                self._reported.add("log")
-                no_effect.warn(
-                    no_effect.of_log(lost, records=self.state.output.directory is not None)
-                )
+            self._open.log(values, self.step.progress.step if step is None else step)
 
     @called_by_all_ranks
     def save_checkpoint(
@@ -652,19 +413,8 @@ class Trainer:
                 "save_checkpoint() has no folder to write to", fix="give it a path, or output_dir=…"
             )
         if path is None or output.keeps(path):
-            if self._current is not None:
-                return self._current.checkpointer.save_as_asked(contents)
-            monitor = Monitor(
-                MonitorConfig(sinks=[]), output.directory, is_main=self.is_main_process
-            )
-            return Checkpointer(self.state, monitor).save_as_asked(contents)
-        config = self.config.checkpoint
-        text = self.config.to_yaml()
-        options = checkpoint.SaveOptions(config.format, config.retries, sets_aside=True)
-        folder = local_path(path, "save_checkpoint")
-        return checkpoint.save(
-            folder, self.step.progress.step, contents, config_yaml=text, options=options
-        )
+            return self._open.checkpointer().save_as_asked(contents)
+        return save_elsewhere(self.state, path, contents)
 
     @called_by_all_ranks
     def state_dict(self) -> dict[str, Tensor]:
@@ -690,16 +440,7 @@ class Trainer:
         are compared with those of the checkpoint, as in `resume`: changed rates apply, and another
         training is refused.
         """
-        found = resume.find(self.state.output, str(path), "load_checkpoint")
-        if found is None:
-            what = f"there is no checkpoint in {path}"
-            raise UsageError(
-                what, fix="give a checkpoint, a run directory or its folder checkpoints/"
-            )
-        self._start_is_decided = True
-        self._resumed_from = found
-        metadata, log_lines = resume.load(self.state, found)
-        self._start_lines += log_lines
+        metadata = self._start.load(str(path))
         return self.step.progress.step, metadata
 
     @called_by_all_ranks
@@ -722,13 +463,7 @@ class Trainer:
 
         Ranks that a launcher has started again go on from what this launch has saved.
         """
-        output = self.state.output
-        output.acquire()
-        how = resume.after_restart(output, how)
-        self._resumed_from, log_lines = resume.resume(self.state, how)
-        self._start_is_decided = True
-        self._start_lines += log_lines
-        return self._resumed_from
+        return self._start.go_on_from(how)
 
     @property
     def best_checkpoint(self) -> checkpoint.CheckpointPath | None:
@@ -736,16 +471,7 @@ class Trainer:
 
         All ranks ask for it together.
         """
-        config = self.config.checkpoint
-        output = self.state.output
-        directory = output.directory
-        folder = output.checkpoints
-        if folder is None or directory is None:
-            return None
-        return checkpoint.Ranks().broadcast(
-            "the checkpoints could not be read",
-            lambda: best_of(folder, config, evaluations(directory, config.keep_best)),
-        )
+        return best_checkpoint(self.state)
 
     @property
     def metrics(self) -> dict[str, Any]:

@@ -1,48 +1,34 @@
-"""Runs the steps of a training in every way to train.
-
-It records them, saves them, and goes back after bad numbers.
+"""Runs the steps of a training in every way to train, and goes back after bad numbers.
 
 `Trainer.train` and `Trainer.steps` are loops over `TrainingRun.steps`; `Trainer.training_step`
-hands over each update.
+hands over each update. What consumes a step is listed in `after_step.py`.
 
 Tests: tests/trainer/test_loops.py, tests/trainer/test_trainer.py, tests/parity/test_law_one.py
 """
 
 import logging
 import sys
-import warnings
 import weakref
-from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Mapping
+from contextlib import nullcontext
 from typing import Any
 
-from lockstep.bad_numbers import ALL_IGNORED, Anomaly, BadNumbersError
+from lockstep.bad_numbers import Anomaly, BadNumbersError
 from lockstep.data import StepBatches, StepLoader, StepSource
-from lockstep.errors import RunError, listed
+from lockstep.errors import RunError
 from lockstep.heartbeat.writer import own_heartbeat
 from lockstep.monitor import Monitor
 from lockstep.monitor.meters import waits_counted
 from lockstep.records import StepRecord
+from lockstep.trainer.after_step import StepConsumers, TakenStep, report_anomaly
 from lockstep.trainer.caller_batches import OpenStep
 from lockstep.trainer.checkpointer import Checkpointer
-from lockstep.trainer.run_end import RunEnd
-from lockstep.trainer.run_monitor import AroundStep
+from lockstep.trainer.run_end import RunEnd, done_line
+from lockstep.trainer.run_evaluations import RunEvaluations, act_on
+from lockstep.trainer.run_monitor import Announcer, AroundStep
 from lockstep.trainer.run_state import RunState
 
 _log = logging.getLogger("lockstep")
-
-
-@dataclass
-class TakenStep:
-    """A step that was taken and recorded.
-
-    It is saved, if it is due, when the next one is asked for.
-    """
-
-    record: StepRecord | None  # None: its data were skipped
-    is_last: bool  # of the run, as far as it is known
-    last_of_epoch: bool
 
 
 class TrainingRun:
@@ -57,6 +43,7 @@ class TrainingRun:
         run: RunState,
         monitor: Monitor,
         around_step: AroundStep = nullcontext,
+        evaluations: RunEvaluations | None = None,  # of `Trainer.train`; None: the caller's
         *,
         in_callers_loop: bool = False,
         is_recorded: bool = True,
@@ -68,6 +55,10 @@ class TrainingRun:
         self.in_callers_loop = in_callers_loop
         self.is_recorded = is_recorded
         self.checkpointer = Checkpointer(run, monitor)
+        self.announcer = Announcer(monitor, is_recorded, run.is_main_process)
+        consumers = StepConsumers(run, monitor, self.checkpointer, self.announcer, evaluations)
+        self._at_once = consumers.at_once
+        self._afterwards = consumers.afterwards
         # the caller's loop ended before its data, at a step that is not saved
         self._was_left = False
         self._evaluated: int | None = None  # the step of the last evaluation that counted
@@ -88,23 +79,24 @@ class TrainingRun:
         self._closing = weakref.finalize(self, self._end)
 
     def steps(
-        self, source: StepSource, total: int | None, reopen: Callable[[], StepSource], name: str
-    ) -> Generator[TakenStep]:
-        """Yield each step to the run's end, with rollbacks; close the source.
+        self, source: StepSource, reopen: Callable[[], StepSource], name: str
+    ) -> Generator[StepRecord | None]:
+        """Yield each step's record to the run's end, with rollbacks; close the source.
+
+        A record is None where the data of a step are skipped, after a rollback.
 
         Args:
             source: the remaining steps.
-            total: the number of the run's last step, if it is known.
             reopen: returns the remaining steps anew, after a rollback.
             name: of the function as whose call each step counts, which all ranks make together.
         """
         try:
             while True:
                 try:
-                    yield from self._steps_of(source, total, name)
+                    yield from self._steps_of(source, name)
                     return
                 except BadNumbersError as error:
-                    self._report(error.anomaly, source)
+                    self._tell_anomaly(error.anomaly, source)
                     source.close()
                     self.checkpointer.roll_back(error)
                     source = reopen()
@@ -118,46 +110,50 @@ class TrainingRun:
         finally:
             source.close()
 
-    def _steps_of(self, source: StepSource, total: int | None, name: str) -> Generator[TakenStep]:
-        step = self._run.step
-        results = self._run.results
-        checkpointer = self.checkpointer
+    def _steps_of(self, source: StepSource, name: str) -> Generator[StepRecord | None]:
+        """Take the steps of a source, and hand each to what consumes it (`after_step.py`)."""
+        run = self._run
+        step = run.step
         beat = own_heartbeat()
-        clock = step.clock
         remaining = iter(source)
-        is_last = True
+        num_taken = 0
         is_first = True
-        with explain_worker_deaths(source), waits_counted(clock):
-            while not (step.stopping or results.stopped):
-                clock.enter("data")
+        with waits_counted(step.clock):
+            while not run.was_stopped:
+                step.clock.enter("data")
                 beat.beat(step.progress.step + 1, "first" if is_first else "step")
-                with beat.call(name):
-                    batches = next(remaining, None)
-                    if batches is not None:
-                        record = self._take(batches, source, is_first=is_first)
-                if batches is None:
-                    beat.beat(step.progress.step, "done")
-                    break
-                self._record(record, source)
-                is_last = step.progress.step == total or step.stopping
-                if step.stopping:  # a process that is asked to end has little time
-                    checkpointer.after_step(last=True, last_of_epoch=batches.last_of_epoch)
-                yield TakenStep(record, is_last, batches.last_of_epoch)
-                is_last = is_last or step.stopping or results.stopped
-                if checkpointer.saves:
-                    checkpointer.after_step(last=is_last, last_of_epoch=batches.last_of_epoch)
-                is_first = is_first and record is None
+                try:
+                    with beat.call(name):
+                        batches = next(remaining, None)
+                        if batches is not None:
+                            record = self._take(batches, is_first=is_first)
+                    if batches is None:
+                        beat.beat(step.progress.step, "done")
+                        break
+                    num_taken += 1
+                    is_first = is_first and record is None
+                    taken = TakenStep(record, source, batches.last_of_epoch)
+                    for consume in self._at_once:
+                        consume(taken)
+                except RuntimeError as error:
+                    # torch raises it wherever the loop is when a data worker dies.
+                    explain_dead_worker(error, source)
+                    raise
+
+                yield record
+                # Not explained: workers of the validation data may die in here.
+                for consume in self._afterwards:
+                    consume(taken)
         step.flush()
-        if not is_last:  # the data ended, at an unknown length
-            checkpointer.after_step(last=True, last_of_epoch=True)
-        checkpointer.finish(must_succeed=True)
+        if num_taken and not (run.is_at_last_step or run.results.stopped):
+            # The data ended, at a length that was unknown: their last step was not known for it.
+            self.checkpointer.after_step(last=True, last_of_epoch=True)
+        self.checkpointer.finish(must_succeed=True)
 
-    def _take(
-        self, batches: StepBatches, source: StepSource, *, is_first: bool
-    ) -> StepRecord | None:
-        """Take one step, the first one of a source or another.
+    def _take(self, batches: StepBatches, *, is_first: bool) -> StepRecord | None:
+        """Take one step; return no record if its data are skipped.
 
-        Return no record if its data are skipped.
+        In a run's first steps the loss is checked, too: it has to add up over micro-batches.
         """
         run = self._run
         step = self._run.step
@@ -165,27 +161,21 @@ class TrainingRun:
             step.skip_step(batches.samples)
             return None
         run.modes.before_step(batches.step + 1)
-        if is_first:
-            self._check_loss(batches)
+        if is_first:  # before the step, so that a refusal comes before anything is trained
+            run.loss_check.check(batches.mine, batches.num_micro_batches, batches.step)
         with self._around_step():
             record = step.run(
                 batches.mine, batches.num_micro_batches, batches.samples, epoch=batches.epoch
             )
-        run.note_position(source, ended_epoch=batches.last_of_epoch)
         if not is_first and run.loss_check.left and not step.stopping:
-            self._check_loss(batches)
+            run.loss_check.check(batches.mine, batches.num_micro_batches, batches.step)
         return record
 
-    def _check_loss(self, batches: StepBatches) -> None:
-        """Check in a run's first steps that the loss adds up over micro-batches."""
-        self._run.loss_check.check(batches.mine, batches.num_micro_batches, batches.step)
-
     def after_update(self, record: StepRecord) -> None:
-        """Record and save an update of `training_step`, whose loop is the caller's."""
-        step = self._run.step
-        self._record(record, None)
-        is_last = step.progress.step == step.total or step.stopping
-        self.checkpointer.after_step(last=is_last, last_of_epoch=False)
+        """Hand an update of `training_step`, whose loop is the caller's, to what consumes it."""
+        taken = TakenStep(record, source=None)
+        for consume in (*self._at_once, *self._afterwards):
+            consume(taken)
 
     def end_loop(self, *, is_last: bool) -> None:
         """Write what the caller's loop has recorded.
@@ -198,20 +188,29 @@ class TrainingRun:
         if not self.is_recorded:
             self.close()
 
+    def finish(self, *, took_steps: bool) -> None:
+        """End a run of `Trainer.train`; its last line says where it is, if it `took_steps`."""
+        self.record_end()
+        self.monitor.close()  # the last step's line comes first
+        if took_steps:
+            self.monitor.say(self._last_line())
+
+    def _last_line(self) -> str:
+        """Return the line that the run ends with: where it is, and what to type next."""
+        run = self._run
+        step = run.step.progress.step
+        if run.step.stopping and not run.results.stopped:
+            is_saved = self.checkpointer.saved == step
+            return f"stopped after step {step}, which is " + (
+                "saved: the same command goes on" if is_saved else "not saved"
+            )
+        why = f"{run.results.why_stopped()}; " if run.results.stopped else ""
+        directory = run.output.directory
+        return why + done_line(step, None if directory is None else str(directory.path))
+
     def record_end(self) -> None:
         """Record how the run ended."""
         self._end.record()
-
-    def say(self, *lines: str) -> None:
-        """Print lines, on rank 0.
-
-        It also prints where nothing records the steps, and the console has none of them.
-        """
-        if self.is_recorded:
-            self.monitor.say(*lines)
-        elif self._run.is_main_process:
-            for line in lines:
-                print(f"lockstep: {line}", flush=True)
 
     @property
     def is_closed(self) -> bool:
@@ -241,13 +240,12 @@ class TrainingRun:
         Early stopping, `keep_best` and schedulers act on it.
         """
         run = self._run
-        of_run = self._run.results
-        step = self._run.step.progress.step
         results = {
             f"eval_{name}": value for name, value in found.items() if isinstance(value, int | float)
         }
-        of_run.require_followed(results)
-        if self._evaluated == step and of_run.are_acted_on and run.is_main_process:
+        step = run.step.progress.step
+        run.results.require_followed(results)
+        if self._evaluated == step and run.results.are_acted_on and run.is_main_process:
             _log.warning(
                 "warning: two evaluations after step %d count: for one that early_stopping,"
                 " keep_best and schedulers should not see, write evaluate(…, counts=False)",
@@ -255,15 +253,10 @@ class TrainingRun:
             )
         self._evaluated = step
         self._end.was_evaluated()
-        was_stopped = of_run.stopped
-        of_run.record_evaluation(results, followed=True)
         self.checkpointer.remember_evaluation(step, results)
-        self.monitor.on_eval({"step": step, **results})
-        if of_run.stopped and not was_stopped:
-            why = of_run.why_stopped()
-            self.monitor.event("early_stop", step=step, reason=why)
-            self.say(why)
-        if of_run.best_is_new:
+        if act_on(run, self.monitor, results, followed=True):
+            self.announcer.say(run.results.why_stopped())
+        if run.results.best_is_new:
             self.checkpointer.save(must_succeed=False)
 
     def _leave(self) -> None:
@@ -287,78 +280,18 @@ class TrainingRun:
             self.checkpointer.finish_alone()
         self.monitor.pause()
 
-    def _record(self, record: StepRecord | None, source: StepSource | None) -> None:
-        """Record a step; None: its data were skipped."""
-        run = self._run
-        monitor = self.monitor
-        run.output.check_lock()
-        if record is not None:
-            monitor.on_step(record)
-            if run.step.placed.later_log_lines:
-                self.say(*run.step.placed.take_log_lines())
-            run.results.record_step(record)
-            if record.recomputed:
-                monitor.event("recomputed", step=record.step, what=record.recomputed)
-                self.say(f"warning: {record.recomputed}")
-        if run.step.anomaly is not None:
-            self._report(run.step.anomaly, source)
-
     def report_and_finish(self, error: BadNumbersError) -> None:
         """Record the bad numbers that end a loop of `training_step`, and await a running save."""
         self._end.fail()
-        self._report(error.anomaly, None)
+        self._tell_anomaly(error.anomaly, None)
         self.checkpointer.finish_alone()
 
-    def _report(self, anomaly: Anomaly, source: StepSource | None) -> None:
-        """Report an anomaly and its samples.
-
-        They are dataset indices by micro-batch, if the data have any.
-        """
-        window = _window_of(anomaly, source)
-        self.monitor.event(
-            "bad_numbers",
-            step=anomaly.step,
-            what=anomaly.what,
-            loss=anomaly.loss,
-            grad_norm=anomaly.grad_norm,
-            action=self._run.config.training.bad_numbers.action,
-            samples=window and window.micro_batches,
-            epoch=window.epoch if window else self._run.step.progress.epoch,
-        )
-        text = without_targets(anomaly, source) if anomaly.no_targets else anomaly.what
-        if self.is_recorded:
-            self.monitor.say(f"warning: {text}")
-        elif self._run.is_main_process:
-            warnings.warn(text, stacklevel=6)
+    def _tell_anomaly(self, anomaly: Anomaly, source: StepSource | None) -> None:
+        report_anomaly(self._run, self.monitor, self.announcer, anomaly, source)
 
 
-def without_targets(anomaly: Anomaly, source: StepSource | None) -> str:
-    """Return a sentence on a step without a valid target.
-
-    It names the samples of the step, if the data number them.
-    """
-    window = _window_of(anomaly, source)
-    samples = [str(index) for batch in window.micro_batches for index in batch] if window else []
-    which = f", which are number {listed(samples, 16)} of the data" if samples else ""
-    return f"{anomaly.what}{which}: it makes no update ({ALL_IGNORED})"
-
-
-def _window_of(anomaly: Anomaly, source: StepSource | None) -> Any:
-    """Return the samples of an anomaly's step, by micro-batch.
-
-    None if the data do not number them.
-    """
-    order = getattr(source, "order", None)
-    return order.window(anomaly.step - 1) if order is not None else None
-
-
-@contextmanager
-def explain_worker_deaths(source: StepSource) -> Iterator[None]:
-    """Add the samples being read to the error that torch raises when a data worker dies."""
-    try:
-        yield
-    except RuntimeError as error:
-        explained = source.explain(error) if isinstance(source, StepLoader) else None
-        if explained is None:
-            raise
+def explain_dead_worker(error: RuntimeError, source: StepSource) -> None:
+    """Raise an error that names the samples being read, if `error` is that a data worker died."""
+    explained = source.explain(error) if isinstance(source, StepLoader) else None
+    if explained is not None:
         raise explained from None

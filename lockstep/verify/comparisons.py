@@ -10,6 +10,7 @@ Tests: tests/verify/test_updates.py, tests/verify/test_faults.py
 
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -133,14 +134,16 @@ def compare_with_reference(
         if observer is not None and (name in observer.gradients or gradient is not None):
             allowed: Tensor | float = 0.0 if exact or bound is None else bound
             mine = observer.gradients.get(name)
-            found[GRADIENT][name] = piece = compare_tensor(mine, gradient, allowed)
+            piece = compare_tensor(mine, gradient, allowed)
             if (
                 piece.excess > 1.0
                 and mine is not None
                 and gradient is not None
                 and mine.numel() <= _LARGEST_RELATED
             ):
-                piece.relation = relation(local(mine).cpu(), shard_like(gradient, mine))
+                related = relation(local(mine).cpu(), shard_like(gradient, mine))
+                piece = replace(piece, relation=related)
+            found[GRADIENT][name] = piece
         allowed = 0.0
         if rate is not None and value is not None:
             if bound is not None and gradient is not None:
@@ -231,5 +234,4 @@ def _compared(mine: Tensor, right: Tensor, own: float) -> TensorDifference:
     """Compare a gradient that may be four times as far from the right one as `own`, in norm."""
     piece = compare_tensor(mine, right, 0.0)
     allowed = 4 * own + 8 * unit_roundoff(torch.float32) * float(right.double().norm())
-    piece.excess = math.sqrt(piece.square) / max(allowed, 1e-300)
-    return piece
+    return replace(piece, excess=math.sqrt(piece.square) / max(allowed, 1e-300))

@@ -235,8 +235,9 @@ def _find_causes(different: Sequence[_Topology], start: Start) -> None:
     _experiment([(job, known) for job, known in further if job.cases], start)
     for topology, (job, known) in zip(different, evidence, strict=True):
         cause = cause_of(known)
-        cause.is_error |= job.spec.exact  # if every bit must be equal, rounding is an error
-        topology.outcome.causes[:] = [cause]
+        # If every bit must be equal, rounding is an error.
+        is_error = cause.is_error or job.spec.exact
+        topology.outcome.causes[:] = [replace(cause, is_error=is_error)]
         topology.deviations = known.deviations
 
 
@@ -247,7 +248,7 @@ def _experiment(wanted: Sequence[tuple[VerifyJob, Evidence]], start: Start) -> N
     left_out = record([(job.spec, job.cases, job.folder) for job, _ in wanted], start)
     jobs = []
     for (job, evidence), missing in zip(wanted, left_out, strict=True):
-        evidence.left_out |= missing
+        evidence.leave_out(missing)
         taken = tuple(
             case for case in job.cases if case.name not in missing and case.name != NUDGED
         )

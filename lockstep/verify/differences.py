@@ -35,7 +35,7 @@ ASPECTS = ("start", "samples", "loss", "norm", "gradient", "optimizer", "value",
 SCALAR_TOLERANCE = 1e-6  # relative, of a loss or a norm in plain mode
 
 
-@dataclass
+@dataclass(frozen=True)
 class TensorDifference:
     """One tensor on one rank, compared with the reference's."""
 
@@ -264,6 +264,10 @@ class Evidence:
     left_out: dict[str, str]  # experiment that could not be made → reason
     folder: Path  # of the reference's traces
     config: Config  # of the run
+
+    def leave_out(self, reasons: Mapping[str, str]) -> None:
+        """Note experiments that could not be made, each with the reason."""
+        self.left_out |= reasons
 
     def agrees(self, name: str, left_out: Collection[str] = ()) -> bool:
         """Return whether the experiment was made, and the difference disappears in it.

@@ -268,13 +268,7 @@ def _forward_alone(trainer: "Trainer") -> None:
         at(micro_batch, earlier)
 
     def observed_run(run: Any, micro_batches: Any, accumulator: Any, factor: float) -> None:
-        add = accumulator.add
-
-        def observed_add(*args: Any) -> None:
-            opened.close()
-            add(*args)
-
-        accumulator.add = observed_add
+        accumulator.watch(lambda _micro_batch, _loss: opened.close())
         with opened:
             run(micro_batches, accumulator, factor)
 

@@ -128,16 +128,14 @@ class FlowRecorder:
         """Run a step's passes with each operation and each loss watched."""
         self._unreal = {micro_batch.index for micro_batch in micro_batches if not micro_batch.real}
         self._calls.clear()
-        add = accumulator.add
 
-        def observed_add(micro_batch: MicroBatch, loss: Loss) -> None:
+        def see(micro_batch: MicroBatch, loss: Loss) -> None:
             self._remember()
             self._forward = False
             if micro_batch.real:
                 self._see_loss(micro_batch.index, loss)
-            add(micro_batch, loss)
 
-        accumulator.add = observed_add  # type: ignore[method-assign]
+        accumulator.watch(see)
         with self._watched:
             run(micro_batches, accumulator, factor)
         self._forward = False

@@ -226,7 +226,7 @@ class CompleteSequences:
             ]
             with torch.random.fork_rng(), nullcontext() if is_part else self._context.outside():
                 self._plain(*args, **kwargs)
-            self._random.calls = dict(calls)  # each pass draws the same numbers
+            self._random.restore_calls(calls)  # each pass draws the same numbers
             for handle in handles:
                 handle.remove()
             found.append(seen)

@@ -52,6 +52,10 @@ class Difference:
     relation: Relation | None = None
     step: int = 0  # counted from 0
 
+    def name_without_clipping(self) -> None:
+        """Call gradients that differ once they are clipped gradients, as the table's columns do."""
+        self.aspect = self.aspect.removeprefix("clipped ")
+
 
 @dataclass
 class PartDifference:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lockstep.data.batches import MicroBatch
-from lockstep.parallel.loss_accumulator import Loss, LossAccumulator
+from lockstep.parallel.loss_accumulator import LossAccumulator
 from lockstep.parallel.passes import ForwardBackward
 from lockstep.strategy import SINGLE
 from lockstep.torch_compat.pytree import tree_flatten, tree_unflatten
@@ -173,13 +173,7 @@ class _Parts:
         self.batch = micro_batches[0].batch
         if self._wants_plain:
             self.plain = self._plain_gradient([micro_batch.batch for micro_batch in micro_batches])
-        add = accumulator.add
-
-        def observed_add(micro_batch: MicroBatch, loss: Loss) -> None:
-            self.counts.append(float(loss.targets))
-            add(micro_batch, loss)
-
-        accumulator.add = observed_add  # type: ignore[method-assign]
+        accumulator.watch(lambda _micro_batch, loss: self.counts.append(float(loss.targets)))
         before: Tensor | float = 0.0
         for micro_batch in micro_batches:
             run([micro_batch], accumulator, factor)

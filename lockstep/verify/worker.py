@@ -28,7 +28,6 @@ from lockstep.layout import SIZED
 from lockstep.models.protocol import offered
 from lockstep.monitor.figures import gather_objects
 from lockstep.parallel.parallel_model import local
-from lockstep.step import Progress
 from lockstep.strategy import SINGLE, parse_topology, strategy_named
 from lockstep.torch_compat.pytree import tree_map_only
 from lockstep.trainer import Trainer
@@ -110,10 +109,14 @@ def _record(
     for step, done in enumerate(islice(trainer.steps(data), case.steps), start=case.start):
         facts = observer.facts(done)
         bounds = observer.bounds(done)
-        facts.norms = {name: float(g.double().norm()) for name, g in observer.gradients.items()}
-        facts.norms |= {name: facts.norms.get(name, 0.0) for name in placed.parameters}
-        facts.bound = sum(float(b.double().square().sum()) for b in bounds.values()) ** 0.5
-        facts.elements = sum(b.numel() for b in bounds.values())
+        norms = {name: float(g.double().norm()) for name, g in observer.gradients.items()}
+        norms |= {name: norms.get(name, 0.0) for name in placed.parameters}
+        facts = replace(
+            facts,
+            norms=norms,
+            bound=sum(float(b.double().square().sum()) for b in bounds.values()) ** 0.5,
+            elements=sum(b.numel() for b in bounds.values()),
+        )
         tensors = _named(GRADIENT, observer.gradients) | _named(BOUND, bounds)
         trace.write(
             step, facts, tensors | _named(VALUE, placed.parameters) | _named(BUFFER, placed.buffers)
@@ -227,8 +230,7 @@ def _compare(
         norm_limit = comparisons.limit_of_norm(reference, factor, floor)
         result = combine_reports(step, reports, reference, norm_limit, exact=exact)
         if complete is not None:
-            result.module = complete.module
-            result.numbers = complete.numbers
+            result = replace(result, module=complete.module, numbers=complete.numbers)
         yield result
         if result.differences and exact:
             break  # the steps after it are another run
@@ -285,7 +287,7 @@ def trainer_of(
                     value = stored.get(VALUE, name)
                     assert value is not None
                     parameter.copy_(value)
-            trainer.step.progress = Progress(step=case.start, updates=case.start)
+            trainer.step.start_after(case.start)
         elif case.start:
             trainer.load_checkpoint(trace.state(case.start))
         if case.switches & {experiments.PERTURB, experiments.NUDGED} and topology == SINGLE:

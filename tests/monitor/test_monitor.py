@@ -429,7 +429,7 @@ def test_the_start_tells_the_workers_of_the_loader_that_is_read(run: RunDirector
         output_dir=run.path,
     )
     list(trainer.steps(torch.utils.data.DataLoader(data, 8, num_workers=1)))
-    trainer._close_run()
+    trainer._open.close()
     assert json.loads(run.events.read_text().splitlines()[0])["data_workers"] == 1
 
 
@@ -479,7 +479,7 @@ def test_functions_and_objects_are_callbacks_in_every_way_to_train(way: str) -> 
         for batch in torch.utils.data.DataLoader(data, 8):
             trainer.training_step(batch)
         trainer.evaluate(data)
-    trainer._close_run()
+    trainer._open.close()
     assert len(losses) == 3
     middle = [("step", 1), ("step", 2), ("step", 3), ("evaluate", 3)]
     assert seen.events == [("begin", 0), *middle, ("end", 3)]

@@ -12,7 +12,7 @@ from torch import Tensor
 from lockstep.config import config_from
 from lockstep.parallel.comm.compression import ROUNDS, WARM_UP_STEPS, sent_numbers
 from lockstep.trainer import Trainer
-from lockstep.trainer.training_run import TrainingRun
+from lockstep.trainer.run_monitor import Announcer
 from tests.hosts import hosts, require_root, sent_bytes
 from tests.parity.link import all_of
 from tests.parity.toy import Tokens, language_model
@@ -126,7 +126,7 @@ def what_auto_chooses() -> list[str]:
     """What is said at start, and what each rank is to say after the steps in which it is tried."""
     trainer = trainer_with({KIND: "auto"})
     said: list[str] = []
-    with patch.object(TrainingRun, "say", lambda _run, *lines: said.extend(lines)):
+    with patch.object(Announcer, "say", lambda _announcer, *lines: said.extend(lines)):
         for _ in zip(range(1 + WARM_UP_STEPS + 2 * ROUNDS), trainer.steps(Tokens()), strict=False):
             pass
     return [*trainer.placed.log_lines, *said]

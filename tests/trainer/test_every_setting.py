@@ -178,7 +178,7 @@ def outcome(key: str, value: Any, way: str, output: Path | None) -> str:
                 length = {} if key == "training.num_train_epochs" else {"max_steps": 2}
                 trainer = Trainer(nn.Linear(4, 1), output_dir=output, **{**length, **settings})
                 trained(trainer, way)
-                trainer._close_run()
+                trainer._open.close()
         except UsageError:
             return "error"
         except LockstepError as error:
@@ -386,7 +386,7 @@ def comes_out(settings: dict[str, Any], way: str, folder: Path) -> Any:
         with contextlib.redirect_stdout(said):
             trainer = Trainer(model, loss_fn=nn.MSELoss(), output_dir=folder, **own)
             run_and_evaluate(trainer, way, data)
-            trainer._close_run()
+            trainer._open.close()
     finally:
         logger.removeHandler(handler)
     lines = (folder / "metrics.jsonl").read_text().splitlines()

@@ -69,7 +69,7 @@ def kinds(folder: Path) -> list[str]:
 
 def by_calls(trainer: Trainer) -> None:
     """Train by `training_step` on the samples of each step, in the order of `train`."""
-    source, _ = trainer._open_source(points(), None)
+    source, _ = trainer._start.open_data(points(), None)
     for batches in source:
         for micro_batch in batches.mine:
             trainer.training_step(micro_batch.batch)
@@ -92,7 +92,7 @@ def test_a_loop_of_ones_own_records_and_saves_what_train_does(
     else:
         by_calls(trainer)
     assert trainer.done
-    trainer._close_run()
+    trainer._open.close()
     assert losses(tmp_path) == losses(trained)
     assert saved(tmp_path) == saved(trained) == [4, 8, 12]
     assert digest(tmp_path / "checkpoints/step-00000012") == digest(
@@ -116,7 +116,7 @@ def test_a_loop_of_ones_own_resumes_by_itself(trained: Path, tmp_path: Path, way
             if not again.done:
                 again.training_step((x, y))
         assert list(losses(tmp_path))[:8] == list(range(1, 9))
-    again._close_run()
+    again._open.close()
     assert "resume" in kinds(tmp_path)
     if way == "steps":
         assert losses(tmp_path) == losses(trained)
@@ -154,7 +154,7 @@ def test_a_run_that_bad_numbers_end_is_not_saved_with_them(tmp_path: Path, way: 
     trainer = made(tmp_path, shuffle=False) if way != "training_step" else made(tmp_path)
     with pytest.raises(BadNumbersError, match="step 6"):
         to_the_end(trainer, way, data)
-    trainer._close_run()
+    trainer._open.close()
     assert saved(tmp_path) == [4]
     assert "bad_numbers" in kinds(tmp_path)
 
@@ -164,7 +164,7 @@ def test_loops_after_each_other_are_one_run(trained: Path, tmp_path: Path) -> No
     for epoch in range(3):
         list(trainer.steps(points(16), epochs=epoch + 1))
         trainer.evaluate(points())
-    trainer._close_run()
+    trainer._open.close()
     assert [event for event in kinds(tmp_path) if event in ("start", "stop")] == ["start", "stop"]
     assert sorted(losses(tmp_path)) == list(range(1, 13))
     assert [row["step"] for row in rows(tmp_path) if "eval_loss" in row] == [4, 8, 12]
@@ -321,7 +321,7 @@ def on_two_ranks(name: str) -> dict[str, Any]:
         if record.step == 7:
             break
     trainer.evaluate(points())
-    trainer._close_run()
+    trainer._open.close()
     dist.barrier()
     said["left"] = saved(folder / "left")
     again = made(folder / "left", strategy="ddp")

@@ -360,7 +360,7 @@ def test_what_follows_evaluations_is_warned_of_where_a_loop_makes_none(
         trainer = made(batch_size=8, **FOLLOWING[name])
         for _ in trainer.steps(DATA) if way == "steps" else map(trainer.training_step, [BATCH] * 2):
             trainer.evaluate(DATA, counts=evaluates)
-        trainer._close_run()
+        trainer._open.close()
         said = caplog.text
         caplog.clear()
         assert (f"{name} did nothing: the loop made no evaluation that counts" in said) == (
@@ -392,7 +392,7 @@ def test_values_that_a_loop_logs_are_printed_where_nothing_records_them(
     trainer = made(batch_size=8)
     for record in trainer.steps(DATA):
         trainer.log({"mine": float(record.step)})
-    trainer._close_run()
+    trainer._open.close()
     assert capsys.readouterr().out.splitlines() == ["step 1  mine 1.0000", "step 2  mine 2.0000"]
 
 

@@ -50,6 +50,7 @@ class Pipeline(Strategy):
     def layouts_to_plan(
         self, model: ModelSize, config: StepConfig, cluster: GpuCluster
     ) -> Iterator[dict[str, Any]]:
+        """Yield the fewest stages whose parameters fit; further ranks divide data or parameters."""
         gpus = cluster.num_gpus
         most = min(model.blocks, model.segments)
         divided = "shard" if self.replicas is None else "replicate"

@@ -209,6 +209,7 @@ class StageTrees:
             self._write(*waiting)
 
     def _start(self, bucket: Bucket, group: dist.ProcessGroup) -> TreeReduceScatter:
+        """Start the exchange of a bucket: a row of all its parameters for each node of the tree."""
         like = torch.empty(0, device=self.device)
         widths = [self._width(name) for name, _ in bucket]
         nodes = range(len(bucket[0][1]))

@@ -162,7 +162,7 @@ def explain(c: ScriptComparison, first: Difference, reference: ScriptRecord) -> 
     outcome = c.outcome
     framework = c.outcome.framework
     aspect = first.aspect
-    first.aspect = first.aspect.removeprefix("clipped ")
+    first.name_without_clipping()
     if aspect == "weights" and any(one.column == "settings" for one in outcome.causes):
         own = [record.steps[first.step].settings for record in c.records]
         if any(other != own[0] for other in own):

@@ -274,7 +274,8 @@ class _ScriptObserver:
         number = f"{len(self._models)}:" if self._models else ""
         self._models.append(model)
         kinds = {kind.__name__ for inner in model.modules() for kind in type(inner).__mro__}
-        self.record.normalises |= any(isinstance(inner, _STATISTICS) for inner in model.modules())
+        if any(isinstance(inner, _STATISTICS) for inner in model.modules()):
+            self.record.note_statistics()
         generator = torch.Generator().manual_seed(0)
         for name, module in model.named_modules():
             self._modules.setdefault(id(module), number + plain_name(name))
@@ -354,7 +355,7 @@ class _ScriptObserver:
         piece = values.piece_of(gradient)
         known = self._step.own.setdefault(name, piece)
         if known is not piece:
-            known.local += piece.local
+            known.add(piece)
 
     def _around_clipping(self, call: Any, parameters: Any) -> Any:
         tensors = [parameters] if isinstance(parameters, Tensor) else list(parameters)

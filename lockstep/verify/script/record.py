@@ -100,6 +100,10 @@ class TensorPiece:
     cuts: tuple[tuple[int, int, int], ...] = ()
     flat: bool = False  # the rank holds a piece of a flattened tensor (FSDP1)
 
+    def add(self, other: "TensorPiece") -> None:
+        """Add another piece of the same place."""
+        self.local += other.local
+
 
 Pieces = dict[str, TensorPiece]
 
@@ -191,6 +195,10 @@ class ScriptRecord:
     collectives: list[tuple[str, int, str]] = field(default_factory=list)
     # mistakes of the loop: kind, text, fix
     findings: list[dict[str, str]] = field(default_factory=list)
+
+    def note_statistics(self) -> None:
+        """Note that a module normalises by the statistics of its batch."""
+        self.normalises = True
 
     def note_framework(self) -> None:
         """Note whose code calls this, at the optimizer's step."""

@@ -1,0 +1,178 @@
+"""Lists what happens after each step, in order (`StepConsumers`).
+
+    step → record → at once → the caller's code → afterwards → next step
+
+A step returns a `StepRecord` and knows none of its readers. All three ways to train hand each step
+to this list: `Trainer.train`, whose place for the caller's code is empty; `Trainer.steps`, which
+yields the record there; and `Trainer.training_step`, after each update.
+
+Tests: tests/trainer/test_after_step.py, tests/trainer/test_loops.py, tests/trainer/test_ends.py
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from lockstep.bad_numbers import ALL_IGNORED, Anomaly
+from lockstep.data import StepSource
+from lockstep.errors import listed
+from lockstep.monitor import Monitor
+from lockstep.records import StepRecord
+from lockstep.trainer.checkpointer import Checkpointer
+from lockstep.trainer.run_evaluations import RunEvaluations
+from lockstep.trainer.run_monitor import Announcer
+from lockstep.trainer.run_state import RunState
+
+
+@dataclass(frozen=True)
+class TakenStep:
+    """A step that was taken, and where its data came from."""
+
+    record: StepRecord | None  # None: its data were skipped
+    source: StepSource | None  # None: the caller passed them, to `Trainer.training_step`
+    last_of_epoch: bool = False
+
+
+Consumer = Callable[[TakenStep], None]
+
+
+@dataclass(frozen=True)
+class StepConsumers:
+    """What consumes the steps of a run, each method one thing; every rank has the same.
+
+    Some of it gathers over ranks, so all of them go through it at the same steps.
+    """
+
+    run: RunState
+    monitor: Monitor
+    checkpointer: Checkpointer
+    announcer: Announcer
+    evaluations: RunEvaluations | None  # of `Trainer.train`; None: they are the caller's
+
+    @property
+    def at_once(self) -> list[Consumer]:
+        """What happens before the caller's code for the step, in order."""
+        return [
+            self.keep_position,
+            self.require_lock,
+            self.record,
+            self.say_placement_lines,
+            self.keep_metrics,
+            self.tell_recomputed,
+            self.tell_anomaly,
+            self.save_before_stop,
+        ]
+
+    @property
+    def afterwards(self) -> list[Consumer]:
+        """What happens after the caller's code for the step, in order."""
+        # The learning rate, an early stop and the best checkpoint follow from an evaluation, so
+        # the save comes after it.
+        return [self.evaluate_if_due, self.save_if_due]
+
+    def keep_position(self, taken: TakenStep) -> None:
+        """Keep how far the data are read, for the next checkpoint."""
+        if taken.source is not None and taken.record is not None:
+            self.run.note_position(taken.source, ended_epoch=taken.last_of_epoch)
+
+    def require_lock(self, _taken: TakenStep) -> None:
+        """End the run if another one has taken the run directory."""
+        self.run.output.check_lock()
+
+    def record(self, taken: TakenStep) -> None:
+        """Hand the record to meters, sinks, callbacks and the profiler (`Monitor.on_step`)."""
+        if taken.record is not None:
+            self.monitor.on_step(taken.record)
+
+    def say_placement_lines(self, _taken: TakenStep) -> None:
+        """Print what the placed model has found out in its first steps."""
+        placed = self.run.step.placed
+        if placed.later_log_lines:
+            self.announcer.say(*placed.take_log_lines())
+
+    def keep_metrics(self, taken: TakenStep) -> None:
+        """Keep loss and norm, by which the best checkpoint may be chosen."""
+        if taken.record is not None:
+            self.run.results.record_step(taken.record)
+
+    def tell_recomputed(self, taken: TakenStep) -> None:
+        """Tell of a step that was computed again, since a rank had computed it wrongly."""
+        record = taken.record
+        if record is not None and record.recomputed:
+            self.monitor.event("recomputed", step=record.step, what=record.recomputed)
+            self.announcer.say(f"warning: {record.recomputed}")
+
+    def tell_anomaly(self, taken: TakenStep) -> None:
+        """Tell of bad numbers, and of the samples that made them."""
+        anomaly = self.run.step.anomaly
+        if anomaly is not None:
+            report_anomaly(self.run, self.monitor, self.announcer, anomaly, taken.source)
+
+    def save_before_stop(self, taken: TakenStep) -> None:
+        """Save at once where a rank was asked to stop: the process may have little time left."""
+        if self.run.step.stopping:
+            self.checkpointer.after_step(last=True, last_of_epoch=taken.last_of_epoch)
+
+    def evaluate_if_due(self, taken: TakenStep) -> None:
+        """Evaluate the model if that is due, and act on the results."""
+        if self.evaluations is None or self.run.step.stopping:
+            return
+        # Where nothing follows the results, the last step is saved before it is evaluated, at the
+        # end of `Trainer.train`: a run that is killed in the evaluation loses one number.
+        waits = self.run.is_at_last_step and not self.run.results.are_acted_on
+        if not waits:
+            self.evaluations.after_step(last_of_epoch=taken.last_of_epoch)
+
+    def save_if_due(self, taken: TakenStep) -> None:
+        """Save the run if that is due; look after a background save."""
+        if not self.checkpointer.saves:
+            return
+        run = self.run
+        # An early stop ends loops over data. One of `training_step` may go on for as long as the
+        # caller likes, and is not saved at each step after it.
+        has_stopped = run.results.stopped and taken.source is not None
+        is_last = run.is_at_last_step or has_stopped
+        self.checkpointer.after_step(last=is_last, last_of_epoch=taken.last_of_epoch)
+
+
+def report_anomaly(
+    run: RunState,
+    monitor: Monitor,
+    announcer: Announcer,
+    anomaly: Anomaly,
+    source: StepSource | None,
+) -> None:
+    """Tell of an anomaly; its samples are dataset indices by micro-batch, if there are any."""
+    window = _window_of(anomaly, source)
+    monitor.event(
+        "bad_numbers",
+        step=anomaly.step,
+        what=anomaly.what,
+        loss=anomaly.loss,
+        grad_norm=anomaly.grad_norm,
+        action=run.config.training.bad_numbers.action,
+        samples=window and window.micro_batches,
+        epoch=window.epoch if window else run.step.progress.epoch,
+    )
+    text = without_targets(anomaly, source) if anomaly.no_targets else anomaly.what
+    announcer.warn(text)
+
+
+def without_targets(anomaly: Anomaly, source: StepSource | None) -> str:
+    """Return a sentence on a step without a valid target.
+
+    It names the samples of the step, if the data number them.
+    """
+    window = _window_of(anomaly, source)
+    samples = [str(index) for batch in window.micro_batches for index in batch] if window else []
+    which = f", which are number {listed(samples, 16)} of the data" if samples else ""
+    return f"{anomaly.what}{which}: it makes no update ({ALL_IGNORED})"
+
+
+def _window_of(anomaly: Anomaly, source: StepSource | None) -> Any:
+    """Return the samples of an anomaly's step, by micro-batch.
+
+    None if the data do not number them.
+    """
+    order = getattr(source, "order", None)
+    return order.window(anomaly.step - 1) if order is not None else None
