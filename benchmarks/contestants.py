@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
+from benchmarks import own_layers
 from benchmarks.gate import Gate
 
 EVERY = 10
@@ -296,6 +297,8 @@ CONTESTANTS: dict[str, Callable[[Task], None]] = {
 
 def main() -> None:
     name = sys.argv[1]
+    if sys.argv[2] in own_layers.CASES:
+        own_layers.run(name, own_layers.CASES[sys.argv[2]])
     size = SIZES[sys.argv[2]]
     torch.set_num_threads(1)
     torch.manual_seed(0)

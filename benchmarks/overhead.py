@@ -2,10 +2,11 @@
 
 It compares Lockstep, the loop that one writes by hand, and Lockstep's peers.
 
-    python -m benchmarks.overhead [--ranks 1,2] [--sizes 1ms,5ms,50ms] [--launches 5]
+    python -m benchmarks.overhead [--ranks 1,2] [--sizes 1ms,5ms,linears50] [--launches 5]
         [--instructions] [--write]
 
-The contestants (`benchmarks.contestants`) run side by side in one tree of processes and take turns,
+The contestants (`benchmarks.contestants`; with data and layers of a user's own,
+`benchmarks.own_layers`) run side by side in one tree of processes and take turns,
 a block of steps each, in a new order every round; all but one stand still. A contestant's figure of
 a round is divided by that of the hand-written loop in the same round, and the median of these
 ratios is quoted, with the middle half of them. Besides the clock, calls of functions in the
@@ -35,6 +36,8 @@ from typing import Any
 
 from benchmarks.contestants import CONTESTANTS, EVERY, SIZES
 from benchmarks.gate import BLOCK, CALLS, DUMPS, END, GO, INSTRUCTIONS, READ, WRITE, under_callgrind
+from benchmarks.own_layers import CASES
+from benchmarks.own_layers import CONTESTANTS as WITH_OWN_LAYERS
 from benchmarks.page import RESULTS, machine, page, tell
 
 REPOSITORY = Path(__file__).parent.parent
@@ -163,7 +166,8 @@ def timed(names: list[str], size: str, ranks: int, launches: int) -> dict[str, F
     difference.
     """
     found: dict[str, Found] = {name: {} for name in names}
-    rounds = max(3, SIZES[size].rounds // ranks**2)  # over a link a step takes longer
+    per_launch = CASES[size].rounds if size in CASES else SIZES[size].rounds
+    rounds = max(3, per_launch // ranks**2)  # over a link a step takes longer
     for _ in range(launches):
         for name, of in launched(names, size, ranks, rounds).items():
             for key, values in of.items():
@@ -231,7 +235,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--ranks", default="1,2")
-    parser.add_argument("--sizes", default=",".join(SIZES))
+    parser.add_argument("--sizes", default=",".join([*SIZES, *CASES]))
     parser.add_argument(
         "--only", default=",".join(CONTESTANTS), help=f"contestants, {BASE} among them"
     )
@@ -247,9 +251,12 @@ def main() -> None:
     lines = []
     for ranks in map(int, asked.ranks.split(",")):
         for size in asked.sizes.split(","):
-            found = timed(names, size, ranks, asked.launches)
+            if size in CASES and ranks > 1:
+                continue  # what they measure is the same on each rank
+            taking_part = [name for name in names if size in SIZES or name in WITH_OWN_LAYERS]
+            found = timed(taking_part, size, ranks, asked.launches)
             if asked.instructions:
-                for name in names:
+                for name in taking_part:
                     found[name]["instructions"] = [counted(name, size, ranks)]
             lines += rows(found, size, ranks)
             print("\n".join(rows(found, size, ranks)), flush=True)
