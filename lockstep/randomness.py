@@ -3,8 +3,9 @@
 A number drawn inside the model is a function of (seed, phase, step, micro-batch, segment, call
 index): before each segment of a forward pass (the code between blocks is one too), the device's
 generator is seeded from that key: that alone, because `torch.manual_seed` seeds every backend, in
-250 µs. `HostRandom` does the same for models that draw from Python's or NumPy's global generator; a
-run continues with it after its first step only if a rank has seen a draw.
+250 µs. A segment that never draws (`lockstep.drawless`) is left out where another one is seeded
+before anything can draw. `HostRandom` does the same for models that draw from Python's or NumPy's
+global generator; a run continues with it after its first step only if a rank has seen a draw.
 
 A segment that runs again inside a backward pass (`torch.utils.checkpoint` in the model, a
 reversible network) is seeded with the key of the call that it repeats. A generator's state holds
@@ -20,6 +21,7 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,6 +29,7 @@ import torch
 from torch import nn
 
 from lockstep.accelerator import default_generator
+from lockstep.drawless import DrawlessModules, never_draws
 from lockstep.torch_compat.backward_pass import graph_task, running_node
 
 
@@ -254,6 +257,7 @@ class RandomState:
         self._generator = default_generator(self.device)
         self.host = HostRandom(self.device)
         self._key = 0  # that forward passes have set last
+        self.unkeyed = DrawlessModules()  # segments that get no key
 
     def running(self, phase: str, step: int) -> AbstractContextManager[None]:
         """Return a context for one step's forward and backward passes.
@@ -264,6 +268,7 @@ class RandomState:
         self.step = step
         self._key = self._generator.initial_seed()
         self._made.clear()
+        self.unkeyed.check()
         return _RestoredStates(self._generator, self.host)
 
     def at(self, micro_batch: int, earlier: Mapping[str, int] | None = None) -> None:
@@ -348,7 +353,11 @@ class RandomState:
 
 
 def key_segments(
-    random_state: RandomState, segments: Sequence[tuple[str, nn.Module]], *, chain: bool
+    random_state: RandomState,
+    segments: Sequence[tuple[str, nn.Module]],
+    *,
+    chain: bool,
+    is_sequential: bool = False,
 ) -> None:
     """Seed every call of a segment, given by its canonical name, from its own key.
 
@@ -356,13 +365,25 @@ def key_segments(
     is inside of them. In a `chain` the segments are the whole forward pass; otherwise the code
     after each of them is a segment, too. Segments made from a model that is keyed in that way bring
     their keys along, as `random_key`.
+
+    A segment that never draws gets no key if one is set before anything else can draw: the key of
+    the code after it, or, where torch's own `nn.Sequential` runs the chain (`is_sequential`), that
+    of a later segment. After the last segment the loss and the backward pass may draw.
     """
+    last = segments[-1][1] if segments else None
     for segment, module in segments:
         name = str(getattr(module, "random_key", segment))
-        module.register_forward_pre_hook(
-            lambda _module, _args, name=name: random_state.enter(name), prepend=True
-        )
+        key_follows = not chain or (is_sequential and module is not last)
+        needs_key = not (key_follows and never_draws(module))
         if not chain:
             module.register_forward_hook(
                 lambda _module, _args, _output, name=name: random_state.enter(f"{name}/after")
             )
+        if needs_key:
+            _key_before(random_state, name, module)
+        else:
+            random_state.unkeyed.add(module, partial(_key_before, random_state, name, module))
+
+
+def _key_before(random_state: RandomState, name: str, module: nn.Module) -> None:
+    module.register_forward_pre_hook(lambda _module, _args: random_state.enter(name), prepend=True)

@@ -18,6 +18,7 @@ from torch.nn.parameter import is_lazy
 
 from lockstep.config import StepConfig
 from lockstep.config.checks import step_contradictions
+from lockstep.drawless import is_run_by_torch
 from lockstep.errors import UsageError, listed, refuse
 from lockstep.layout import Layout
 from lockstep.mesh import device_mesh
@@ -372,7 +373,9 @@ def key_model(facts: ModelFacts, random_state: RandomState, *, cut: bool = False
     """
     segments = facts.required_chain() if cut else facts.segments
     if segments is not None:
-        key_segments(random_state, segments, chain=True)
+        # The stages of a pipeline run the segments themselves, each some of them.
+        is_sequential = not cut and is_run_by_torch(facts.model)
+        key_segments(random_state, segments, chain=True, is_sequential=is_sequential)
     else:
         key_segments(random_state, [("", facts.model)], chain=True)
         key_segments(random_state, facts.blocks, chain=False)
