@@ -16,8 +16,10 @@ What reads samples seeds the generators of Python, NumPy and torch before each o
 `preserve_states`).
 """
 
+import ctypes
 import hashlib
 import random
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -62,6 +64,11 @@ def seed_from(*parts: object) -> None:
     torch.default_generator.manual_seed(key)
 
 
+def seed_torch_from(*parts: object) -> None:
+    """Seed torch's CPU generator as `seed_from` does, and no other."""
+    torch.default_generator.manual_seed(derive_key(*parts))
+
+
 def states() -> tuple[Any, Any, torch.Tensor]:
     """Return the states of the three generators, for `set_states`."""
     return random.getstate(), np.random.get_state(legacy=False), torch.get_rng_state()
@@ -82,6 +89,53 @@ def preserve_states() -> Iterator[None]:
         yield
     finally:
         set_states(saved)
+
+
+# The state of Python's generator, and that of NumPy's.
+HostGenerators = tuple[Any, Any]
+
+
+def host_generators() -> HostGenerators:
+    """Return the states of Python's and NumPy's generators, for `have_moved`."""
+    return random.getstate(), _numpy_state()
+
+
+def have_moved(before: HostGenerators) -> bool:
+    """Return whether Python's or NumPy's generator was used since `host_generators`."""
+    return _numpy_state() is not before[1] or random.getstate() != before[0]
+
+
+def restore_host_generators(before: HostGenerators) -> None:
+    """Set the states that `host_generators` returned."""
+    random.setstate(before[0])
+    np.random.set_state(before[1])
+
+
+_MT19937_BYTES = 4 * 625  # NumPy's struct: 624 words, and the position among them
+_known_numpy: tuple[bytes, Any] = b"", None  # the state seen last, as bytes and as NumPy gives it
+
+
+def _numpy_state() -> Any:
+    """Return the state of NumPy's generator, the same object as long as nothing has drawn.
+
+    Making one takes NumPy 30 µs, comparing its bytes takes one.
+    """
+    global _known_numpy
+    generator = np.random.get_bit_generator()
+    if not isinstance(generator, np.random.MT19937):
+        return np.random.get_state(legacy=False)
+    raw = ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES)
+    known_raw, known = _known_numpy
+    # A normal variate that was kept for the next call is not among the bytes.
+    if raw == known_raw and not known["has_gauss"]:
+        return known
+    state = np.random.get_state(legacy=False)
+    if raw == known_raw and (state["has_gauss"], state["gauss"]) == (1, known["gauss"]):
+        return known
+    words = state["state"]
+    if raw == words["key"].tobytes() + words["pos"].to_bytes(4, sys.byteorder):
+        _known_numpy = raw, state
+    return state
 
 
 HostState = tuple[Any, Any, Any]  # of Python's, NumPy's and torch's generator

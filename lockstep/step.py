@@ -479,7 +479,8 @@ class Step:
         if kind in ("none", "norm") and can_scale_gradients(self.optimizer, self._pre_hooks):
             step_scaled(self.optimizer, to_mean)
             return clipped
-        if gradients:
+        # A factor of 1 is usual where every batch has the same power of two of samples.
+        if gradients and (isinstance(to_mean, Tensor) or to_mean != 1.0):
             foreach.mul_(gradients, tensor_of(to_mean))
         groups = self.placed.norm_groups
         device = self.placed.random_state.device

@@ -87,9 +87,7 @@ def _squares(gradients: Sequence[Tensor], device: torch.device) -> Iterator[tupl
 
     Both may be written to.
     """
-    small = [gradient.reshape(-1) for gradient in gradients if gradient.numel() < _SMALL]
-    large = [gradient.reshape(-1) for gradient in gradients if gradient.numel() >= _SMALL]
-    flats = [*large, *([torch.cat(small)] if small else [])]
+    flats = _fewer(gradients)
     at_once = min(
         _AT_ONCE.get(device.type, 1 << 24), max((flat.numel() for flat in flats), default=0)
     )
@@ -108,6 +106,15 @@ def _exact_sum(values: Tensor) -> Tensor:
     return values.sum().long() if values.device.type == "cpu" else values.long().sum()
 
 
+def _fewer(gradients: Sequence[Tensor]) -> list[Tensor]:
+    """Return the gradients flat, the small ones put together."""
+    large: list[Tensor] = []
+    small: list[Tensor] = []
+    for gradient in gradients:
+        (small if gradient.numel() < _SMALL else large).append(gradient.reshape(-1))
+    return [*large, torch.cat(small)] if small else large
+
+
 def gradient_norm(
     gradients: list[Tensor], groups: list[dist.ProcessGroup], device: torch.device
 ) -> Tensor:
@@ -119,7 +126,8 @@ def gradient_norm(
     # what `torch.nn.utils.get_total_norm` does, in half of its time: it sorts by device and dtype
     # first
     if gradients:
-        local = torch.linalg.vector_norm(torch.stack(foreach.norm(gradients)))
+        few = _fewer(gradients) if device.type == "cpu" else gradients
+        local = torch.linalg.vector_norm(torch.stack(foreach.norm(few)))
     if not groups:
         return local
     square = local.double().square()
