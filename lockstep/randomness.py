@@ -20,7 +20,7 @@ import ctypes
 import hashlib
 import random
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -311,7 +311,8 @@ class RandomState:
         self._generator = default_generator(self.device)
         self.host = HostRandom(self.device)
         self._key = 0  # that forward passes have set last
-        self.unkeyed = DrawlessModules()  # segments that get no key
+        # segments that get no key
+        self._unkeyed: DrawlessModules | None = None
 
     def running(self, phase: str, step: int) -> AbstractContextManager[None]:
         """Return a context for one step's forward and backward passes.
@@ -322,8 +323,15 @@ class RandomState:
         self.step = step
         self._key = self._generator.initial_seed()
         self._made.clear()
-        self.unkeyed.check()
+        if self._unkeyed is not None:
+            self._unkeyed.check()
         return _RestoredStates(self._generator, self.host)
+
+    def leave_unkeyed(self, module: nn.Module, key: Callable[[], None]) -> None:
+        """Set no key before a module that never draws; call `key` as soon as it may draw."""
+        if self._unkeyed is None:
+            self._unkeyed = DrawlessModules()
+        self._unkeyed.add(module, key)
 
     def at(self, micro_batch: int, earlier: Mapping[str, int] | None = None) -> None:
         """Begin the forward pass of `micro_batch` (its index in the step's global list).
@@ -436,7 +444,7 @@ def key_segments(
         if needs_key:
             _key_before(random_state, name, module)
         else:
-            random_state.unkeyed.add(module, partial(_key_before, random_state, name, module))
+            random_state.leave_unkeyed(module, partial(_key_before, random_state, name, module))
 
 
 def _key_before(random_state: RandomState, name: str, module: nn.Module) -> None:

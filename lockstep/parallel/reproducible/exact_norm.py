@@ -87,7 +87,7 @@ def _squares(gradients: Sequence[Tensor], device: torch.device) -> Iterator[tupl
 
     Both may be written to.
     """
-    flats = _fewer(gradients)
+    flats = list(map(Tensor.ravel, _fewer(gradients)))
     at_once = min(
         _AT_ONCE.get(device.type, 1 << 24), max((flat.numel() for flat in flats), default=0)
     )
@@ -107,12 +107,13 @@ def _exact_sum(values: Tensor) -> Tensor:
 
 
 def _fewer(gradients: Sequence[Tensor]) -> list[Tensor]:
-    """Return the gradients flat, the small ones put together."""
-    large: list[Tensor] = []
-    small: list[Tensor] = []
-    for gradient in gradients:
-        (small if gradient.numel() < _SMALL else large).append(gradient.reshape(-1))
-    return [*large, torch.cat(small)] if small else large
+    """Return the gradients, the small ones put together."""
+    sizes = list(map(Tensor.numel, gradients))
+    small = [gradient for gradient, size in zip(gradients, sizes, strict=True) if size < _SMALL]
+    if len(small) < 2:
+        return list(gradients)
+    large = [gradient for gradient, size in zip(gradients, sizes, strict=True) if size >= _SMALL]
+    return [*large, torch.cat(list(map(Tensor.ravel, small)))]
 
 
 def gradient_norm(
