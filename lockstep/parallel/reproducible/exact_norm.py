@@ -33,6 +33,7 @@ from lockstep.torch_compat import foreach
 _AT_ONCE = {"cpu": 1 << 15}
 # gradients of fewer elements are put together: each operation on one has a price of its own
 _SMALL = 1 << 12
+_MANY = 16  # gradients, from which on that pays even where each is read once
 
 
 @torch.no_grad()
@@ -110,7 +111,7 @@ def _fewer(gradients: Sequence[Tensor]) -> list[Tensor]:
     """Return the gradients, the small ones put together."""
     sizes = list(map(Tensor.numel, gradients))
     small = [gradient for gradient, size in zip(gradients, sizes, strict=True) if size < _SMALL]
-    if len(small) < 2:
+    if not small:
         return list(gradients)
     large = [gradient for gradient, size in zip(gradients, sizes, strict=True) if size >= _SMALL]
     return [*large, torch.cat(list(map(Tensor.ravel, small)))]
@@ -127,7 +128,7 @@ def gradient_norm(
     # what `torch.nn.utils.get_total_norm` does, in half of its time: it sorts by device and dtype
     # first
     if gradients:
-        few = _fewer(gradients) if device.type == "cpu" else gradients
+        few = _fewer(gradients) if device.type == "cpu" and len(gradients) > _MANY else gradients
         local = torch.linalg.vector_norm(torch.stack(foreach.norm(few)))
     if not groups:
         return local
