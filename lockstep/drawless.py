@@ -80,7 +80,7 @@ class DrawlessModules:
     def add(self, module: nn.Module, when_changed: Callable[[], None]) -> None:
         """Watch a drawless module and those inside of it, as they are now."""
         for each in module.modules():
-            members = [*hooks_on(each), vars(each)]
+            members: list[Sized] = [*hooks_on(each), vars(each)]
             self._modules.append(each)
             self._classes.append(type(each))
             self._members += members

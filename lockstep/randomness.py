@@ -121,7 +121,7 @@ def _numpy_state() -> Any:
     Making one takes NumPy 30 µs, comparing its bytes takes one.
     """
     global _known_numpy
-    generator = np.random.get_bit_generator()
+    generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
     if not isinstance(generator, np.random.MT19937):
         return np.random.get_state(legacy=False)
     raw = ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES)
