@@ -11,7 +11,7 @@ Tests: tests/trainer/test_after_step.py, tests/trainer/test_loops.py, tests/trai
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from lockstep.bad_numbers import ALL_IGNORED, Anomaly
 from lockstep.data import StepSource
@@ -24,8 +24,7 @@ from lockstep.trainer.run_monitor import Announcer
 from lockstep.trainer.run_state import RunState
 
 
-@dataclass(frozen=True)
-class TakenStep:
+class TakenStep(NamedTuple):
     """A step that was taken, and where its data came from."""
 
     record: StepRecord | None  # None: its data were skipped
@@ -65,10 +64,15 @@ class StepConsumers:
 
     @property
     def afterwards(self) -> list[Consumer]:
-        """What happens after the caller's code for the step, in order."""
-        # The learning rate, an early stop and the best checkpoint follow from an evaluation, so
-        # the save comes after it.
-        return [self.evaluate_if_due, self.save_if_due]
+        """What happens after the caller's code for the step, in order, where it is asked for."""
+        asked_for: list[Consumer] = []
+        if self.evaluations is not None:
+            asked_for.append(self.evaluate_if_due)
+        # After the evaluation: the learning rate, an early stop and the best checkpoint follow
+        # from it.
+        if self.checkpointer.saves:
+            asked_for.append(self.save_if_due)
+        return asked_for
 
     def keep_position(self, taken: TakenStep) -> None:
         """Keep how far the data are read, for the next checkpoint."""
@@ -115,7 +119,8 @@ class StepConsumers:
 
     def evaluate_if_due(self, taken: TakenStep) -> None:
         """Evaluate the model if that is due, and act on the results."""
-        if self.evaluations is None or self.run.step.stopping:
+        assert self.evaluations is not None
+        if self.run.step.stopping:
             return
         # Where nothing follows the results, the last step is saved before it is evaluated, at the
         # end of `Trainer.train`: a run that is killed in the evaluation loses one number.
@@ -125,8 +130,6 @@ class StepConsumers:
 
     def save_if_due(self, taken: TakenStep) -> None:
         """Save the run if that is due; look after a background save."""
-        if not self.checkpointer.saves:
-            return
         run = self.run
         # An early stop ends loops over data. One of `training_step` may go on for as long as the
         # caller likes, and is not saved at each step after it.

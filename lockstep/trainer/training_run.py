@@ -119,7 +119,7 @@ class TrainingRun:
         num_taken = 0
         is_first = True
         with waits_counted(step.clock):
-            while not run.was_stopped:
+            while not (step.stopping or run.results.stopped):
                 step.clock.enter("data")
                 beat.beat(step.progress.step + 1, "first" if is_first else "step")
                 try:

@@ -23,7 +23,6 @@ AT_ONCE = [
     "tell_anomaly",
     "save_before_stop",
 ]
-AFTERWARDS = ["evaluate_if_due", "save_if_due"]
 
 
 def points() -> TensorDataset:
@@ -43,7 +42,7 @@ def consumed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return call
 
-    for name in (*AT_ONCE, *AFTERWARDS):
+    for name in (*AT_ONCE, "evaluate_if_due", "save_if_due"):
         monkeypatch.setattr(StepConsumers, name, noted(name, getattr(StepConsumers, name)))
     return called
 
@@ -78,8 +77,13 @@ def test_each_way_to_train_hands_a_step_to_the_same_list(
         **({"eval_steps": 1} if way is by_train else {}),
     )
     way(trainer, consumed)
-    callers = ["the caller's code"] if way is by_steps else []
-    assert consumed == [*AT_ONCE, *callers, *AFTERWARDS] * STEPS
+    # Evaluations are the caller's own but in `train`.
+    afterwards = {
+        by_train: ["evaluate_if_due", "save_if_due"],
+        by_steps: ["the caller's code", "save_if_due"],
+        by_training_step: ["save_if_due"],
+    }[way]
+    assert consumed == [*AT_ONCE, *afterwards] * STEPS
 
 
 def test_an_error_of_an_evaluation_does_not_name_samples_of_the_training_data(
