@@ -348,21 +348,10 @@ def _left(shape: float, schedule: Schedule) -> float:
     return schedule.min_ratio + (1 - schedule.min_ratio) * shape
 
 
-class CallersRate:
-    """Keeps the learning rate that the caller's own loop, or a scheduler in it, sets.
-
-    Plain PyTorch does so.
-    """
-
-    def rates(self, groups: Sequence[dict[str, Any]], updates: int) -> list[Any]:
-        """Return the learning rate of each parameter group, unchanged."""
-        return [group["lr"] for group in groups]
-
-
-class PlateauSchedule(CallersRate):
+class PlateauSchedule:
     """A torch scheduler whose `step` takes a metric.
 
-    It changes the optimizer's rate after an evaluation.
+    It changes the optimizer's rate after an evaluation, and steps leave the rate as it is.
     """
 
     def __init__(self, scheduler: ReduceLROnPlateau, metric: str) -> None:

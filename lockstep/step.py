@@ -34,7 +34,7 @@ from lockstep.config import GradientClipConfig
 from lockstep.data.batches import MicroBatch
 from lockstep.errors import UsageError, listed
 from lockstep.monitor import PhaseClock
-from lockstep.optim import CallersRate, Schedule, TorchSchedule, unfuse
+from lockstep.optim import Schedule, TorchSchedule, unfuse
 from lockstep.parallel.loss_accumulator import (
     LossAccumulator,
     Number,
@@ -82,7 +82,8 @@ class Step:
     placed: ParallelModel
     # over `placed.parameters`; its groups' `initial_lr` is the peak learning rate
     optimizer: Optimizer
-    schedule: Schedule | TorchSchedule | CallersRate
+    # None: the learning rate is what the caller's code sets, as in plain PyTorch
+    schedule: Schedule | TorchSchedule | None
     clip: GradientClipConfig
     loss_scale: LossScale | None = None  # under fp16
     total: int = 0  # number of the run's last step; 0: unknown
@@ -179,7 +180,7 @@ class Step:
         """Begin after a step that another process has made, without skipped ones before it."""
         self.progress = Progress(step=step, updates=step)
 
-    def plan_run(self, total: int | None, schedule: Schedule | TorchSchedule | CallersRate) -> None:
+    def plan_run(self, total: int | None, schedule: Schedule | TorchSchedule | None) -> None:
         """Set the number of the run's last step, if it is known, and the schedule."""
         self.total = total or 0
         self.schedule = schedule
@@ -346,11 +347,12 @@ class Step:
         if len(groups) != self._num_groups:
             self._adopt_groups()
             self._rates = None
-        if self._rates is not None and isinstance(self.schedule, Schedule):
-            self._keep_callers_rates(groups, self._rates)
-        self._rates = self.schedule.rates(groups, self.progress.updates)
-        for group, rate in zip(groups, self._rates, strict=True):
-            group["lr"] = rate
+        if self.schedule is not None:
+            if self._rates is not None and isinstance(self.schedule, Schedule):
+                self._keep_callers_rates(groups, self._rates)
+            self._rates = self.schedule.rates(groups, self.progress.updates)
+            for group, rate in zip(groups, self._rates, strict=True):
+                group["lr"] = rate
         step = self.progress.step + 1
         # On a GPU an anomaly may be that of the step before, whose gradient was zero if it had no
         # valid target.

@@ -101,8 +101,8 @@ class Heartbeat:
         self._state = (step, PHASES.index(phase), time.monotonic())
         self._write_head()
 
-    def enter(self, name: str) -> None:
-        """Record the begin of a call.
+    def enter(self, name: str, line: str) -> None:
+        """Record the begin of a call, by a line of the caller's code.
 
         A UsageError if another rank of this machine makes another one in its place.
         """
@@ -110,7 +110,7 @@ class Heartbeat:
             return
         self._number += 1
         self._under_way.append(self._number)
-        mine = Call(self._number, name, callers_line(), begun=time.monotonic(), ended=0.0)
+        mine = Call(self._number, name, line, begun=time.monotonic(), ended=0.0)
         write_call(self._map, mine)
         self._write_head()
 
@@ -234,8 +234,12 @@ class Heartbeat:
         return ended_without(self.rank, collective_of(error), left) if left else None
 
     def call(self, name: str) -> AbstractContextManager[None]:
-        """Return a context manager that calls `enter` and `leave` around the block."""
-        return _CallContext(self, name)
+        """Return a context manager that calls `enter` and `leave` around the block.
+
+        A loop makes one for all of its calls: what makes it and what enters it are one line of the
+        caller's code.
+        """
+        return _CallContext(self, name, "" if self._map is None else callers_line())
 
     def went_forward(self) -> None:
         """Record that long work goes forward: a sample was read, or bytes were written.
@@ -385,12 +389,13 @@ class _CallContext:
     A class, since each step uses it and generators are slower.
     """
 
-    def __init__(self, heartbeat: Heartbeat, name: str) -> None:
+    def __init__(self, heartbeat: Heartbeat, name: str, line: str) -> None:
         self._heartbeat = heartbeat
         self._name = name
+        self._line = line
 
     def __enter__(self) -> None:
-        self._heartbeat.enter(self._name)
+        self._heartbeat.enter(self._name, self._line)
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         try:

@@ -147,8 +147,8 @@ def assemble(given: TrainerArguments, settings: Mapping[str, Any]) -> RunState:
     user_schedule = optimizer_setup.user_schedule(
         given.scheduler, optimizer, training, given.scheduler_metric
     )
-    schedule = user_schedule or optimizer_setup.schedule_before_data(
-        training, own_optimizer=own_optimizer
+    schedule = optimizer_setup.schedule_before_data(
+        user_schedule, training, own_optimizer=own_optimizer
     )
     freeze_until = given.freeze_until or {}
     step = Step(

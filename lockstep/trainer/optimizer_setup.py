@@ -19,7 +19,7 @@ from lockstep.config import Config, TrainingConfig
 from lockstep.errors import UsageError, did_you_mean, listed, warn_at_caller
 from lockstep.models.loss_modules import hidden_parameters, own_weights
 from lockstep.models.protocol import Objective
-from lockstep.optim import CallersRate, PlateauSchedule, Schedule, TorchSchedule
+from lockstep.optim import PlateauSchedule, Schedule, TorchSchedule
 from lockstep.parallel.initial import canonical_names
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parallel.strides import lay_states
@@ -133,21 +133,36 @@ def user_schedule(
 
 
 def schedule_before_data(
-    training: TrainingConfig, *, own_optimizer: bool
-) -> Schedule | CallersRate:
-    """Return the schedule while the number of steps is unknown.
+    user_schedule: TorchSchedule | PlateauSchedule | None,
+    training: TrainingConfig,
+    *,
+    own_optimizer: bool,
+) -> Schedule | TorchSchedule | None:
+    """Return the schedule while the number of steps is unknown: the user's, or the warm-up alone.
 
-    It is the warm-up alone, or the rate of a user's own optimizer.
+    None where steps leave the learning rate alone: that of a user's own optimizer, and one that
+    follows a metric.
     """
+    if isinstance(user_schedule, TorchSchedule):
+        return user_schedule
+    if isinstance(user_schedule, PlateauSchedule):
+        return None
     if own_optimizer and training.warmup_steps == 0:
-        return CallersRate()
+        return None
     return Schedule("constant", 0, training.warmup_steps)
 
 
 def schedule_over(
-    training: TrainingConfig, total: int | None, *, own_optimizer: bool
-) -> Schedule | CallersRate:
-    """Return the config's schedule; `total`: steps of the run, None if unknown."""
+    user_schedule: TorchSchedule | PlateauSchedule | None,
+    training: TrainingConfig,
+    total: int | None,
+    *,
+    own_optimizer: bool,
+) -> Schedule | TorchSchedule | None:
+    """Return the user's schedule, or the config's; `total`: steps of the run, None if unknown.
+
+    Only one of the two is there (`user_schedule`).
+    """
     if total is None and training.lr_schedule != "constant":
         what = (
             f"lr_schedule {training.lr_schedule} needs the number of steps, and the data do not say"
@@ -157,7 +172,7 @@ def schedule_over(
             what, where="training.max_steps", fix="set training.max_steps, or lr_schedule: constant"
         )
     if training.lr_schedule == "constant":
-        return schedule_before_data(training, own_optimizer=own_optimizer)
+        return schedule_before_data(user_schedule, training, own_optimizer=own_optimizer)
     return Schedule(
         training.lr_schedule,
         total or 0,

@@ -126,8 +126,9 @@ class RunState:
     def plan_steps(self, total: int | None) -> None:
         """Set the number of the run's last step, if it is known, and the schedule over them."""
         training = self.config.training
-        own_optimizer = self.own_optimizer
-        schedule = self.user_schedule or schedule_over(training, total, own_optimizer=own_optimizer)
+        schedule = schedule_over(
+            self.user_schedule, training, total, own_optimizer=self.own_optimizer
+        )
         self.step.plan_run(total, schedule)
 
     def adopt_source(self, source: StepSource, workers: int) -> None:

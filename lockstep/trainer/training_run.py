@@ -115,15 +115,18 @@ class TrainingRun:
         run = self._run
         step = run.step
         beat = own_heartbeat()
+        call = beat.call(name)
         remaining = iter(source)
         num_taken = 0
         is_first = True
-        with waits_counted(step.clock):
+        # only what records the steps reads the clock
+        counted = waits_counted(step.clock) if self.is_recorded else nullcontext()
+        with counted:
             while not (step.stopping or run.results.stopped):
                 step.clock.enter("data")
                 beat.beat(step.progress.step + 1, "first" if is_first else "step")
                 try:
-                    with beat.call(name):
+                    with call:
                         batches = next(remaining, None)
                         if batches is not None:
                             record = self._take(batches, is_first=is_first)

@@ -41,7 +41,7 @@ if how == "a data worker":
         (folder / "new").write_text(str(os.getpid()))
         (folder / "new").rename(folder / f"worker-{rank}")
         signal.pause()
-    mine.enter("evaluate")
+    mine.call("evaluate").__enter__()
 if how == "a collective":
     beat(2, "pause")
     sys.path.insert(0, str(logs / "torch/distributed"))
@@ -49,14 +49,14 @@ if how == "a collective":
     collective.all_reduce()
 if how == "a step":
     beat(2, "step")
-    mine.enter("steps")
+    mine.call("steps").__enter__()
 if how == "a save":
     for _ in range(3):
-        mine.enter("save")
+        mine.call("save").__enter__()
         time.sleep(0.01)
         mine.leave()
     beat(2, "step")
-    mine.enter("save")
+    mine.call("save").__enter__()
 if how in ("a data worker", "a step", "a save"):
     time.sleep(600)
 beat(19, "step")
