@@ -34,6 +34,7 @@ from lockstep.parallel.backward import Gradients, backward, first_half, whole_se
 from lockstep.parallel.loss_accumulator import Loss, LossAccumulator
 from lockstep.parallel.passes import AroundMicroBatch, MicroBatchPass
 from lockstep.parallel.transport import (
+    KnownMessages,
     Message,
     Program,
     Receive,
@@ -49,6 +50,8 @@ from lockstep.randomness import RandomState
 # nothing else writes to; or the result of the last stage, in training the `Loss`
 Forward = Callable[[MicroBatch, Tensors], Any]
 Done = Callable[[MicroBatch, Any], None]  # takes the result of the last stage
+
+_NOTHING_KNOWN = KnownMessages()
 
 
 class Carrier(Protocol):
@@ -157,8 +160,13 @@ class Executor:
         factor: float,
         *,
         last: bool,
+        known: KnownMessages = _NOTHING_KNOWN,
     ) -> None:
-        """Run a program of forward and backward passes; with `last`, the last one of the step."""
+        """Run a program of forward and backward passes; with `last`, the last one of the step.
+
+        `known`: what the transport has to know of its messages.
+        """
+        self._transport.begin(known)
         per_step = accumulator.micro_batches_per_step
         end = len(micro_batches) - 1
         try:
@@ -184,12 +192,17 @@ class Executor:
             raise
 
     def run_forward(
-        self, program: Program, micro_batches: Sequence[MicroBatch], done: Done
+        self,
+        program: Program,
+        micro_batches: Sequence[MicroBatch],
+        done: Done,
+        known: KnownMessages = _NOTHING_KNOWN,
     ) -> None:
         """Run a program of forward passes alone, with nothing around them.
 
         `done` takes the last stage's results.
         """
+        self._transport.begin(known)
         try:
             for each in program:
                 if not isinstance(each, ScheduledPass):

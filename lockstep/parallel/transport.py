@@ -34,7 +34,8 @@ Tests: tests/parallel/test_transport.py
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -42,6 +43,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.costs.steps import ScheduledPass, pipeline
+from lockstep.errors import RunError
 from lockstep.parallel.strides import laid_out
 
 Tensors = tuple[Tensor, ...]
@@ -82,6 +84,9 @@ class Meta:
         """Return what has arrived as a leaf of a graph, with the strides that it had."""
         return laid_out(arrived, self.strides).requires_grad_(self.requires_grad)
 
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+
 
 Metas = tuple[Meta, ...]
 
@@ -92,6 +97,16 @@ class Message(NamedTuple):
     kind: str  # F: activations, for the next stage; B: gradients, for the previous one
     stage: int  # that receives it
     micro_batch: int  # position in the run
+
+
+@dataclass(frozen=True)
+class KnownMessages:
+    """What a rank knows of the messages of a run before they are sent."""
+
+    arriving: Mapping[Message, Metas] = field(default_factory=dict)
+    leaving: Mapping[Message, Metas] = field(default_factory=dict)  # those of activations
+    # Messages that bring the strides of their tensors; both ranks of a message know it.
+    with_strides: AbstractSet[Message] = frozenset()
 
 
 class Send(NamedTuple):
@@ -200,6 +215,9 @@ def _instruction(each: _Ready, rank: int) -> Instruction:
 class Transport(Protocol):
     """Carries messages between ranks."""
 
+    def begin(self, known: KnownMessages) -> None:
+        """Begin a run of passes, of whose messages so much is known."""
+
     def send(self, message: Message, peer: int, tensors: Tensors) -> None:
         """Start to send tensors that nothing else writes to."""
 
@@ -216,19 +234,6 @@ class Transport(Protocol):
         """Forget messages that are under way, after an error."""
 
 
-class Descriptions(Protocol):
-    """Descriptions of messages before they arrive; both ranks of a message have the same."""
-
-    def of(self, message: Message) -> Metas:
-        """Return the descriptions of a message's tensors."""
-
-    def strides_travel(self, message: Message) -> bool:
-        """Return whether the strides of a message's tensors are sent with it."""
-
-    def note_strides(self, message: Message, strides: Sequence[tuple[int, ...]]) -> None:
-        """Note the strides that have come with a message."""
-
-
 @dataclass
 class PeerToPeer:
     """Messages of known shapes over a process group.
@@ -238,14 +243,27 @@ class PeerToPeer:
 
     group: dist.ProcessGroup
     device: torch.device
-    descriptions: Descriptions
+    # the strides of tensors, that have come with messages of the run
+    strides: dict[Message, list[tuple[int, ...]]] = field(default_factory=dict, init=False)
+    _known: KnownMessages = field(default_factory=KnownMessages)
     _arriving: dict[Message, tuple[Tensors, list[dist.Work | None]]] = field(default_factory=dict)
     # kept until they are through
     _leaving: list[tuple[dist.Work | None, Tensor]] = field(default_factory=list)
     _last: int = 0  # how many of them are of the message that was sent last
 
+    def begin(self, known: KnownMessages) -> None:
+        """Begin a run of passes, of whose messages all shapes are known."""
+        self._known = known
+        self.strides = {}
+
     def send(self, message: Message, peer: int, tensors: Tensors) -> None:
-        """Start to send tensors; on a CPU wait for the message before the last one."""
+        """Start to send tensors; on a CPU wait for the message before the last one.
+
+        A RunError if they are activations of other shapes than the next stage waits for.
+        """
+        expected = self._known.leaving.get(message)
+        if expected is not None:
+            _check_shapes(message, tensors, expected)
         if all(each.device.type == "cpu" for each in tensors):
             # gloo says that a send is through only to those who wait for it, so tensors would pile
             # up. The order of messages allows to wait for each at once; one is let to run beside
@@ -256,7 +274,7 @@ class PeerToPeer:
         else:  # waiting would hold up the computation, and the device says what is through
             self._leaving = [(work, kept) for work, kept in self._leaving if not _is_through(work)]
         sent = [each.detach().contiguous() for each in tensors]
-        if self.descriptions.strides_travel(message):
+        if message in self._known.with_strides:
             strides = [stride for each in tensors for stride in each.stride()]
             # once for each shape of a batch
             # host waits for the device
@@ -269,8 +287,8 @@ class PeerToPeer:
 
     def receive(self, message: Message, peer: int) -> None:
         """Start to receive a message into new buffers."""
-        into = tuple(meta.empty(self.device) for meta in self.descriptions.of(message))
-        if self.descriptions.strides_travel(message):
+        into = tuple(meta.empty(self.device) for meta in self._known.arriving[message])
+        if message in self._known.with_strides:
             into = (
                 *into,
                 torch.empty(sum(each.ndim for each in into), dtype=torch.int64, device=self.device),
@@ -284,16 +302,15 @@ class PeerToPeer:
         """Return a message's tensors, once they are there."""
         tensors, works = self._arriving.pop(message)
         _wait(works)
-        if self.descriptions.strides_travel(message):
+        metas = self._known.arriving[message]
+        if message in self._known.with_strides:
             # host waits for the device, in the first run of these shapes
             flat = iter(tensors[-1].tolist())
             tensors = tensors[:-1]
             strides = [tuple(next(flat) for _ in range(each.ndim)) for each in tensors]
-            self.descriptions.note_strides(message, strides)
-        return tuple(
-            meta.leaf_of(each)
-            for meta, each in zip(self.descriptions.of(message), tensors, strict=True)
-        )
+            self.strides[message] = strides
+            metas = replace_strides(metas, strides)
+        return tuple(meta.leaf_of(each) for meta, each in zip(metas, tensors, strict=True))
 
     def finish(self) -> None:
         """Wait until all that was sent is through."""
@@ -306,6 +323,26 @@ class PeerToPeer:
         self._arriving = {}
         self._leaving = []
         self._last = 0
+
+
+def replace_strides(metas: Metas, strides: Sequence[tuple[int, ...]]) -> Metas:
+    """Return descriptions of tensors with other strides."""
+    return tuple(replace(meta, strides=own) for meta, own in zip(metas, strides, strict=True))
+
+
+def _check_shapes(message: Message, tensors: Tensors, expected: Metas) -> None:
+    """Raise a RunError unless activations match those of earlier inputs of these shapes."""
+    found = tuple(map(Meta.of, tensors))
+    if found == expected:
+        return
+    now = ", ".join(map(str, found)) or "nothing"
+    before = ", ".join(map(str, expected)) or "nothing"
+    raise RunError(
+        f"stage {message.stage - 1} put out {now}, but before, from inputs of the same shapes,"
+        f" {before}",
+        why="the next stage waits for tensors of the earlier shapes",
+        fix="let the shapes in the middle of the model depend on the shapes of its inputs alone",
+    )
 
 
 def _wait(works: Sequence[dist.Work | None]) -> None:
@@ -329,6 +366,9 @@ class Described:
     device: torch.device  # of the tensors
     objects_on: torch.device  # the device on which the group carries pickled objects
     _sources: dict[Message, int] = field(default_factory=dict)
+
+    def begin(self, known: KnownMessages) -> None:
+        """Do nothing: descriptions are sent with the messages."""
 
     def send(self, message: Message, peer: int, tensors: Tensors) -> None:
         """Send a description and the tensors, and wait until they are through."""
@@ -366,6 +406,9 @@ class Rehearsed:
 
     device: torch.device = _CPU
     metas: Callable[[Message], Metas] = lambda _message: ()
+
+    def begin(self, known: KnownMessages) -> None:
+        """Do nothing."""
 
     def send(self, message: Message, peer: int, tensors: Tensors) -> None:
         """Do nothing."""

@@ -3,7 +3,6 @@ piles up nothing.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,9 +14,9 @@ from lockstep.parallel.pipeline.schedules import SCHEDULES, actions, forward_pro
 from lockstep.parallel.transport import (
     Described,
     Instruction,
+    KnownMessages,
     Message,
     Meta,
-    Metas,
     PeerToPeer,
     Receive,
     Send,
@@ -180,40 +179,28 @@ def test_forward_passes_alone_do_not_deadlock(name: str) -> None:
 # ---- what carries messages ----
 
 
-class OfTwo:
-    """Descriptions of messages of two tensors, of which the strides travel with the
-    first message.
-    """
-
-    def __init__(self, shape: tuple[int, ...]) -> None:
-        self.metas = [Meta.of(torch.empty(shape)), Meta.of(torch.empty(2))]
-
-    def of(self, _message: Message) -> Metas:
-        return tuple(self.metas)
-
-    def strides_travel(self, message: Message) -> bool:
-        return message.micro_batch == 0
-
-    def note_strides(self, message: Message, strides: Sequence[tuple[int, ...]]) -> None:
-        self.metas = [
-            replace(meta, strides=own) for meta, own in zip(self.metas, strides, strict=True)
-        ]
+def of_two(count: int) -> KnownMessages:
+    """Messages of a [3, 4] and a [2], of which the first brings its strides."""
+    metas = (Meta.of(torch.empty(3, 4)), Meta.of(torch.empty(2)))
+    return KnownMessages(
+        {Message("F", 1, place): metas for place in range(count)},
+        with_strides={Message("F", 1, 0)},
+    )
 
 
 def two_ranks() -> dict[str, Any]:
     group = dist.group.WORLD
     assert group is not None
     me = dist.get_rank()
-    shape = (3, 4)
     first = Message("F", 1, 0)
-    second = Message("F", 1, 1)
-    known = PeerToPeer(group, torch.device("cpu"), OfTwo((3, 4)))
+    known = PeerToPeer(group, torch.device("cpu"))
+    known.begin(of_two(8))
     described = Described(group, torch.device("cpu"), torch.device("cpu"))
     found: dict[str, Any] = {"kept": []}
     if me == 0:
-        for message in (first, second, *(Message("F", 1, place) for place in range(2, 8))):
-            value = float(message.micro_batch)
-            known.send(message, 1, (torch.full(shape[::-1], value).t(), torch.full((2,), -value)))
+        for place in range(8):
+            tensors = torch.full((4, 3), float(place)).t(), torch.full((2,), -float(place))
+            known.send(Message("F", 1, place), 1, tensors)
             found["kept"].append(len(known._leaving))
         known.finish()
         described.send(first, 1, (torch.ones(2, requires_grad=True) * 3, torch.tensor([7])))
@@ -224,6 +211,7 @@ def two_ranks() -> dict[str, Any]:
     taken = [known.take(Message("F", 1, place))[0] for place in (1, 0, *range(2, 8))]
     found["taken"] = [tensor.mean().item() for tensor in taken]
     found["strides"] = [tensor.stride() for tensor in taken]
+    found["noted"] = known.strides
     described.receive(first, 0)
     one, other = described.take(first)
     found["described"] = one.tolist(), one.requires_grad, other.tolist(), other.requires_grad
@@ -234,8 +222,9 @@ def test_tensors_arrive_under_their_message_and_are_let_go_once_they_are_through
     sender, receiver = run_ranks(two_ranks, 2)
     assert receiver["taken"] == [1.0, 0.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
     assert receiver["described"] == ([3.0, 3.0], True, [7], False)
-    # those of the second message were not known yet
-    assert receiver["strides"] == [(4, 1), *[(1, 3)] * 7]
+    # only the first message, which was taken second, has brought its strides
+    assert receiver["strides"] == [(4, 1), (1, 3), *[(4, 1)] * 6]
+    assert receiver["noted"] == {Message("F", 1, 0): [(1, 3), (1,)]}
     assert sender["kept"] == [
         3,
         5,

@@ -27,7 +27,7 @@ from lockstep.parallel.buffers import restored
 from lockstep.parallel.executor import Executor, Stage
 from lockstep.parallel.loss_accumulator import Loss, LossAccumulator
 from lockstep.parallel.passes import AroundMicroBatch
-from lockstep.parallel.pipeline.shapes import Agreement, RunDescriptions, Shapes, check_outputs
+from lockstep.parallel.pipeline.shapes import Agreement, RunDescriptions, Shapes
 from lockstep.parallel.pipeline.stage_module import NO_INPUTS, StageCall, StageModule
 from lockstep.parallel.pipeline.trees import StageTrees
 from lockstep.parallel.transport import Described, Meta, PeerToPeer, Program, Tensors, Transport
@@ -66,11 +66,17 @@ class Runner:
     def __post_init__(self) -> None:
         sums = self.trees.metas if self.trees is not None else lambda _stage: ()
         # Where bits count, gradients lie as they were made.
-        self._descriptions = RunDescriptions(self.shapes, sums, with_strides=self.trees is not None)
-        known = PeerToPeer(self.group, self.device, self._descriptions)
+        self._descriptions = RunDescriptions(
+            self.shapes,
+            [part.index for part in self.parts],
+            len(self.rank_of),
+            sums,
+            with_strides=self.trees is not None,
+        )
+        self._known = PeerToPeer(self.group, self.device)
         stages = [
             Stage(
-                partial(self._train_stage, part),
+                partial(self._call, part),
                 self.around[part.index],
                 part.index,
                 len(self.rank_of),
@@ -79,10 +85,10 @@ class Runner:
             for part in self.parts
         ]
         self._training = Executor(
-            stages, self.random_state, known, carrier=self.trees, halves=self.halves
+            stages, self.random_state, self._known, carrier=self.trees, halves=self.halves
         )
         self._described = Described(self.group, self.device, self.objects_on)
-        self._evaluation = self._forward_only(self._call, known)
+        self._evaluation = self._forward_only(self._call, self._known)
 
     def _forward_only(self, run: Callable[..., Any], transport: Transport) -> Executor:
         stages = [
@@ -113,21 +119,19 @@ class Runner:
         for number, run in enumerate(runs):
             if self.trees is not None:
                 self.trees.begin_run(run, range(number * size, (number + 1) * size))
-            self._descriptions.begin(
-                [self._key_of[micro_batch.index] for micro_batch in run], training=True
-            )
+            keys = [self._key_of[micro_batch.index] for micro_batch in run]
             self._training.run(
-                self.program(len(run)), run, accumulator, factor, last=number == len(runs) - 1
+                self.program(len(run)),
+                run,
+                accumulator,
+                factor,
+                last=number == len(runs) - 1,
+                known=self._descriptions.of_run(keys, training=True),
             )
+            if self._known.strides:
+                self._descriptions.note_strides(keys, self._known.strides)
         if self.shared_unit is not None:
             reduce_gradients(self.shared_unit, begun=False)
-
-    def _train_stage(self, part: StageModule, micro_batch: MicroBatch, received: Tensors) -> Any:
-        outputs = self._call(part, micro_batch, received)
-        if not part.is_last:
-            _, expected = self.shapes.of(self._key_of[micro_batch.index], part.index)
-            check_outputs(part.index, outputs, expected)
-        return outputs
 
     def _call(self, part: StageModule, micro_batch: MicroBatch, received: Sequence[Tensor]) -> Any:
         """Run a stage; the last one returns the loss."""
@@ -208,11 +212,12 @@ class Runner:
                     micro_batches[place], agreement.signatures[place], accumulator.add, to_last=True
                 )
             if known:
-                self._descriptions.begin(
-                    [self._key_of[micro_batch.index] for micro_batch in known], training=False
-                )
+                keys = [self._key_of[micro_batch.index] for micro_batch in known]
                 self._evaluation.run_forward(
-                    self.forward_program(len(known)), known, accumulator.add
+                    self.forward_program(len(known)),
+                    known,
+                    accumulator.add,
+                    self._descriptions.of_run(keys, training=False),
                 )
 
     @torch.no_grad()

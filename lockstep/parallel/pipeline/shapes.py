@@ -8,16 +8,15 @@ gathered together: FSDP2's collectives need these ranks to do the same things.
 Tests: tests/parallel/test_transport.py, tests/parallel/test_pipeline.py
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.errors import RunError
-from lockstep.parallel.transport import Message, Meta, Metas, Tensors
+from lockstep.parallel.transport import KnownMessages, Message, Metas, replace_strides
 from lockstep.randomness import derive_key
 from lockstep.torch_compat.pytree import tree_flatten
 
@@ -80,46 +79,55 @@ class Shapes:
 
 @dataclass
 class RunDescriptions:
-    """The descriptions of the messages of a run (`lockstep.parallel.transport.Descriptions`).
+    """Describes the messages of a run to what carries them, stage by stage of this rank.
 
     Of the gradients of a shape the strides are sent with the first ones, where they are asked for.
     """
 
     shapes: Shapes
+    stages: Sequence[int]  # of this rank
+    count: int  # of stages in the pipeline
     sums: Callable[[int], Metas]  # stage → what travels with the gradients of its outputs
     with_strides: bool  # gradients lie as they were made
-    keys: Sequence[int] = ()  # signatures of the run's micro-batches, by position
     _known: set[int] = field(default_factory=set)  # signatures of earlier runs
-    _new: set[int] = field(default_factory=set)  # those of this one alone
     _gradients: dict[tuple[int, int], Metas] = field(default_factory=dict)  # (signature, stage)
 
-    def begin(self, keys: Sequence[int], *, training: bool) -> None:
-        """Begin a run of micro-batches of these signatures."""
-        self.keys = keys
-        self._new = set(keys) - self._known if training and self.with_strides else set()
-        self._known |= self._new
+    def of_run(self, keys: Sequence[int], *, training: bool) -> KnownMessages:
+        """Return what is known of the messages of a run; `keys`: its micro-batches' signatures."""
+        new = set(keys) - self._known if training and self.with_strides else set()
+        self._known |= new
+        arriving: dict[Message, Metas] = {}
+        leaving: dict[Message, Metas] = {}
+        bring_strides: set[Message] = set()
+        for position, key in enumerate(keys):
+            for stage in self.stages:
+                received, sent = self.shapes.of(key, stage)
+                if stage > 0:
+                    arriving[Message("F", stage, position)] = received
+                if stage + 1 < self.count:
+                    leaving[Message("F", stage + 1, position)] = sent
+                    if training:
+                        arriving[Message("B", stage, position)] = self._of_gradients(key, stage)
+                if key in new:
+                    bring_strides.add(Message("B", stage, position))
+                    bring_strides.add(Message("B", stage - 1, position))
+        return KnownMessages(arriving, leaving, bring_strides)
 
-    def of(self, message: Message) -> Metas:
-        """Return the descriptions of a message's tensors."""
-        at = self.keys[message.micro_batch], message.stage
-        received, sent = self.shapes.of(*at)
-        if message.kind == "F":
-            return received
-        if at not in self._gradients:
+    def _of_gradients(self, key: int, stage: int) -> Metas:
+        """Describe the gradients of a stage's outputs, and the sums that travel with them."""
+        if (key, stage) not in self._gradients:
+            _, sent = self.shapes.of(key, stage)
             own = [meta.as_gradient() for meta in sent if meta.requires_grad]
-            self._gradients[at] = (*own, *self.sums(message.stage))
-        return self._gradients[at]
+            self._gradients[key, stage] = (*own, *self.sums(stage))
+        return self._gradients[key, stage]
 
-    def strides_travel(self, message: Message) -> bool:
-        """Return whether the strides of a message's tensors are sent with it."""
-        return message.kind == "B" and self.keys[message.micro_batch] in self._new
-
-    def note_strides(self, message: Message, strides: Sequence[tuple[int, ...]]) -> None:
-        """Note the strides that have come with a message."""
-        laid = (
-            replace(meta, strides=own) for meta, own in zip(self.of(message), strides, strict=True)
-        )
-        self._gradients[self.keys[message.micro_batch], message.stage] = tuple(laid)
+    def note_strides(
+        self, keys: Sequence[int], strides: Mapping[Message, Sequence[tuple[int, ...]]]
+    ) -> None:
+        """Note the strides that have come with messages of a run, for later runs."""
+        for message, found in strides.items():
+            at = keys[message.micro_batch], message.stage
+            self._gradients[at] = replace_strides(self._gradients[at], found)
 
 
 def signature(batch: Any, training: bool) -> int:
@@ -132,23 +140,3 @@ def _leaf(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return tuple(leaf.shape), str(leaf.dtype)
     return leaf if isinstance(leaf, bool | int | float) else type(leaf).__name__
-
-
-def check_outputs(stage: int, outputs: Tensors, expected: Metas) -> None:
-    """Raise a RunError unless a stage's outputs match those of earlier inputs of these shapes."""
-    found = tuple(map(Meta.of, outputs))
-    if found != expected:
-        what = (
-            f"stage {stage} put out {_described(found)}, but before, from inputs of the same"
-            " shapes, "
-        )
-        what += _described(expected)
-        fix = "let the shapes in the middle of the model depend on the shapes of its inputs alone"
-        raise RunError(what, why="the next stage waits for tensors of the earlier shapes", fix=fix)
-
-
-def _described(metas: Metas) -> str:
-    return (
-        ", ".join(f"{str(m.dtype).removeprefix('torch.')}{list(m.shape)}" for m in metas)
-        or "nothing"
-    )
