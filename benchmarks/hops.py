@@ -2,7 +2,7 @@
 
     python -m benchmarks.hops              # what this tree does
     python -m benchmarks.hops --each       # and every jump, in order
-    python -m benchmarks.hops --place      # the files that a model passes while it is placed
+    python -m benchmarks.hops --place      # the files that a model goes through in `place`
     python -m benchmarks.hops --write      # all strategies, into results/hops.md
 
 A *jump* is the first call from one file of the package into another, while the third step runs on
@@ -10,6 +10,10 @@ rank 0: from the moment the loop asks the loader for its batch until the optimiz
 parameters. Returns do not count, nor does a pair of files that has been seen before. A call that
 comes back through torch (a hook, an autograd function) is counted from the file of the package that
 is nearest on the stack.
+
+A model is placed twice: the second time, which counts, everything is imported and the ranks have
+met. A file is *handed the model* where another one calls it with the model, with what was read of
+it (`ModelFacts`) or with the site of its placement. An object that holds the model does not count.
 
 Calls are traced (`sys.setprofile`), so the numbers are exact and the same on every machine. What
 other threads do (the loader's, which read ahead) is left out.
@@ -30,6 +34,8 @@ from torch import nn
 
 import lockstep
 from benchmarks.page import RESULTS, page, tell
+from lockstep.parallel.axes.axis import Site
+from lockstep.parallel.facts import ModelFacts
 
 PACKAGE = Path(lockstep.__file__).parent
 STEP = 3
@@ -46,7 +52,10 @@ class Jumps:
     it is on.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module | None = None) -> None:
+        self._model = model
+        # file → where, and into which function, it was handed the model
+        self.handed: dict[str, list[str]] = {}
         # (from, into) -> the function that was called first
         self.found: dict[tuple[str, str], str] = {}
         # files in the order in which they are entered, each stretch once
@@ -75,6 +84,8 @@ class Jumps:
             return
         if not self.entries or self.entries[-1] != into:
             self.entries.append(into)
+        if self._model is not None and _is_handed(frame, self._model):
+            self.handed.setdefault(into, []).append(f"{came_from}: {frame.f_code.co_name}")
         self.found.setdefault((came_from or "outside", into), frame.f_code.co_name)
 
 
@@ -90,6 +101,16 @@ def _nearest(frame: FrameType | None) -> str | None:
             return file
         frame = frame.f_back
     return None
+
+
+def _is_handed(frame: FrameType, model: nn.Module) -> bool:
+    code = frame.f_code
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    given = [frame.f_locals.get(name) for name in names if name not in ("self", "cls")]
+    return any(
+        value is model or (isinstance(value, ModelFacts | Site) and value.model is model)
+        for value in given
+    )
 
 
 def _model() -> nn.Module:
@@ -122,16 +143,29 @@ def walk_of_a_step(settings: dict[str, Any], result: str) -> None:
 
 def walk_of_a_model(settings: dict[str, Any], result: str) -> None:
     """Place a model, and write the jumps, on rank 0."""
+    distributed = settings.get("distributed", {})
+    lockstep.place(_model(), **distributed)
     model = _model()
-    with Jumps() as jumps:
-        lockstep.place(model, **settings.get("distributed", {}))
+    with Jumps(model) as jumps:
+        lockstep.place(model, **distributed)
     _write(jumps, result)
+
+
+def handed_again(walk: dict[str, Any]) -> dict[str, list[str]]:
+    """Return the files that were handed the model more than once, but for that of the loop."""
+    return {
+        file: calls
+        for file, calls in walk["handed"].items()
+        if len(calls) > 1 and file != "parallel/place.py"
+    }
 
 
 def _write(jumps: Jumps, result: str) -> None:
     if lockstep.rank() == 0:
         found = [[came_from, into, name] for (came_from, into), name in jumps.found.items()]
-        Path(result).write_text(json.dumps({"jumps": found, "entries": jumps.entries}))
+        Path(result).write_text(
+            json.dumps({"jumps": found, "entries": jumps.entries, "handed": jumps.handed})
+        )
 
 
 def count(walk: Callable[[dict[str, Any], str], None], strategy: str) -> dict[str, Any]:
@@ -149,9 +183,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("strategies", nargs="*", default=list(STRATEGIES))
     parser.add_argument("--each", action="store_true", help="print every jump, in order")
-    parser.add_argument(
-        "--place", action="store_true", help="the walk of a model while it is placed"
-    )
+    parser.add_argument("--place", action="store_true", help="the walk of a model through `place`")
     parser.add_argument(
         "--write", action="store_true", help="both walks of all, into results/hops.md"
     )
@@ -166,12 +198,20 @@ def main() -> None:
         if asked.each:
             for came_from, into, name in found["jumps"]:
                 print(f"    {came_from} → {into} ({name})")
+            for file, calls in handed_again(found).items():
+                print(f"    {file} is handed the model by {', '.join(calls)}")
 
 
 def _figures(found: dict[str, Any]) -> str:
     entries = found["entries"]
     again = len({file for file in entries if entries.count(file) > 1})
-    return f"{len(set(entries))} files, {len(found['jumps'])} jumps, {again} files entered again"
+    text = f"{len(set(entries))} files, {len(found['jumps'])} jumps, "
+    if not found["handed"]:
+        return text + f"{again} files entered again"
+    return text + (
+        f"{len(found['handed'])} files handed the model, {len(handed_again(found))} of them more"
+        " than once"
+    )
 
 
 def _write_page() -> None:
@@ -187,7 +227,8 @@ def _write_page() -> None:
         [
             "A jump is the first call from one file of the package into another, on rank 0: while",
             "the third step goes from the loader to the update, and while a model is placed.",
-            "A file is entered again where a call comes into it after others were entered.",
+            "A file is entered again where a call comes into it after others were entered. It is",
+            "handed the model where another one calls it with the model, its facts or its site.",
         ],
         "| strategy | a step | placing a model |",
         rows,
