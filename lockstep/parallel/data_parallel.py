@@ -26,7 +26,7 @@ from lockstep.layout import Layout
 from lockstep.models.protocol import Objective
 from lockstep.parallel.axes.axis import Axis, Site
 from lockstep.parallel.parallel_model import ParallelModel
-from lockstep.parallel.placement import AppliedStrategy, placed_in_order, shared_out
+from lockstep.parallel.placement import AppliedStrategy, placed_in_order
 from lockstep.parallel.reproducible.gradient_trees import LocalTree
 from lockstep.randomness import RandomState, derive_key
 from lockstep.strategy import Strategy
@@ -77,11 +77,10 @@ class ThreadsAxis(Axis):
             raise UsageError(what, where="distributed.buffers, distributed.strategy", fix=fix)
         refuse_mean_losses(site.model, site.objective, num_gpus(site.device))
         runs = apply_dp(site.model, site.config, site.random_state, site.log_lines)
-        assign = shared_out(assign_contiguous, site)
         objective = over_parts(site.objective)
         tree = LocalTree(list(site.model.parameters())) if site.reproducible else None
         return placed_in_order(
-            site, AppliedStrategy(assign, runs=runs, objective=objective, tree=tree)
+            site, AppliedStrategy(assign_contiguous, runs=runs, objective=objective, tree=tree)
         )
 
 

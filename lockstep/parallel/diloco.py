@@ -142,7 +142,8 @@ class WorkersAxis(Axis):
             return placed  # what workers keep besides is `further_state`
 
         config = site.config.distributed.diloco
-        mine, total = _worker_numbers(site)
+        total = site.layout.workers or site.ranks
+        mine = _workers_of(site.rank, site.ranks, total)
         assert placed.micro_step is not None
         group = site.mesh["replicate"].get_group() if site.mesh is not None else None
         all_reduce = QuantizedAllReduce(config.send_as, group)
@@ -170,17 +171,18 @@ class WorkersAxis(Axis):
 
 def _replica(site: Site) -> ParallelModel:
     """Place a model on which this rank's workers run the micro-batches of each in turn."""
-    mine, total = _worker_numbers(site)
+    total = site.layout.workers or site.ranks
 
-    def assign(micro_batches: int) -> list[tuple[int, bool]]:
-        return [each for number in mine for each in assign_contiguous(micro_batches, number, total)]
+    def assign(micro_batches: int, rank: int, ranks: int) -> list[tuple[int, bool]]:
+        workers = _workers_of(rank, ranks, total)
+        return [i for number in workers for i in assign_contiguous(micro_batches, number, total)]
 
     site.materialise()
     # A worker sees its own micro-batches only.
     return placed_in_order(site, AppliedStrategy(assign, statistics_over=1))
 
 
-def _worker_numbers(site: Site) -> tuple[range, int]:
-    total = site.layout.workers or site.ranks
-    each = total // site.ranks
-    return range(site.rank * each, (site.rank + 1) * each), total
+def _workers_of(rank: int, ranks: int, total: int) -> range:
+    """Return the numbers of a rank's workers."""
+    each = total // ranks
+    return range(rank * each, (rank + 1) * each)

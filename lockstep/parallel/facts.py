@@ -21,7 +21,6 @@ from torch import nn
 
 from lockstep.models.chain import shared_parameters_of
 from lockstep.models.protocol import blocks_of, no_chain, offered, pipeline_segments_of, segments_of
-from lockstep.parallel.initial import canonical_names, on_meta
 from lockstep.parallel.state_form import StateForm
 from lockstep.parallel.tensor_plan import Planned, checked_plan
 from lockstep.torch_compat.module_state import persistent_buffers
@@ -101,6 +100,25 @@ class ModelFacts:
         return replace(self, names=names, on_meta=False)
 
 
+def canonical_names(model: nn.Module) -> tuple[dict[int, str], dict[str, list[str]]]:
+    """Return id of a parameter → canonical name, and canonical name → aliases.
+
+    The canonical name is the first that the model lists.
+    """
+    names: dict[int, str] = {}
+    aliases: dict[str, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        first = names.setdefault(id(parameter), name)
+        if first != name:
+            aliases.setdefault(first, []).append(name)
+    return names, aliases
+
+
+def on_meta(model: nn.Module) -> bool:
+    """Return whether the model is on meta, and its values are still to be made."""
+    return any(p.is_meta for p in model.parameters())
+
+
 def experts_of(model: nn.Module) -> Named:
     """Return the modules of stacked experts that a model names."""
     own = offered(model, "experts")
@@ -115,17 +133,18 @@ def facts_of(model: nn.Module, *, split: bool = False) -> ModelFacts:
     names, aliases = canonical_names(model)
     parameters = dict(model.named_parameters())
     segments = segments_of(model)
+    persistent = frozenset(persistent_buffers(model))
     return ModelFacts(
         model=model,
         names=names,
         aliases=aliases,
         attributes={name: dict(vars(parameter)) for name, parameter in parameters.items()},
         num_parameters=sum(parameter.numel() for parameter in parameters.values()),
-        persistent=frozenset(persistent_buffers(model)),
+        persistent=persistent,
         blocks=blocks_of(model),
         segments=segments,
         chain=pipeline_segments_of(model) if split and not segments else segments,
         borrowed=shared_parameters_of(model),
         on_meta=on_meta(model),
-        form=StateForm.of(model),
+        form=StateForm.of(model, persistent),
     )

@@ -229,6 +229,7 @@ def apply_fsdp(
     # inner ones first: parameters in none belong to the outer one
     for unit in (*(unit for _, unit in units), model):
         own = own_parameters(unit)
+        at_root = sum(p.numel() for p in own)  # in the end, as the root comes last
         _refuse_mixture(unit, own)
         fully_shard(
             unit,
@@ -243,7 +244,6 @@ def apply_fsdp(
     _prefetch(
         [unit for _, unit in units], config, on_cpu=(device_type or mesh.device_type) == "cpu"
     )
-    at_root = sum(p.numel() for p in own_parameters(model))
     in_all = sum(p.numel() for p in model.parameters())
     if in_all and at_root > in_all / 2 and ranks > 1:
         log_lines.append(

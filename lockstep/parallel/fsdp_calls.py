@@ -18,8 +18,9 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from lockstep.parallel.facts import Named
 from lockstep.parallel.fsdp_order import UnitOrder
-from lockstep.parallel.fsdp_units import UnitUsage, sharded_units
+from lockstep.parallel.fsdp_units import UnitUsage
 from lockstep.parallel.passes import AroundMicroBatch, MicroBatchPass
 from lockstep.torch_compat.backward_pass import graph_task
 from lockstep.torch_compat.fsdp_state import begin_anew
@@ -31,7 +32,8 @@ class UnitCalls(AroundMicroBatch):
     A stage of a pipeline has them without standing around passes: `StageSync` does there.
 
     Args:
-        model: sharded; its root is a unit, too.
+        model: sharded.
+        units: of the model, the root first, which is the model itself.
         usage: notes which units and parameters a step uses; None in a dry run and in stages.
         order: has all ranks gather in one order; None: they exchange nothing, or never differ.
         accumulate: `sharded`: each micro-batch's gradient is scattered at once, a rank never holds
@@ -42,6 +44,7 @@ class UnitCalls(AroundMicroBatch):
     def __init__(
         self,
         model: nn.Module,
+        units: Named,
         usage: UnitUsage | None = None,
         order: UnitOrder | None = None,
         *,
@@ -52,7 +55,7 @@ class UnitCalls(AroundMicroBatch):
         self._usage = usage
         self._order = order
         self._accumulate = accumulate
-        for position, (_, unit) in enumerate(sharded_units(model)):
+        for position, (_, unit) in enumerate(units):
             unit.register_forward_pre_hook(
                 partial(self._before_call, position), prepend=True, with_kwargs=True
             )

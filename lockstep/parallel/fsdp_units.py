@@ -184,10 +184,10 @@ class UnitUsage:
     and calls.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, units: Named, device: torch.device) -> None:
         self._model = model
         self._device = device
-        self._units = sharded_units(model)
+        self._units = units
         self._names = [name for name, p in model.named_parameters() if p.ndim and p.requires_grad]
         self._used: set[str] = set()
         self._calls: dict[int, int] = {}  # position of a unit → calls in this forward pass

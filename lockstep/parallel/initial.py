@@ -22,26 +22,8 @@ from torch.overrides import TorchFunctionMode
 
 from lockstep.errors import RunError, UsageError
 from lockstep.mesh import local_chunk
+from lockstep.parallel.facts import canonical_names
 from lockstep.randomness import derive_key, seeded
-
-
-def on_meta(model: nn.Module) -> bool:
-    """Return whether the model is on meta, and its values are still to be made."""
-    return any(p.is_meta for p in model.parameters())
-
-
-def canonical_names(model: nn.Module) -> tuple[dict[int, str], dict[str, list[str]]]:
-    """Return id of a parameter → canonical name, and canonical name → aliases.
-
-    The canonical name is the first that the model lists.
-    """
-    names: dict[int, str] = {}
-    aliases: dict[str, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        first = names.setdefault(id(parameter), name)
-        if first != name:
-            aliases.setdefault(first, []).append(name)
-    return names, aliases
 
 
 def to_empty(model: nn.Module, device: torch.device) -> None:

@@ -3,7 +3,8 @@
 Tests: tests/parallel/test_executor.py, tests/parity/test_data_parallel.py
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,37 +14,31 @@ from lockstep.data.batches import MicroBatch
 from lockstep.heartbeat.writer import went_forward
 from lockstep.models.protocol import Objective
 from lockstep.parallel.loss_accumulator import Loss, LossAccumulator
-from lockstep.parallel.passes import Evaluate
 from lockstep.precision import Precision
 from lockstep.randomness import RandomState
 
 
-def evaluation_of(
-    model: nn.Module, objective: Objective, random_state: RandomState, precision: Precision
-) -> Evaluate:
-    """Return forward passes only, under `no_grad`.
+@dataclass(frozen=True)
+class ForwardPasses:
+    """Forward passes of a model outside of training steps, without gradients."""
 
-    The caller has put the model into evaluation mode.
-    """
+    model: nn.Module
+    objective: Objective
+    random_state: RandomState
+    precision: Precision
 
     @torch.no_grad()
-    def evaluate(micro_batches: Sequence[MicroBatch], accumulator: LossAccumulator) -> None:
+    def evaluate(self, micro_batches: Sequence[MicroBatch], accumulator: LossAccumulator) -> None:
+        """Run forward passes (`Evaluate`); the caller has put the model into evaluation mode."""
         for micro_batch in micro_batches:
-            random_state.at(micro_batch.index)
-            with precision.autocast():
-                loss = Loss(*objective.of(model, micro_batch.batch))
+            self.random_state.at(micro_batch.index)
+            with self.precision.autocast():
+                loss = Loss(*self.objective.of(self.model, micro_batch.batch))
             accumulator.add(micro_batch, loss)
             went_forward()
 
-    return evaluate
-
-
-def plain_forward(model: nn.Module, precision: Precision) -> Callable[..., Any]:
-    """Return the model's forward pass for use outside of the step (sampling from it)."""
-
     @torch.no_grad()
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        with precision.autocast():
-            return model(*args, **kwargs)
-
-    return forward
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the model's outputs, for use outside of the step (sampling from it)."""
+        with self.precision.autocast():
+            return self.model(*args, **kwargs)

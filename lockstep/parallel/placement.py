@@ -21,7 +21,7 @@ from lockstep.parallel.axes.rows import RowsAxis
 from lockstep.parallel.comm.compression import Compression
 from lockstep.parallel.executor import Executor, stage_of_model
 from lockstep.parallel.loss_weights import train_loss_weights
-from lockstep.parallel.one_stage import evaluation_of, plain_forward
+from lockstep.parallel.one_stage import ForwardPasses
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parallel.passes import AroundMicroBatch
 from lockstep.parallel.reproducible.determinism import DeterministicKernels
@@ -34,7 +34,9 @@ from lockstep.registry import STRATEGIES, require_call
 class AppliedStrategy:
     """What holds a model, whose micro-batches run one at a time, says of how they run."""
 
-    assign: Callable[[int], list[tuple[int, bool]]]  # as `ParallelModel.assign`
+    # (micro-batches, rank, ranks) → (index, real) of each that a rank runs in a step, in order;
+    # ranks are those that share out a step
+    assign: AssignAnyRank
     runs: nn.Module | None = None  # the wrapped model; None: the model itself
     objective: Objective | None = None  # in place of the site's
     # lets only the last backward pass of a step reduce
@@ -52,16 +54,8 @@ class AppliedStrategy:
     counted: set[str] | None = None  # see `ParallelModel.counted`
     # in place of the model's own, by name
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
-    # (micro-batches, rank=, ranks=) → what `assign` says on that rank; needed where experts are
-    # spread and bits count
-    of_any_rank: AssignAnyRank | None = None
     # ranks whose running statistics are one; None: all that share out a step
     statistics_over: int | None = None
-
-
-def shared_out(how: AssignAnyRank, site: Site) -> Callable[[int], list[tuple[int, bool]]]:
-    """Return `how` for this rank among the site's data-parallel ranks."""
-    return partial(how, rank=site.rank, ranks=site.ranks)
 
 
 def place_whole(site: Site) -> ParallelModel:
@@ -72,15 +66,15 @@ def place_whole(site: Site) -> ParallelModel:
     """
     site.materialise()
     parameters = list(site.model.parameters())
-    how: AssignAnyRank = assign_contiguous if site.ranks == 1 else assign_strided
+    assign: AssignAnyRank = assign_contiguous if site.ranks == 1 else assign_strided
     tree: GradientTree | None = None
     if site.reproducible and site.ranks == 1:
         tree = LocalTree(parameters)
     elif site.reproducible:
-        how = assign_tree
+        assign = assign_tree
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         tree = ExchangedTree(trained, site.dp_group)
-    return placed_in_order(site, AppliedStrategy(shared_out(how, site), tree=tree))
+    return placed_in_order(site, AppliedStrategy(assign, tree=tree))
 
 
 def placed_in_order(site: Site, applied: AppliedStrategy) -> ParallelModel:
@@ -92,6 +86,7 @@ def placed_in_order(site: Site, applied: AppliedStrategy) -> ParallelModel:
         applied.runs or model, objective, site.precision, around_micro_batches(site, applied)
     )
     executor = Executor([stage], site.random_state, multiplier=applied.multiplier)
+    alone = ForwardPasses(model, site.objective, site.random_state, site.precision)
     placed = ParallelModel(
         layout=site.layout,
         parts=[model],
@@ -103,11 +98,11 @@ def placed_in_order(site: Site, applied: AppliedStrategy) -> ParallelModel:
         },
         objective=site.objective,
         random_state=site.random_state,
-        assign=applied.assign,
+        assign=partial(applied.assign, rank=site.rank, ranks=site.ranks),
         micro_step=executor.micro_step,
         passes=executor.in_order,
-        evaluate=evaluation_of(model, site.objective, site.random_state, site.precision),
-        forward=plain_forward(model, site.precision),
+        evaluate=alone.evaluate,
+        forward=alone.forward,
         finishers=[applied.finish_gradients if applied.tree is None else applied.tree.finish],
         update_finishers=[applied.compression.finish_update],
         norm_groups=applied.norm_groups,
@@ -119,15 +114,16 @@ def placed_in_order(site: Site, applied: AppliedStrategy) -> ParallelModel:
     )
     if site.loss is None:
         return placed
-    alone = site.dry_run is not None or applied.statistics_over == 1
-    return train_loss_weights(placed, site.loss, alone=alone, scale=1.0 / applied.multiplier)
+    has_own = site.dry_run is not None or applied.statistics_over == 1
+    return train_loss_weights(placed, site.loss, alone=has_own, scale=1.0 / applied.multiplier)
 
 
 def _check(applied: AppliedStrategy, site: Site) -> None:
     """Reject an `assign` that takes other arguments, and an exchange that would be left out."""
     assign = f"assign of strategy {site.layout.strategy}"
-    fix = "give AppliedStrategy shared_out(assign_contiguous, placement), which knows the rank"
-    require_call(applied.assign, ("micro_batches",), assign, STRATEGIES.where, fix=fix)
+    fix = "give AppliedStrategy assign_contiguous, of lockstep.data.batches"
+    arguments = ("micro_batches", "rank", "ranks")
+    require_call(applied.assign, arguments, assign, STRATEGIES.where, fix=fix)
     exchanges = applied.finish_gradients is not AppliedStrategy.finish_gradients
     if site.reproducible and exchanges and applied.tree is None:
         raise UsageError(
@@ -148,7 +144,7 @@ def around_micro_batches(site: Site, applied: AppliedStrategy) -> list[AroundMic
         # the tree takes the gradients that all others have made
         around += [DeterministicKernels(), applied.tree]
     for axis in site.axes.values():
-        axis.follow(applied.of_any_rank, 1.0 / applied.multiplier)
+        axis.follow(applied.assign, 1.0 / applied.multiplier)
         around += axis.around(site.model)
     if applied.compression.powersgd is not None:
         around.append(applied.compression.powersgd)

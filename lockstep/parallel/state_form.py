@@ -9,6 +9,7 @@ Tests: tests/checkpoint/test_own_forms.py
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,11 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import UsageError, listed
-from lockstep.torch_compat.module_state import (
-    persistent_buffers,
-    state_hooks,
-    without_hooks_of_fsdp,
-)
+from lockstep.torch_compat.module_state import state_hooks, without_hooks_of_fsdp
 
 _METHODS = (
     "state_dict",
@@ -53,8 +50,8 @@ class StateForm:
     owners: dict[str, str]
 
     @classmethod
-    def of(cls, model: nn.Module) -> "StateForm | None":
-        """Return the form of a model that is to be placed.
+    def of(cls, model: nn.Module, persistent: AbstractSet[str]) -> "StateForm | None":
+        """Return the form of a model that is to be placed, with these `persistent` buffers.
 
         None where torch's own code alone makes its `state_dict`.
         """
@@ -63,8 +60,8 @@ class StateForm:
         if not found:
             return None
         tensors: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
-        kept = persistent_buffers(model)
-        tensors |= {n: b for n, b in model.named_buffers(remove_duplicate=False) if n in kept}
+        buffers = model.named_buffers(remove_duplicate=False)
+        tensors |= {name: buffer for name, buffer in buffers if name in persistent}
         first: dict[int, str] = {}
         owners = {name: first.setdefault(id(tensor), name) for name, tensor in tensors.items()}
         extra = {name: named[name] for name in found if _is_own(type(named[name]).get_extra_state)}

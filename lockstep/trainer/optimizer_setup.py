@@ -20,7 +20,7 @@ from lockstep.errors import UsageError, did_you_mean, listed, warn_at_caller
 from lockstep.models.loss_modules import hidden_parameters, own_weights
 from lockstep.models.protocol import Objective
 from lockstep.optim import PlateauSchedule, Schedule, TorchSchedule
-from lockstep.parallel.initial import canonical_names
+from lockstep.parallel.facts import canonical_names
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parallel.strides import lay_states
 from lockstep.trainer.arguments import check_made

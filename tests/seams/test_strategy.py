@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.data.batches import assign_contiguous
-from lockstep.parallel.placement import placed_in_order
-from lockstep.parallel.placement import AppliedStrategy, shared_out
+from lockstep.parallel.placement import AppliedStrategy, placed_in_order
 from lockstep.parallel.reproducible.tree import assign_tree
 from lockstep.parallel.reproducible.gradient_trees import ExchangedTree
 from lockstep.strategy import Strategy
@@ -36,7 +35,7 @@ class PlainAllReduce(Strategy):
 
         exact = placement.reproducible
         applied = AppliedStrategy(
-            shared_out(assign_tree if exact else assign_contiguous, placement),
+            assign_tree if exact else assign_contiguous,
             tree=ExchangedTree(parameters, placement.dp_group) if exact else None,
             finish_gradients=all_reduce,
         )

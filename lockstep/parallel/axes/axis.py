@@ -37,8 +37,8 @@ from lockstep.mesh import data_parallel_group
 from lockstep.models.protocol import Objective
 from lockstep.parallel.buffers import RunningBuffers
 from lockstep.parallel.combined_buffers import BufferWays
-from lockstep.parallel.facts import ModelFacts, Named
-from lockstep.parallel.initial import FirstValues, materialise, on_meta, to_empty
+from lockstep.parallel.facts import ModelFacts, Named, on_meta
+from lockstep.parallel.initial import FirstValues, materialise, to_empty
 from lockstep.parallel.loss_weights import LossWeights
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parallel.passes import AroundMicroBatch

@@ -29,6 +29,7 @@ from lockstep.parallel.axes.axis import AssignAnyRank, Axis, Site
 from lockstep.parallel.axes.expert import placed_experts
 from lockstep.parallel.axes.shard import ShardAxis
 from lockstep.parallel.axes.tensor import TensorAxis
+from lockstep.parallel.facts import Named
 from lockstep.parallel.fsdp_calls import UnitCalls
 from lockstep.parallel.fsdp_order import UnitOrder
 from lockstep.parallel.fsdp_units import explain_mixing, sharded_units, used_elsewhere
@@ -43,7 +44,6 @@ from lockstep.parallel.pipeline.shapes import Shapes
 from lockstep.parallel.pipeline.stage_module import StageModule, shard_stages, stage_module_of
 from lockstep.parallel.pipeline.stage_sync import StageSync
 from lockstep.parallel.pipeline.trees import StageTrees
-from lockstep.parallel.placement import shared_out
 from lockstep.parallel.reproducible.determinism import explain_kernel
 from lockstep.parallel.reproducible.tree import assign_tree
 from lockstep.registry import BY_SIZE
@@ -139,24 +139,24 @@ def place_stages(site: Site) -> ParallelModel:
     finish: Callable[[], None] = partial(stage_parameters.sum_shared, cut.held, groups)
     assign: AssignAnyRank = assign_strided
     trees = None
+    experts = placed_experts(site)
     if site.reproducible:
         here = [part.index for part in cut.parts]
         pipelines = _parallel_pipelines(site)
-        experts = placed_experts(site)
         trees = StageTrees(cut.held, uses, here, site.device, mesh, pipelines, groups, experts)
         finish = trees.finish
         assign = partial(assign_tree, even=True)
     for axis in site.axes.values():
         axis.follow(assign, 1.0)
 
-    runner = _runner(site, cut, trees, group, halves=halves)
+    runner = _runner(site, cut, trees, group, halves=halves, together=experts is not None)
     placed = ParallelModel(
         layout=layout,
         parts=list(cut.parts),
         parameters=cut.held.named_parameters(),
         objective=site.objective,
         random_state=site.random_state,
-        assign=shared_out(assign, site),
+        assign=partial(assign, rank=site.rank, ranks=site.ranks),
         passes=runner.forward_backward,
         evaluate=within(partial(explained, explanations_of(site)), runner.evaluate),
         forward=runner.forward,
@@ -205,7 +205,9 @@ def local_stages(site: Site, mesh: DeviceMesh, plan: PipelinePlan) -> LocalStage
     for part in parts:
         holds = several and site.dry_run is None
         shards = mesh["shard"].get_group() if holds else None
-        UnitCalls(part, order=None if shards is None else _one_order(part, shards, site.device))
+        units = sharded_units(part)
+        order = None if shards is None else _one_order(part, units, shards, site.device)
+        UnitCalls(part, units, order=order)
     return LocalStages(plan, held, parts, shard, frees, unit)
 
 
@@ -243,9 +245,11 @@ def _parallel_pipelines(site: Site) -> dist.ProcessGroup | None:
     return site.dp_group if site.ranks > 1 else None
 
 
-def _one_order(part: StageModule, shards: dist.ProcessGroup, device: torch.device) -> UnitOrder:
+def _one_order(
+    part: StageModule, units: Named, shards: dist.ProcessGroup, device: torch.device
+) -> UnitOrder:
     """Return what makes it an error if some ranks' data leave out a unit that others gather."""
-    named = [(part.name_in_model(name), unit) for name, unit in sharded_units(part)]
+    named = [(part.name_in_model(name), unit) for name, unit in units]
     return UnitOrder(named, device, {True: shards, False: shards}, shards, joins=False)
 
 
@@ -256,8 +260,12 @@ def _runner(
     group: dist.ProcessGroup,
     *,
     halves: bool,
+    together: bool,
 ) -> Runner:
-    """Return what runs this rank's stages, over the ranks of its pipeline."""
+    """Return what runs this rank's stages, over the ranks of its pipeline.
+
+    `halves`, `together`: see `Runner` and `Shapes`.
+    """
     plan = cut.plan
     parts = cut.parts
     options = site.config.distributed.pipeline
@@ -265,7 +273,6 @@ def _runner(
     objects_on = object_device(site.device)
     tensor = site.axis(TensorAxis)
     knows_batches = parts[0].is_first and (tensor is None or tensor.cuts.cut.rank == 0)
-    together = placed_experts(site) is not None
     schedule = plan.facts.name, site.layout.pipeline, options.stages_per_rank
     rank = dist.get_rank(group)
     runner = Runner(

@@ -26,7 +26,7 @@ from lockstep.parallel.axes.rows import RowsAxis
 from lockstep.parallel.comm.compression import Compression, compress
 from lockstep.parallel.ddp import DDPSync, wrapped_by_ddp
 from lockstep.parallel.parallel_model import ParallelModel
-from lockstep.parallel.placement import AppliedStrategy, placed_in_order, shared_out
+from lockstep.parallel.placement import AppliedStrategy, placed_in_order
 from lockstep.parallel.reproducible.gradient_trees import ReplicaTree
 from lockstep.parallel.reproducible.tree import assign_tree
 from lockstep.registry import BY_SIZE
@@ -69,18 +69,16 @@ class ReplicateAxis(Axis):
         assert site.mesh is not None
         compression = _compressed(site)
         replicas = site.mesh["replicate"].get_group()
-        how = _assignment(site)
         experts = placed_experts(site)
         with nullcontext() if experts is None else experts.hidden():
             wrapped = self.wrap(site.model, site.config, replicas)
             if compression.hook is not None:
                 wrapped.register_comm_hook(None, compression.hook)
             applied = AppliedStrategy(
-                shared_out(how, site),
+                _assignment(site, spread=experts is not None),
                 runs=wrapped,
                 gradient_sync=DDPSync(wrapped),
                 compression=compression,
-                of_any_rank=how,
                 # the tree is a sum; DDP's own reduction is a mean
                 tree=ReplicaTree(wrapped, replicas) if site.reproducible else None,
                 multiplier=1.0 if site.reproducible else float(site.ranks),
@@ -88,12 +86,12 @@ class ReplicateAxis(Axis):
         return placed_in_order(site, applied)
 
 
-def _assignment(site: Site) -> AssignAnyRank:
+def _assignment(site: Site, *, spread: bool) -> AssignAnyRank:
     """Return how micro-batches go to ranks.
 
-    Where ranks exchange rows in each micro-batch, they run the same number.
+    Where ranks exchange rows in each micro-batch, they run the same number. `spread`: experts are.
     """
-    if placed_experts(site) is not None:
+    if spread:
         return partial(assign_tree, even=True) if site.reproducible else assign_strided
     if site.axis(RowsAxis) is not None:
         return assign_strided
@@ -107,7 +105,7 @@ def _rehearsed(site: Site) -> ParallelModel:
     with nullcontext() if experts is None else experts.hidden():
         reducer = site.dry_run.reducer(site.model, site.config.distributed.ddp)
     applied = AppliedStrategy(
-        shared_out(assign_contiguous, site), gradient_sync=reducer, multiplier=float(site.ranks)
+        assign_contiguous, gradient_sync=reducer, multiplier=float(site.ranks)
     )
     return placed_in_order(site, applied)
 

@@ -25,7 +25,7 @@ from lockstep.parallel.fsdp_order import UnitOrder
 from lockstep.parallel.fsdp_units import UnitUsage, contained_units, sharded_units
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parallel.passes import AroundMicroBatch
-from lockstep.parallel.placement import AppliedStrategy, placed_in_order, shared_out
+from lockstep.parallel.placement import AppliedStrategy, placed_in_order
 from lockstep.parallel.reproducible.gradient_trees import ShardTree
 from lockstep.parallel.reproducible.tree import assign_in_groups
 from lockstep.registry import BY_SIZE
@@ -71,15 +71,14 @@ class ShardAxis(Axis):
         counted = None
         if scalars.placed and site.rank % layout.shard:  # of what all shards hold, the first does
             counted = {name for name, _ in site.model.named_parameters()} - set(scalars.placed)
-        how, groups = _assignment(site)
+        assign, groups = _assignment(site, spread=experts is not None)
         applied = AppliedStrategy(
-            shared_out(how, site),
+            assign,
             around=[*([scalars] if scalars.placed else []), *_exchanges(site, shards)],
             tree=ShardTree(site.model, mesh, groups) if site.reproducible else None,
             norm_groups=[shards] if shards is not None else [],
             parameters=scalars.placed,
             counted=counted,
-            of_any_rank=how,
         )
         return placed_in_order(site, applied)
 
@@ -113,40 +112,44 @@ class ShardAxis(Axis):
             device_type=site.device_type,
         )
         if site.device_type == "cpu":
-            GlooMessages(stage)
+            GlooMessages(sharded_units(stage))
         return lines
 
 
 def _exchanges(site: Site, shards: dist.ProcessGroup | None) -> Sequence[AroundMicroBatch]:
     """Return what stands around calls of units, and what carries messages of gloo."""
+    units = sharded_units(site.model)
     usage = None
     order = None
     # ranks compare what they use, and without values there is nothing to compare
     if site.dry_run is None:
-        usage = UnitUsage(site.model, site.device)
+        usage = UnitUsage(site.model, units, site.device)
         exchanging: dict[bool, dist.ProcessGroup | None] = (
             {} if shards is None else {True: shards, False: shards}
         )
         if not site.reproducible:  # replicas add up unit by unit, too
             exchanging[True] = site.dp_group
-        units = sharded_units(site.model)
         order = UnitOrder(units, site.device, exchanging, site.dp_group)
     accumulate = site.config.distributed.fsdp.accumulate
-    around: list[AroundMicroBatch] = [UnitCalls(site.model, usage, order, accumulate=accumulate)]
+    calls = UnitCalls(site.model, units, usage, order, accumulate=accumulate)
+    around: list[AroundMicroBatch] = [calls]
     if site.device_type == "cpu":
         # else a sum follows on what FSDP2 is given
         may_wait = not site.reproducible and site.layout.replicate == 1
-        messages = GlooMessages(site.model, may_wait=may_wait)
+        messages = GlooMessages(units, may_wait=may_wait)
         around += [messages] if may_wait else []
     return around
 
 
-def _assignment(site: Site) -> tuple[AssignAnyRank, int]:
-    """Return how micro-batches go to ranks, and the groups of a replica that run whole nodes."""
+def _assignment(site: Site, *, spread: bool) -> tuple[AssignAnyRank, int]:
+    """Return how micro-batches go to ranks, and the groups of a replica that run whole nodes.
+
+    `spread`: ranks share out experts.
+    """
     layout = site.layout
     if not site.reproducible:
         return assign_strided, 1
-    if placed_experts(site) is None:
+    if not spread:
         return partial(assign_in_groups, groups=layout.replicate), 1
     # ranks that share out experts run whole nodes, which are the sums that they send
     groups = layout.shard // layout.expert if layout.shard % layout.expert == 0 else 1

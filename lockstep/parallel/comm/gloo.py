@@ -25,6 +25,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lockstep.parallel.comm import MESSAGE, all_gather_flat
+from lockstep.parallel.facts import Named
 from lockstep.parallel.fsdp_units import own_parameters
 from lockstep.parallel.passes import AroundMicroBatch, MicroBatchPass
 
@@ -34,11 +35,12 @@ class GlooMessages(AroundMicroBatch):
 
     Every rank makes the same calls in the same order.
 
-    `may_wait`: gradients may be complete only after the micro-batch; then it is one of the steps
-    around it.
+    `units`: of the model, the root first. `may_wait`: gradients may be complete only after the
+    micro-batch; then it is one of the steps around it.
     """
 
-    def __init__(self, model: nn.Module, *, may_wait: bool = False) -> None:
+    def __init__(self, units: Named, *, may_wait: bool = False) -> None:
+        _, model = units[0]
         self._dtypes = {parameter.dtype for parameter in model.parameters()}
         # with what it becomes
         self._under_way: tuple[AllToAll, Tensor, Sequence[nn.Parameter]] | None = None
@@ -46,15 +48,11 @@ class GlooMessages(AroundMicroBatch):
         self._sums: dict[nn.Parameter, DTensor] = {}
         self._may_wait = may_wait
         self._last = True
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                sharded = [
-                    parameter
-                    for parameter in own_parameters(module)
-                    if isinstance(parameter, DTensor)
-                ]
-                module.set_custom_all_gather(_Gather())  # type: ignore[arg-type]
-                module.set_custom_reduce_scatter(_ReduceScatter(self, sharded))  # type: ignore[arg-type]
+        for _, unit in units:
+            assert isinstance(unit, FSDPModule)
+            sharded = [p for p in own_parameters(unit) if isinstance(p, DTensor)]
+            unit.set_custom_all_gather(_Gather())  # type: ignore[arg-type]
+            unit.set_custom_reduce_scatter(_ReduceScatter(self, sharded))  # type: ignore[arg-type]
 
     def before(self, run: MicroBatchPass) -> None:
         self._last = run.last
