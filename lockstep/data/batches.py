@@ -47,6 +47,8 @@ class CollatingDataset(Dataset[dict[str, Tensor]]):
 # The M micro-batches of a step → this rank's, in running order: (index in 0 … M − 1, whether it
 # counts).
 Assign = Callable[[int], list[tuple[int, bool]]]
+# (micro-batches, rank=, ranks=) → the same of any of the ranks that share out a step.
+AssignAnyRank = Callable[..., list[tuple[int, bool]]]
 
 
 def assign_contiguous(micro_batches: int, rank: int, ranks: int) -> list[tuple[int, bool]]:

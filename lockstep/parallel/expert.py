@@ -27,7 +27,7 @@ Tests: tests/parity/test_mixture.py, tests/parallel/test_worked_examples.py
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import MethodType
@@ -40,6 +40,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from lockstep.config.checks import divisors
+from lockstep.data.batches import AssignAnyRank
 from lockstep.errors import UsageError
 from lockstep.layout import Layout
 from lockstep.mesh import expert_mesh
@@ -57,8 +58,6 @@ from lockstep.parallel.strides import lay_gradients
 from lockstep.parallel.tensor_blocks import OnSend, with_backward
 from lockstep.parallel.tensor_cuts import TensorCuts
 from lockstep.torch_compat.fake_tensors import FakeTensor
-
-Assign = Callable[..., list[tuple[int, bool]]]
 
 
 class PlacedExperts(AroundMicroBatch):
@@ -88,7 +87,7 @@ class PlacedExperts(AroundMicroBatch):
         self.rank = self.group.rank()
         # How a step's micro-batches go to ranks, and what gradients are multiplied by where a
         # strategy's own reduction takes a mean: see `follow`.
-        self._assign: Assign | None = None
+        self._assign: AssignAnyRank | None = None
         self._scale = 1.0
         self._on_send = on_send  # called with the bytes of rows that this rank sends
         self._layout = layout
@@ -264,12 +263,10 @@ class PlacedExperts(AroundMicroBatch):
 
     # ---- gradients ----
 
-    def follow(self, assign: Assign | None, scale: float = 1.0) -> None:
+    def follow(self, assign: AssignAnyRank, scale: float = 1.0) -> None:
         """Sum gradients as a strategy assigns micro-batches to ranks.
 
-        `assign`: (micro-batches, rank=, ranks=) → (index, real) of each; it may be None where sums
-        are not exact. `scale`: what gradients are multiplied by, where the strategy's own reduction
-        takes a mean.
+        `scale`: what gradients are multiplied by, where the strategy's own reduction takes a mean.
         """
         self._assign = assign
         self._scale = scale

@@ -13,10 +13,10 @@ from functools import partial
 import torch.distributed as dist
 from torch import nn
 
-from lockstep.data.batches import assign_contiguous, assign_strided
+from lockstep.data.batches import AssignAnyRank, assign_contiguous, assign_strided
 from lockstep.errors import UsageError
 from lockstep.models.protocol import Objective
-from lockstep.parallel.axes.axis import AssignAnyRank, Site
+from lockstep.parallel.axes.axis import Site
 from lockstep.parallel.axes.rows import RowsAxis
 from lockstep.parallel.comm.compression import Compression
 from lockstep.parallel.executor import Executor, stage_of_model

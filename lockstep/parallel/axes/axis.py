@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lockstep.config import DDPConfig, StepConfig
+from lockstep.data.batches import AssignAnyRank
 from lockstep.errors import Contradiction, UsageError
 from lockstep.layout import Layout
 from lockstep.mesh import data_parallel_group
@@ -47,8 +48,6 @@ from lockstep.precision import Precision
 from lockstep.randomness import RandomState
 from lockstep.registry import AXES, require_methods
 
-# (micro-batches, rank=, ranks=) → (index, real) of each that the rank runs
-AssignAnyRank = Callable[..., list[tuple[int, bool]]]
 Found = TypeVar("Found")
 
 
@@ -218,7 +217,7 @@ class Axis:
         """
         return None
 
-    def follow(self, assign: AssignAnyRank | None, scale: float) -> None:
+    def follow(self, assign: AssignAnyRank, scale: float) -> None:
         """Learn how micro-batches go to ranks, before `around` is asked.
 
         `assign`: what is assigned to any rank. `scale`: what gradients are multiplied by where the

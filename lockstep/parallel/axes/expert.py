@@ -16,9 +16,10 @@ from torch.distributed.tensor import DTensor
 
 from lockstep.config import StepConfig
 from lockstep.config.checks import excluded, ranks_along
+from lockstep.data.batches import AssignAnyRank
 from lockstep.errors import Contradiction
 from lockstep.layout import Layout
-from lockstep.parallel.axes.axis import AssignAnyRank, Axis, Site
+from lockstep.parallel.axes.axis import Axis, Site
 from lockstep.parallel.axes.tensor import TensorAxis
 from lockstep.parallel.expert import PlacedExperts, apply_experts
 from lockstep.parallel.parallel_model import ParallelModel
@@ -112,7 +113,7 @@ class ExpertAxis(Axis):
     def piece(self, name: str, value: Tensor) -> Tensor:
         return self.held.piece(name, value)
 
-    def follow(self, assign: AssignAnyRank | None, scale: float) -> None:
+    def follow(self, assign: AssignAnyRank, scale: float) -> None:
         self.held.follow(assign, scale)
 
     def around(self, part: nn.Module) -> Sequence[AroundMicroBatch]:

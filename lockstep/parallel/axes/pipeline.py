@@ -22,10 +22,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lockstep.collectives import object_device
 from lockstep.config import StepConfig
-from lockstep.data.batches import assign_strided
+from lockstep.data.batches import AssignAnyRank, assign_strided
 from lockstep.errors import Contradiction
 from lockstep.layout import Layout
-from lockstep.parallel.axes.axis import AssignAnyRank, Axis, Site
+from lockstep.parallel.axes.axis import Axis, Site
 from lockstep.parallel.axes.expert import placed_experts
 from lockstep.parallel.axes.shard import ShardAxis
 from lockstep.parallel.axes.tensor import TensorAxis

@@ -17,10 +17,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.config import StepConfig
-from lockstep.data.batches import assign_contiguous, assign_strided
+from lockstep.data.batches import AssignAnyRank, assign_contiguous, assign_strided
 from lockstep.errors import Contradiction
 from lockstep.layout import Layout
-from lockstep.parallel.axes.axis import AssignAnyRank, Axis, Site
+from lockstep.parallel.axes.axis import Axis, Site
 from lockstep.parallel.axes.expert import placed_experts
 from lockstep.parallel.axes.rows import RowsAxis
 from lockstep.parallel.comm.compression import Compression, compress

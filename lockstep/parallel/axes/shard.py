@@ -13,9 +13,9 @@ from typing import ClassVar, Self
 import torch.distributed as dist
 from torch import nn
 
-from lockstep.data.batches import assign_strided
+from lockstep.data.batches import AssignAnyRank, assign_strided
 from lockstep.errors import UsageError, listed
-from lockstep.parallel.axes.axis import AssignAnyRank, Axis, Site
+from lockstep.parallel.axes.axis import Axis, Site
 from lockstep.parallel.axes.expert import placed_experts
 from lockstep.parallel.comm.gloo import GlooMessages
 from lockstep.parallel.facts import Named
