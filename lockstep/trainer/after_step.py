@@ -11,7 +11,7 @@ Tests: tests/trainer/test_after_step.py, tests/trainer/test_loops.py, tests/trai
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from lockstep.bad_numbers import ALL_IGNORED, Anomaly
 from lockstep.data import StepSource
@@ -24,7 +24,8 @@ from lockstep.trainer.run_monitor import Announcer
 from lockstep.trainer.run_state import RunState
 
 
-class TakenStep(NamedTuple):
+@dataclass
+class TakenStep:
     """A step that was taken, and where its data came from."""
 
     record: StepRecord | None  # None: its data were skipped
@@ -51,28 +52,31 @@ class StepConsumers:
     @property
     def at_once(self) -> list[Consumer]:
         """What happens before the caller's code for the step, in order."""
-        return [
+        every = [
             self.keep_position,
             self.require_lock,
             self.record,
             self.say_placement_lines,
             self.keep_metrics,
-            self.tell_recomputed,
             self.tell_anomaly,
-            self.save_before_stop,
         ]
+        if self.run.config.training.bad_numbers.recompute:
+            every.append(self.tell_recomputed)
+        if self.checkpointer.saves:
+            every.append(self.save_before_stop)
+        return every
 
     @property
     def afterwards(self) -> list[Consumer]:
-        """What happens after the caller's code for the step, in order, where it is asked for."""
-        asked_for: list[Consumer] = []
+        """What happens after the caller's code for the step, in order."""
+        every: list[Consumer] = []
         if self.evaluations is not None:
-            asked_for.append(self.evaluate_if_due)
+            every.append(self.evaluate_if_due)
         # After the evaluation: the learning rate, an early stop and the best checkpoint follow
         # from it.
         if self.checkpointer.saves:
-            asked_for.append(self.save_if_due)
-        return asked_for
+            every.append(self.save_if_due)
+        return every
 
     def keep_position(self, taken: TakenStep) -> None:
         """Keep how far the data are read, for the next checkpoint."""
@@ -119,14 +123,16 @@ class StepConsumers:
 
     def evaluate_if_due(self, taken: TakenStep) -> None:
         """Evaluate the model if that is due, and act on the results."""
-        assert self.evaluations is not None
-        if self.run.step.stopping:
+        run = self.run
+        evaluations = self.evaluations
+        assert evaluations is not None
+        if run.step.stopping or not evaluations.is_due(last_of_epoch=taken.last_of_epoch):
             return
-        # Where nothing follows the results, the last step is saved before it is evaluated, at the
-        # end of `Trainer.train`: a run that is killed in the evaluation loses one number.
-        waits = self.run.is_at_last_step and not self.run.results.are_acted_on
+        # Where nothing follows the results, the last step is saved before it is evaluated, by
+        # `RunEvaluations.at_end`: a run that is killed in the evaluation loses one number.
+        waits = run.is_at_last_step and not run.results.are_acted_on
         if not waits:
-            self.evaluations.after_step(last_of_epoch=taken.last_of_epoch)
+            evaluations.evaluate(followed=True)
 
     def save_if_due(self, taken: TakenStep) -> None:
         """Save the run if that is due; look after a background save."""

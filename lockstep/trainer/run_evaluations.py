@@ -35,24 +35,20 @@ class RunEvaluations:
         self._run = run
         self._monitor = monitor
         self._evaluator = evaluator
+        self.is_due = evaluator.is_due  # after the current step
 
     def catch_up(self) -> None:
         """Evaluate the step that a resumed run was saved at, if a stop has prevented that."""
         if self._evaluator.was_stopped():
-            is_due = self._evaluator.is_due(last_of_epoch=self._run.ended_epoch)
-            self._evaluate(followed=is_due)
-
-    def after_step(self, *, last_of_epoch: bool) -> None:
-        """Evaluate if that is due."""
-        if self._evaluator.is_due(last_of_epoch=last_of_epoch):
-            self._evaluate(followed=True)
+            is_due = self.is_due(last_of_epoch=self._run.ended_epoch)
+            self.evaluate(followed=is_due)
 
     def at_end(self) -> None:
         """Evaluate the last step, unless that is done; nothing follows the results any more."""
         if self._evaluator.is_due_at_end and not self._run.step.stopping:
-            self._evaluate(followed=False)
+            self.evaluate(followed=False)
 
-    def _evaluate(self, *, followed: bool) -> None:
+    def evaluate(self, *, followed: bool) -> None:
         """Evaluate; the run ends here if a rank was asked to stop meanwhile."""
         step = self._run.step
         with step.clock.during("evaluation"), own_heartbeat().call("evaluate"):
