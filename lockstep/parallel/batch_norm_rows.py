@@ -46,11 +46,11 @@ class BatchNormRows(AroundMicroBatch):
     _inside: bool = field(default=False, init=False)
     _real: bool = field(default=False, init=False)
 
-    def before(self, run: MicroBatchPass) -> None:
+    def before(self, passing: MicroBatchPass) -> None:
         self._inside = True
-        self._real = run.micro_batch.real
+        self._real = passing.micro_batch.real
 
-    def after(self, run: MicroBatchPass) -> None:
+    def after(self, passing: MicroBatchPass) -> None:
         self._inside = False
 
     def failed(self, error: BaseException) -> None:

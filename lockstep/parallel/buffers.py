@@ -166,7 +166,7 @@ class RunningBuffers(AroundMicroBatch):
         explained = self._norms or self._vectors or self._counting
         return bool(explained or self._others.places or self._combined.any)
 
-    def before(self, run: MicroBatchPass) -> None:
+    def before(self, passing: MicroBatchPass) -> None:
         """Let the forward pass of a micro-batch write to buffers of its own."""
         recorded: list[tuple[nn.Module, str]] = [
             (norm, key) for norm in self._active() for key in STATISTICS
@@ -183,13 +183,13 @@ class RunningBuffers(AroundMicroBatch):
         if self._others.places:
             self._others.before_forward()
 
-    def after_forward(self, run: MicroBatchPass) -> None:
+    def after_forward(self, passing: MicroBatchPass) -> None:
         """Record what the forward pass has done.
 
         Keep its buffers, which the backward pass may write to.
         """
-        index = run.micro_batch.index
-        real = run.micro_batch.real
+        index = passing.micro_batch.index
+        real = passing.micro_batch.real
         self._iterated = [getattr(module, name) for module, name in self._vectors]
         if self._counting and real:
             counts = torch.cat([module.get_buffer(COUNTS) for module in self._counting])
@@ -201,36 +201,38 @@ class RunningBuffers(AroundMicroBatch):
         active = self._active()
         if active and real and index % self.row == 0:
             self._records[index] = _flat(active)
-        self._left[run.position] = [
+        self._left[passing.position] = [
             (module, name, getattr(module, name)) for module, name, _ in self._own
         ]
-        self._calls[run.position] = _calls_of(active)
+        self._calls[passing.position] = _calls_of(active)
         self._put_back()
 
-    def before_backward(self, run: MicroBatchPass) -> None:
+    def before_backward(self, passing: MicroBatchPass) -> None:
         """Let what the backward pass repeats of the forward pass go on where that has stopped.
 
         Buffers that are combined begin anew, as nobody reads what a repetition makes of them.
         """
-        self._put(self._left[run.position])
+        self._put(self._left[passing.position])
 
-    def after_backward(self, run: MicroBatchPass) -> None:
+    def after_backward(self, passing: MicroBatchPass) -> None:
         """Record what the model's own `torch.utils.checkpoint` has recomputed, as PyTorch does.
 
         Recomputation by `training.gradient_checkpointing` leaves statistics alone. Under a schedule
         with two halves a backward pass may recompute twice, of which the first counts.
         """
         active = self._active()
-        index = run.micro_batch.index
-        recorded = run.micro_batch.real and index in self._records and index not in self._repeated
-        if active and recorded and _calls_of(active) != self._calls[run.position]:
+        index = passing.micro_batch.index
+        recorded = (
+            passing.micro_batch.real and index in self._records and index not in self._repeated
+        )
+        if active and recorded and _calls_of(active) != self._calls[passing.position]:
             self._repeated.add(index)
             self._records[index] = _flat(active)
         self._put_back()
 
-    def after(self, run: MicroBatchPass) -> None:
+    def after(self, passing: MicroBatchPass) -> None:
         """Forget the buffers of a micro-batch."""
-        del self._left[run.position], self._calls[run.position]
+        del self._left[passing.position], self._calls[passing.position]
 
     def failed(self, error: BaseException) -> None:
         """Put the model's own buffers back, and forget the step."""

@@ -41,15 +41,15 @@ from lockstep.models.attention import Attend, SequenceBernoulli, SequenceMean
 from lockstep.models.hf_layers import advice_for_object
 from lockstep.models.protocol import Objective
 from lockstep.parallel.changes import replace_method
-from lockstep.parallel.context_attention import Context, cut_attention
+from lockstep.parallel.context_attention import SequenceCut, cut_attention
 from lockstep.parallel.facts import ModelFacts
 from lockstep.parallel.tensor_blocks import SEQUENCE, by_pieces, cut_dropout, spread
 from lockstep.torch_compat.pytree import tree_map
 
 
-def apply_context(facts: ModelFacts, context: Context) -> None:
+def apply_context(facts: ModelFacts, context: SequenceCut) -> None:
     """Let a model, whose layers are cut already, run on parts of sequences."""
-    ways: dict[type[nn.Module], Callable[[Any, Context], None]] = {
+    ways: dict[type[nn.Module], Callable[[Any, SequenceCut], None]] = {
         Attend: cut_attention,
         nn.Dropout: _dropout,
         SequenceBernoulli: _bernoulli,
@@ -89,7 +89,7 @@ def plan_of(facts: ModelFacts) -> Mapping[str, int]:
     raise UsageError(what, where="distributed.context_size", why=why, fix=fix)
 
 
-def cut_objective(objective: Objective, context: Context, plan: Mapping[str, int]) -> Objective:
+def cut_objective(objective: Objective, context: SequenceCut, plan: Mapping[str, int]) -> Objective:
     """Return an objective that takes complete batches, and gives the model this rank's part.
 
     Its loss is that of complete sequences, on every rank. What the plan does not name of a batch
@@ -139,7 +139,7 @@ def cut_objective(objective: Objective, context: Context, plan: Mapping[str, int
     )
 
 
-def _by_chunk(outputs: Any, length: int, count: int, context: Context) -> list[Any]:
+def _by_chunk(outputs: Any, length: int, count: int, context: SequenceCut) -> list[Any]:
     """Return the outputs for each of this rank's chunks.
 
     Outputs without positions are the same for all chunks.
@@ -153,12 +153,12 @@ def _by_chunk(outputs: Any, length: int, count: int, context: Context) -> list[A
     return list(spread(outputs, context, count))
 
 
-def _dropout(module: nn.Dropout, context: Context) -> None:
+def _dropout(module: nn.Dropout, context: SequenceCut) -> None:
     if "forward" not in vars(module):  # else it is cut over `tensor`, too, and knows of this
         cut_dropout(module, [(context, getattr(module, "sequence_dim", SEQUENCE))], by="context")
 
 
-def _bernoulli(module: SequenceBernoulli, context: Context) -> None:
+def _bernoulli(module: SequenceBernoulli, context: SequenceCut) -> None:
     """Draw for the complete sequence, and keep this rank's part.
 
     The probabilities at positions of other ranks do not matter.
@@ -178,7 +178,7 @@ def _bernoulli(module: SequenceBernoulli, context: Context) -> None:
     replace_method(module, MethodType(forward, module), by="context")
 
 
-def _mean(module: SequenceMean, context: Context) -> None:
+def _mean(module: SequenceMean, context: SequenceCut) -> None:
     """Make a mean over positions one over those of all ranks, [B, T / ranks, K] → [K].
 
     With sums [6, …] and [10, …] over four tokens each it is [16 / 8, …] = [2, …] on both ranks.
@@ -200,7 +200,9 @@ def _mean(module: SequenceMean, context: Context) -> None:
     replace_method(module, MethodType(total, module), by="context", method="total")
 
 
-def _by_chunks(name: str, module: nn.Module, context: Context, lent: set[str]) -> set[nn.Module]:
+def _by_chunks(
+    name: str, module: nn.Module, context: SequenceCut, lent: set[str]
+) -> set[nn.Module]:
     """Make a layer run chunk by chunk.
 
     So a weight's gradient is the same sum over chunks on any number of ranks.
@@ -236,7 +238,7 @@ def _by_chunks(name: str, module: nn.Module, context: Context, lent: set[str]) -
     raise UsageError(what, where="distributed.context_blocks", why=why, fix=fix)
 
 
-def _product_by_chunks(module: nn.Module, method: str, context: Context) -> None:
+def _product_by_chunks(module: nn.Module, method: str, context: SequenceCut) -> None:
     """Make a method (x, …, weight) run by chunks; `weight` is a parameter or a module of them."""
     inner: Callable[..., Tensor] = getattr(module, method).__func__
     dim = getattr(module, "sequence_dim", SEQUENCE)
@@ -264,7 +266,7 @@ def _product_by_chunks(module: nn.Module, method: str, context: Context) -> None
     replace_method(module, MethodType(by_chunks, module), by="context", method=method)
 
 
-def _layer_by_chunks(module: nn.Module, context: Context) -> None:
+def _layer_by_chunks(module: nn.Module, context: SequenceCut) -> None:
     """Make a module's own forward pass run by chunks, with views of its parameters for each."""
     plain: Callable[..., Tensor] = module.forward.__func__  # type: ignore[attr-defined]
     names = [each for each, _ in module.named_parameters(recurse=False)]

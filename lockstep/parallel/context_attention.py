@@ -46,7 +46,7 @@ from lockstep.parallel.changes import replace_method
 from lockstep.parallel.tensor_blocks import SEQUENCE, Cut, OnSend, with_backward
 
 
-class Context(Cut):
+class SequenceCut(Cut):
     """The cut of each sequence: `blocks` chunks where bits count, else two chunks for each rank."""
 
     def __init__(
@@ -140,7 +140,7 @@ _POSITIONS = 2  # the dim of queries, keys and values along which positions lie
 _TILE = 128  # queries that are scored at a time in a ring
 
 
-def cut_attention(module: Attend, context: Context) -> None:
+def cut_attention(module: Attend, context: SequenceCut) -> None:
     """Let an `Attend` run on this rank's part of sequences."""
     if context.method == "ring" and type(module).run is not Attend.run:
         what = f"context_method: ring can't compute {type(module).__name__}"
@@ -148,7 +148,9 @@ def cut_attention(module: Attend, context: Context) -> None:
         fix = "write context_method: gathered or all_to_all"
         raise UsageError(what, where="distributed.context_method", why=why, fix=fix)
     plain = type(module).positions
-    alone = Context(None, context.blocks)  # how one rank attends to complete sequences in chunks
+    alone = SequenceCut(
+        None, context.blocks
+    )  # how one rank attends to complete sequences in chunks
 
     def positions(
         self: Attend, length: int, device: torch.device, documents: Tensor | None = None
@@ -199,7 +201,7 @@ def cut_attention(module: Attend, context: Context) -> None:
 
 
 def _gathered(
-    attend: Attend, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, context: Context
+    attend: Attend, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, context: SequenceCut
 ) -> Tensor:
     """Let this rank's queries attend chunk by chunk to all ranks' keys and values."""
     numbers = context.here(q.shape[_POSITIONS] * context.ranks)
@@ -221,7 +223,7 @@ def _gathered(
     return torch.cat(attended, _POSITIONS)
 
 
-def _exchanged(x: Tensor, given: int, taken: int, context: Context) -> Tensor:
+def _exchanged(x: Tensor, given: int, taken: int, context: SequenceCut) -> Tensor:
     """Give parts along one dim away to all ranks, for all ranks' parts along another."""
     parts = torch.stack(x.chunk(context.ranks, given))
     theirs = torch.empty_like(parts)
@@ -250,7 +252,7 @@ def _tiles(
     source: int,
     length: int,
     documents: Tensor | None,
-    context: Context,
+    context: SequenceCut,
     causal: bool,
     device: torch.device,
 ) -> Iterator[_Tile]:
@@ -299,7 +301,7 @@ class _Ring(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         documents: Tensor | None,
-        context: Context,
+        context: SequenceCut,
         causal: bool,
     ) -> Tensor:
         """Attend to the keys of one rank after the other, and merge as they come."""
@@ -379,7 +381,7 @@ def _grouped(x: Tensor, groups: int) -> Tensor:
     return x.contiguous().view(x.shape[0], groups, -1, *x.shape[2:])
 
 
-def _pass_on(x: Tensor, context: Context) -> Tensor:
+def _pass_on(x: Tensor, context: SequenceCut) -> Tensor:
     """Send a tensor to the next rank, and return the one of the rank before."""
     peers = (context.rank + 1) % context.ranks, (context.rank - 1) % context.ranks
     # an all-to-all in which each rank has something for the next one alone

@@ -110,8 +110,8 @@ class DDPSync(AroundMicroBatch):
             name for name, parameter in model.module.named_parameters() if parameter.requires_grad
         ]
 
-    def before(self, run: MicroBatchPass) -> None:
-        self._model.require_backward_grad_sync = run.last or self._learns
+    def before(self, passing: MicroBatchPass) -> None:
+        self._model.require_backward_grad_sync = passing.last or self._learns
         self._learns = False
 
     def failed(self, error: BaseException) -> Exception | None:
@@ -134,7 +134,7 @@ class DDPSync(AroundMicroBatch):
         fix += 'gradient_checkpointing_kwargs={"use_reentrant": False}); or write strategy: fsdp'
         return UsageError(what, where="the model's forward pass", why=why, fix=fix)
 
-    def after(self, run: MicroBatchPass) -> None:
+    def after(self, passing: MicroBatchPass) -> None:
         """Raise an error that names the parameters for whose gradients DDP waits."""
         model = self._model
         if (

@@ -289,12 +289,12 @@ class PlacedExperts(AroundMicroBatch):
         self._micro_batches = micro_batches
         self._partials.clear()
 
-    def after(self, run: MicroBatchPass) -> None:
+    def after(self, passing: MicroBatchPass) -> None:
         """Add the leaves of micro-batches that the axis's ranks ran together, for exact sums."""
         if not self._rounds:
-            self.begin(run.micro_batches_per_step)
+            self.begin(passing.micro_batches_per_step)
         self.add_leaves(self._rounds, self._owners)
-        self._rounds = 0 if run.last else self._rounds + 1
+        self._rounds = 0 if passing.last else self._rounds + 1
 
     def add_leaves(self, place: int | None, names: Iterable[str]) -> None:
         """Add the last backward pass's gradients of `names`, which always come as one group.

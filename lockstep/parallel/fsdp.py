@@ -346,7 +346,7 @@ class Scalars(AroundMicroBatch):
         self._trained = [name for name, parameter in self._own.items() if parameter.requires_grad]
         self._rows: dict[int, list[Tensor | None]] = {}
 
-    def after(self, run: MicroBatchPass) -> None:
+    def after(self, passing: MicroBatchPass) -> None:
         """Keep the gradients of a micro-batch.
 
         After the last one, give the placed parameters theirs.
@@ -354,12 +354,12 @@ class Scalars(AroundMicroBatch):
         if not self._trained:
             return
         gradients = [self._own[name].grad for name in self._trained]
-        if run.micro_batch.real:
-            self._rows[run.micro_batch.index] = gradients
+        if passing.micro_batch.real:
+            self._rows[passing.micro_batch.index] = gradients
         for name in self._trained:
             self._own[name].grad = None
-        if run.last:
-            self._reduce(run.micro_batches_per_step)
+        if passing.last:
+            self._reduce(passing.micro_batches_per_step)
 
     @torch.no_grad()
     def _reduce(self, micro_batches_per_step: int) -> None:

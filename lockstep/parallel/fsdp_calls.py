@@ -61,22 +61,22 @@ class UnitCalls(AroundMicroBatch):
             )
         model.register_forward_hook(self._after_model, prepend=True)
 
-    def before(self, run: MicroBatchPass) -> None:
+    def before(self, passing: MicroBatchPass) -> None:
         if self._usage is not None:
             self._usage.begin_pass()
         if self._order is not None:
-            self._order.begin_pass(run)
-        self._model.set_is_last_backward(run.last)
+            self._order.begin_pass(passing)
+        self._model.set_is_last_backward(passing.last)
         if self._accumulate == "unsharded":
-            self._model.set_requires_gradient_sync(run.last)
+            self._model.set_requires_gradient_sync(passing.last)
         else:
-            self._model.set_requires_all_reduce(run.last)
+            self._model.set_requires_all_reduce(passing.last)
 
-    def after(self, run: MicroBatchPass) -> None:
+    def after(self, passing: MicroBatchPass) -> None:
         if self._order is not None:
-            self._order.end_pass(run)
+            self._order.end_pass(passing)
         if self._usage is not None:
-            self._usage.end_pass(run)
+            self._usage.end_pass(passing)
 
     def failed(self, error: BaseException) -> Exception | None:
         return None if self._usage is None else self._usage.failed(error)

@@ -128,15 +128,15 @@ class UnitOrder:
         names = [name for name, _ in self._units[1:]]
         self._nested = {name for a in names for b in names if _in(a, b) for name in (a, b)}
 
-    def begin_pass(self, run: MicroBatchPass) -> None:
+    def begin_pass(self, passing: MicroBatchPass) -> None:
         """Begin a micro-batch."""
-        self._roots = run.further_roots
-        self._last = run.last
+        self._roots = passing.further_roots
+        self._last = passing.last
         self._given_token.clear()
 
-    def end_pass(self, run: MicroBatchPass) -> None:
+    def end_pass(self, passing: MicroBatchPass) -> None:
         """Complete the order after the first step."""
-        if run.last and self._learning[True] and True in self._orders:
+        if passing.last and self._learning[True] and True in self._orders:
             self._learn(with_gradients=True)
 
     def before_call(self, position: int, args: Any, kwargs: Any) -> Any:

@@ -207,14 +207,14 @@ class UnitUsage:
         """End the model's forward pass: calls in the backward pass are not counted."""
         self._forward = False
 
-    def end_pass(self, run: MicroBatchPass) -> None:
+    def end_pass(self, passing: MicroBatchPass) -> None:
         """Compare, after the last micro-batch, which parameters the ranks used.
 
         Parameters that no rank used have no gradient.
         """
         self._forward = False
         self._calls.clear()
-        if run.last:
+        if passing.last:
             self._compare()
             self._used.clear()
             self._first_step = False

@@ -106,19 +106,19 @@ class LossWeights(AroundMicroBatch):
             self._leaves = micro_batches_per_step
             self._forget()
 
-    def before(self, run: MicroBatchPass) -> None:
+    def before(self, passing: MicroBatchPass) -> None:
         """Begin a step with its first micro-batch."""
-        self.begin(run.micro_batches_per_step)
+        self.begin(passing.micro_batches_per_step)
 
-    def after(self, run: MicroBatchPass) -> None:
+    def after(self, passing: MicroBatchPass) -> None:
         """Take the gradients that a backward pass has left; those of a dummy count for nothing."""
         if self._alone:
             return
         found = [parameter.grad for parameter in self.own.values()]
         for parameter in self.own.values():
             parameter.grad = None
-        if run.micro_batch.real and any(gradient is not None for gradient in found):
-            self.add(run.micro_batch.index, found)
+        if passing.micro_batch.real and any(gradient is not None for gradient in found):
+            self.add(passing.micro_batch.index, found)
 
     def failed(self, error: BaseException) -> None:
         """Forget the gradients of the step."""

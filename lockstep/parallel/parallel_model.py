@@ -26,7 +26,7 @@ from lockstep.errors import UsageError, listed
 from lockstep.layout import Layout
 from lockstep.models.protocol import Objective
 from lockstep.parallel.changes import ModuleChange, changes_of
-from lockstep.parallel.context_attention import Context
+from lockstep.parallel.context_attention import SequenceCut
 from lockstep.parallel.loss_accumulator import (
     HostLossAccumulator,
     LossAccumulator,
@@ -177,7 +177,7 @@ class ParallelModel:
     # the user's hooks on parameters, called once a step
     gradient_hooks: GradientHooks = field(default_factory=dict)
     num_parameters: int = 0  # of the whole model, tied ones counted once
-    context: Context | None = None  # the way in which sequences are cut; None: they are whole
+    context: SequenceCut | None = None  # the way in which sequences are cut; None: they are whole
     root: nn.Module | None = None  # the model that was given, which a pipeline has taken apart
     # what the model makes of its `state_dict`; None: its tensors by name
     form: StateForm | None = None

@@ -76,19 +76,19 @@ class AroundMicroBatch:
     micro-batches run in between.
     """
 
-    def before(self, run: MicroBatchPass) -> None:
+    def before(self, passing: MicroBatchPass) -> None:
         """Prepare for the forward pass."""
 
-    def after_forward(self, run: MicroBatchPass) -> None:
+    def after_forward(self, passing: MicroBatchPass) -> None:
         """Act on what the forward pass has done."""
 
-    def before_backward(self, run: MicroBatchPass) -> None:
+    def before_backward(self, passing: MicroBatchPass) -> None:
         """Prepare for the backward pass, or for each of its halves."""
 
-    def after_backward(self, run: MicroBatchPass) -> None:
+    def after_backward(self, passing: MicroBatchPass) -> None:
         """Act on what the backward pass, or one of its halves, has done."""
 
-    def after(self, run: MicroBatchPass) -> None:
+    def after(self, passing: MicroBatchPass) -> None:
         """Act on the gradients of weights, once they are there."""
 
     def after_step(self, micro_batches_per_step: int) -> None:

@@ -339,9 +339,9 @@ class Reducer(AroundMicroBatch):
             ready = partial(self._ready, tracker, bucket, options.gradient_as_bucket_view)
             parameter.register_post_accumulate_grad_hook(ready)  # type: ignore[no-untyped-call]
 
-    def before(self, run: MicroBatchPass) -> None:
+    def before(self, passing: MicroBatchPass) -> None:
         """Remember whether the micro-batch is the step's last."""
-        self._last = run.last
+        self._last = passing.last
 
     def _ready(
         self, tracker: Tracker, bucket: Tensor, as_view: bool, parameter: nn.Parameter

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from lockstep.environment import RANK_0_OF_1
 from lockstep.models.attention import Attend
 from lockstep.monitor.figures import gather_objects
-from lockstep.parallel.context_attention import Context
+from lockstep.parallel.context_attention import SequenceCut
 from lockstep.parallel.tensor_blocks import SEQUENCE
 from lockstep.torch_compat.dispatch_mode import TorchDispatchMode
 from lockstep.torch_compat.pytree import tree_flatten, tree_unflatten
@@ -243,7 +243,7 @@ def _has(value: Any, length: int) -> bool:
     return isinstance(value, Tensor) and value.dim() > SEQUENCE and value.shape[SEQUENCE] == length
 
 
-def _part(value: Any, length: int, context: Context) -> Any:
+def _part(value: Any, length: int, context: SequenceCut) -> Any:
     if not isinstance(value, Tensor):
         return value
     if _has(value, length):

@@ -28,26 +28,25 @@ class Writes(AroundMicroBatch):
         self.log = log
         self.passes = set[int]()
 
-    def _write(self, what: str, run: MicroBatchPass) -> None:
-        self.passes.add(id(run))
-        self.log.append(
-            f"{self.name} {what} {run.stage}.{run.position}{' last' if run.last else ''}"
-        )
+    def _write(self, what: str, passing: MicroBatchPass) -> None:
+        self.passes.add(id(passing))
+        where = f"{passing.stage}.{passing.position}"
+        self.log.append(f"{self.name} {what} {where}{' last' if passing.last else ''}")
 
-    def before(self, run: MicroBatchPass) -> None:
-        self._write("before", run)
+    def before(self, passing: MicroBatchPass) -> None:
+        self._write("before", passing)
 
-    def after_forward(self, run: MicroBatchPass) -> None:
-        self._write("after_forward", run)
+    def after_forward(self, passing: MicroBatchPass) -> None:
+        self._write("after_forward", passing)
 
-    def before_backward(self, run: MicroBatchPass) -> None:
-        self._write("before_backward", run)
+    def before_backward(self, passing: MicroBatchPass) -> None:
+        self._write("before_backward", passing)
 
-    def after_backward(self, run: MicroBatchPass) -> None:
-        self._write("after_backward", run)
+    def after_backward(self, passing: MicroBatchPass) -> None:
+        self._write("after_backward", passing)
 
-    def after(self, run: MicroBatchPass) -> None:
-        self._write("after", run)
+    def after(self, passing: MicroBatchPass) -> None:
+        self._write("after", passing)
 
     def after_step(self, micro_batches_per_step: int) -> None:
         self.log.append(f"{self.name} after_step {micro_batches_per_step}")
@@ -221,8 +220,8 @@ def test_further_roots_are_where_a_backward_pass_begins_too(text: str) -> None:
     tokens = [torch.zeros(1, requires_grad=True) for _ in range(2)]
 
     class Joins(AroundMicroBatch):
-        def after_forward(self, run: MicroBatchPass) -> None:
-            run.further_roots.append(tokens[run.stage] * 2)
+        def after_forward(self, passing: MicroBatchPass) -> None:
+            passing.further_roots.append(tokens[passing.stage] * 2)
 
     model = Two()
     executor = Executor(two_stages(model, [Joins()]), random_state())
@@ -255,7 +254,7 @@ def test_after_an_error_all_clean_up_and_the_next_step_begins_anew() -> None:
 
 def test_what_does_nothing_is_not_called() -> None:
     class Counts(AroundMicroBatch):
-        def after(self, run: MicroBatchPass) -> None:
+        def after(self, passing: MicroBatchPass) -> None:
             """Override one of them."""
 
     stage = one_stage(Two(), [Counts(), AroundMicroBatch()])

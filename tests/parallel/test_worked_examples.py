@@ -37,7 +37,7 @@ from lockstep.parallel import (
 from lockstep.parallel.batch_norm_rows import BatchNormRows
 from lockstep.parallel.comm.compression import PowerSGD, half_precision_hook
 from lockstep.parallel.comm.gloo import AllToAll
-from lockstep.parallel.context_attention import Context
+from lockstep.parallel.context_attention import SequenceCut
 from lockstep.parallel.facts import facts_of
 from lockstep.parallel.local_workers import (
     FlatParameters,
@@ -194,7 +194,7 @@ def cut_losses() -> dict[str, Any]:
 
 
 def sequences() -> dict[str, Any]:
-    cut = Context(dist.group.WORLD, None, "ring")
+    cut = SequenceCut(dist.group.WORLD, None, "ring")
     positions = cut.part(torch.arange(8), 0).tolist()
     pairs = sum(position + 1 for position in positions)
     attend = Attend(causal=False)

@@ -17,7 +17,7 @@ from lockstep.models.attention import Attend
 from lockstep.models.bdh import PastAttention
 from lockstep.models.protocol import objective_of
 from lockstep.parallel.context import apply_context, cut_objective, plan_of
-from lockstep.parallel.context_attention import Context, cut_attention
+from lockstep.parallel.context_attention import SequenceCut, cut_attention
 from lockstep.parallel.facts import facts_of
 from lockstep.strategy import parse_topology, resolve
 from lockstep.trainer import Trainer
@@ -136,7 +136,7 @@ def test_three_axes() -> None:
 
 
 def test_chunks_are_dealt_from_both_ends_and_find_their_way_back() -> None:
-    context = Context(None, 8)
+    context = SequenceCut(None, 8)
     assert context.order(16) == [0, 7, 1, 6, 2, 5, 3, 4]
     x = torch.arange(32).view(2, 16)
     assert not torch.equal(context.part(x), x)
@@ -181,18 +181,18 @@ def test_a_model_that_can_not_be_cut_is_refused() -> None:
     with pytest.raises(
         UsageError, match="the model, a Own, owns parameters, and can't run chunk by chunk"
     ):
-        apply_context(facts_of(Own()), Context(None, 4))
+        apply_context(facts_of(Own()), SequenceCut(None, 4))
 
 
 def test_a_ring_merges_softmax_only() -> None:
     with pytest.raises(UsageError, match="context_method: ring can't compute PastAttention"):
-        cut_attention(PastAttention(), Context(None, None, "ring"))
+        cut_attention(PastAttention(), SequenceCut(None, None, "ring"))
 
 
 def test_a_mean_is_refused() -> None:
     with pytest.raises(UsageError, match="a loss that is a mean over some positions"):
         cut_objective(
-            objective_of(nn.Linear(2, 2), nn.CrossEntropyLoss()), Context(None, 4), {"x": 1}
+            objective_of(nn.Linear(2, 2), nn.CrossEntropyLoss()), SequenceCut(None, 4), {"x": 1}
         )
 
 
@@ -303,19 +303,19 @@ def refused(length: int, settings: dict[str, Any], **args: Any) -> str:
 def sent_in_a_step(settings: dict[str, Any]) -> int:
     """Bytes that a rank sends for activations and the loss in one step of one micro-batch."""
     sent: list[int] = []
-    first = Context.__init__
+    first = SequenceCut.__init__
 
-    def counted(self: Context, *args: Any, **kwargs: Any) -> None:
+    def counted(self: SequenceCut, *args: Any, **kwargs: Any) -> None:
         first(self, *args, **kwargs)
         self.on_send = sent.append
 
     settings = {**PLAIN, "training.max_steps": 1, "training.global_batch_size": 2, **settings}
-    Context.__init__ = counted  # type: ignore[method-assign]
+    SequenceCut.__init__ = counted  # type: ignore[method-assign]
     try:
         trainer = trainer_for("context:2", "transformer", settings, **GROUPED)
         list(trainer.steps(Tokens(16)))
     finally:
-        Context.__init__ = first  # type: ignore[method-assign]
+        SequenceCut.__init__ = first  # type: ignore[method-assign]
     return sum(sent) - 4 * trainer.placed.num_parameters  # half of their gradients, there and back
 
 
@@ -323,7 +323,7 @@ def kept_by_attention(method: str) -> int:
     """Bytes that one attention to 64 positions keeps for its backward pass, on a rank that has 32
     of them.
     """
-    context = Context(dist.group.WORLD, None, method)
+    context = SequenceCut(dist.group.WORLD, None, method)
     attend = Attend()
     kept = {}
     cut_attention(attend, context)

@@ -33,7 +33,7 @@ class EverySecond(AroundMicroBatch):
         known = {*map(id, self.parameters)}
         self.parameters += [p for p in part.parameters() if p.requires_grad and id(p) not in known]
 
-    def after(self, run):
+    def after(self, passing):
         self.waiting += 1
         if self.waiting == 2:
             self.exchange()

@@ -82,9 +82,9 @@ def reduced_in_the_wrong_backward_pass() -> Subject:
             self._model = model
             self._first = True
 
-        def before(self, run: MicroBatchPass) -> None:
+        def before(self, passing: MicroBatchPass) -> None:
             self._model.require_backward_grad_sync = self._first
-            self._first = run.last
+            self._first = passing.last
 
     return with_patch(replicate, "DDPSync", InTheFirst)
 

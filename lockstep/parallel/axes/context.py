@@ -15,7 +15,7 @@ import torch.distributed as dist
 from lockstep.models.protocol import Objective
 from lockstep.parallel.axes.axis import Axis, Site
 from lockstep.parallel.context import apply_context, cut_objective, plan_of
-from lockstep.parallel.context_attention import Context
+from lockstep.parallel.context_attention import SequenceCut
 from lockstep.parallel.parallel_model import ParallelModel, local
 from lockstep.parallel.passes import within
 from lockstep.parallel.tensor_cuts import sum_over_ranks
@@ -28,7 +28,7 @@ class ContextAxis(Axis):
 
     name: ClassVar[str] = "context"
 
-    def __init__(self, cut: Context, plan: Mapping[str, int]) -> None:
+    def __init__(self, cut: SequenceCut, plan: Mapping[str, int]) -> None:
         self.cut = cut
         self._plan = plan  # name of a batch's part → the dim of its sequence
 
@@ -42,7 +42,9 @@ class ContextAxis(Axis):
             return None
         plan = plan_of(site.facts)
         group = site.mesh["context"].get_group() if site.mesh is not None and several else None
-        return cls(Context(group, blocks, distributed.context_method, site.on_send(cls.name)), plan)
+        return cls(
+            SequenceCut(group, blocks, distributed.context_method, site.on_send(cls.name)), plan
+        )
 
     def after_others(self, site: Site) -> None:
         apply_context(site.facts, self.cut)  # dropout knows by then whether its layer is cut, too

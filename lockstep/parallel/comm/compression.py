@@ -137,8 +137,8 @@ class PowerSGD(AroundMicroBatch):
         # name → (error, Q) before this step
         self._undo: dict[str, tuple[Tensor | None, Tensor]] = {}
 
-    def before(self, run: MicroBatchPass) -> None:
-        self.factor = run.factor
+    def before(self, passing: MicroBatchPass) -> None:
+        self.factor = passing.factor
 
     @property
     def steps(self) -> int:

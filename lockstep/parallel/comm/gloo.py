@@ -54,16 +54,16 @@ class GlooMessages(AroundMicroBatch):
             unit.set_custom_all_gather(_Gather())  # type: ignore[arg-type]
             unit.set_custom_reduce_scatter(_ReduceScatter(self, sharded))  # type: ignore[arg-type]
 
-    def before(self, run: MicroBatchPass) -> None:
-        self._last = run.last
+    def before(self, passing: MicroBatchPass) -> None:
+        self._last = passing.last
 
-    def after(self, run: MicroBatchPass) -> None:
+    def after(self, passing: MicroBatchPass) -> None:
         """Complete the gradients, which are added up here.
 
         FSDP2 would add to a sum that is still under way.
         """
         self.wait()
-        if run.last:
+        if passing.last:
             # of those that this micro-batch has no gradient of
             for parameter, total in self._sums.items():
                 parameter.grad = total

@@ -19,7 +19,7 @@ class StageSync(AroundMicroBatch):
         self._unit = unit
         self._holds_back = False
 
-    def before(self, run: MicroBatchPass) -> None:
+    def before(self, passing: MicroBatchPass) -> None:
         """Hold gradients back, from the first pass of a step on."""
         reduces_by_hand(self._unit)
         if not self._holds_back:

@@ -78,16 +78,16 @@ class LocalTree(GradientTree):
         super().__init__(parameters)
         self.partials = Partials(0)
 
-    def before(self, run: MicroBatchPass) -> None:
+    def before(self, passing: MicroBatchPass) -> None:
         if not len(self.partials):
-            self.partials = Partials(run.micro_batches_per_step)
+            self.partials = Partials(passing.micro_batches_per_step)
 
-    def after(self, run: MicroBatchPass) -> None:
-        if run.micro_batch.real:
-            self.partials.add(run.micro_batch.index, [p.grad for p in self.parameters])
+    def after(self, passing: MicroBatchPass) -> None:
+        if passing.micro_batch.real:
+            self.partials.add(passing.micro_batch.index, [p.grad for p in self.parameters])
         for parameter in self.parameters:
             parameter.grad = None
-        if run.last:
+        if passing.last:
             self.add_up()
 
     def add_up(self) -> None:
@@ -148,24 +148,24 @@ class ReplicaTree(GradientTree):
         self._gathering: list[tuple[TreeAllReduce, Tensor]] = []  # the all-gather runs
         model.register_comm_hook(None, self._reduce)
 
-    def before(self, run: MicroBatchPass) -> None:
+    def before(self, passing: MicroBatchPass) -> None:
         if self._micro_batch is None:
-            self._partials = Partials(run.micro_batches_per_step)
-        self._micro_batch = run.micro_batch
-        if run.last:
+            self._partials = Partials(passing.micro_batches_per_step)
+        self._micro_batch = passing.micro_batch
+        if passing.last:
             # DDP remembers what earlier micro-batches of the step used, and wants a gradient of it
             # to reduce.
             for position in self._used_before:
                 self.parameters[position].grad = torch.zeros_like(self.parameters[position])
             self._used_before.clear()
 
-    def after(self, run: MicroBatchPass) -> None:
-        if run.last:
+    def after(self, passing: MicroBatchPass) -> None:
+        if passing.last:
             assert self._folding is None
             self._micro_batch = None
             return
-        if run.micro_batch.real:
-            self._partials.add(run.micro_batch.index, [p.grad for p in self.parameters])
+        if passing.micro_batch.real:
+            self._partials.add(passing.micro_batch.index, [p.grad for p in self.parameters])
         for position, parameter in enumerate(self.parameters):
             if parameter.grad is not None and self._may_miss:
                 self._used_before.add(position)
@@ -257,10 +257,10 @@ class ShardTree(GradientTree):
         self.last = False
         self._rounds = 0
 
-    def before(self, run: MicroBatchPass) -> None:
+    def before(self, passing: MicroBatchPass) -> None:
         """Find which micro-batches the shards of this replica run in this round."""
-        self.leaves = run.micro_batches_per_step
-        self.last = run.last
+        self.leaves = passing.micro_batches_per_step
+        self.last = passing.last
         each = self.shards.size() // self._groups
         now = range(self._rounds * each, (self._rounds + 1) * each)
         of_groups = [leaves_of(nodes) for nodes in self._of_replica(self.replicas.rank())]
@@ -270,10 +270,10 @@ class ShardTree(GradientTree):
             for position in now
         ]
 
-    def after(self, run: MicroBatchPass) -> None:
+    def after(self, passing: MicroBatchPass) -> None:
         """Leave the sums to the units' trees; refuse a step in which one of them misses leaves."""
-        self._rounds = 0 if run.last else self._rounds + 1
-        if not run.last:
+        self._rounds = 0 if passing.last else self._rounds + 1
+        if not passing.last:
             for parameter in self.parameters:
                 parameter.grad = None  # held in the units' trees
             return

@@ -9,8 +9,8 @@ Additions of floats do not associate:
     (2.0, 1.0)
 
 so a sum is the same in every bit only where it is the same expression. The tree depends on M, the
-number of micro-batches in the step, alone: a *node* is a run of neighbours [lo, hi); a run of more
-than one splits into halves, the first of which is the longer one where they differ. M = 7 is
+number of micro-batches in the step, alone: a *node* is the neighbours [lo, hi); one of two or more
+splits into halves, the first of which is the longer one where they differ. M = 7 is
 ((0+1)+(2+3)) + ((4+5)+6), whoever adds it up:
 
     >>> children((0, 7))
@@ -52,7 +52,7 @@ from torch import Tensor
 from lockstep.parallel.comm import MESSAGE, all_gather_flat
 from lockstep.torch_compat import foreach
 
-Node = tuple[int, int]  # a run [lo, hi) of micro-batches that the tree sums as one
+Node = tuple[int, int]  # the micro-batches [lo, hi), which the tree sums as one
 Nodes = Sequence[Sequence[Node]]  # of each rank
 # partial sums of each parameter (or of one flat tensor); None where nothing was added
 Values = list[Tensor | None]
