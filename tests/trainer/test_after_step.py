@@ -20,7 +20,6 @@ AT_ONCE = [
     "say_placement_lines",
     "keep_metrics",
     "tell_anomaly",
-    "tell_recomputed",
     "save_before_stop",
 ]
 
@@ -74,7 +73,6 @@ def test_each_way_to_train_hands_a_step_to_the_same_list(
         batch_size=8,
         global_batch_size=8,
         seed=0,
-        bad_numbers={"recompute": True},
         **({"eval_steps": 1} if way is by_train else {}),
     )
     way(trainer, consumed)
