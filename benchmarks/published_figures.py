@@ -17,6 +17,7 @@ from lockstep.costs.hardware import cluster_of
 from lockstep.layout import Layout
 from lockstep.plan.candidates import Candidate, evaluate_layout, pieces_of
 from lockstep.plan.layouts import model_size_of
+from lockstep.plan.messages import Messages
 from lockstep.plan.rehearsal import Rehearsal, rehearse
 from lockstep.plan.workload import Workload, workload_of
 from lockstep.strategy import parse_topology, strategy_named
@@ -107,7 +108,7 @@ def tokens_per_second(
     """Of each GPU under FSDP2, parameters gathered in bf16."""
     work, config, layout, rehearsal = _rehearsed(size, batch, checkpointing, gpus)
     cluster = cluster_of(gpus, gpu, between)
-    pieces = pieces_of(model_size_of(work, config), rehearsal, cluster.seconds, layout)
+    pieces = pieces_of(model_size_of(work, config), rehearsal, Messages(layout, cluster), layout)
     step = strategy_named(layout.strategy).step_time(pieces, config.step, layout, cluster, 1)
     return batch * work.tokens_per_sample() / step.seconds
 

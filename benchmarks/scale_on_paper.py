@@ -34,6 +34,7 @@ from lockstep.layout import Layout
 from lockstep.parallel.pipeline.plan import StageTime, pipeline_step
 from lockstep.plan.candidates import pieces_of
 from lockstep.plan.layouts import model_size_of
+from lockstep.plan.messages import Messages
 from lockstep.plan.rehearsal import Rehearsal, rehearse
 from lockstep.plan.workload import workload_of
 from lockstep.strategy import strategy_named
@@ -87,7 +88,7 @@ def sharded(run: Sharded, gpus: int) -> float:
         run.model, run.batch, run.checkpointing, run.sharding, layout(min(gpus, REHEARSED))
     )
     step = strategy_named(layout(gpus).strategy).step_time(
-        pieces_of(facts, rehearsal, cluster.seconds, layout(gpus)),
+        pieces_of(facts, rehearsal, Messages(layout(gpus), cluster), layout(gpus)),
         config.step,
         layout(gpus),
         cluster,

@@ -215,13 +215,23 @@ class Strategy:
         cluster: "GpuCluster",
         micro_batches: int,
     ) -> "StepTime":
-        """Return the time of a step.
+        """Return the time of a step: that of the first of its axes that has one.
 
-        Replicas all-reduce fp32 gradients after the last backward pass.
+        Else ranks compute, and all-reduce fp32 gradients after the last backward pass, unless its
+        axes tell what they send.
         """
+        for kind in self.kinds:
+            step = kind.step_time(pieces, config, layout, cluster, micro_batches)
+            if step is not None:
+                return step
         gradients = pieces.parameter_bytes
         return replicated_step(
-            pieces, layout, cluster, micro_batches, sent=gradients, bucket_bytes=gradients
+            pieces,
+            layout,
+            cluster,
+            micro_batches,
+            sent=0.0 if pieces.are_sent else gradients,
+            bucket_bytes=gradients,
         )
 
     def further_state(self, config: "StepConfig", parameters: int) -> float:
@@ -313,7 +323,7 @@ def resolve(
         raise UsageError(what, where=f"distributed.{next(iter(written))}", fix=fix)
     per_node = max(1, (local_world_size or world_size) // same_batch)
     layout = replace(strategy.layout(config, world_size // same_batch, per_node), **sizes)
-    _refuse_idle_ranks(strategy, layout)
+    _refuse_unknown_axes(strategy, config, layout)
     size = config.expert_size or 1
     ranks = layout.data_parallel_size
     if ranks % size:
@@ -334,23 +344,33 @@ def resolve(
     return replace(layout, topology="*".join(parts))
 
 
-def _refuse_idle_ranks(strategy: Strategy, layout: Layout) -> None:
-    """Refuse several ranks along an axis that a strategy does not have.
+# axis → a strategy that has it, for advice
+_HAVE = {"replicate": REPLICAS, "shard": "fsdp", "pipeline": "pipeline"}
 
-    They would share out micro-batches, and nobody would sum their gradients.
+
+def _refuse_unknown_axes(strategy: Strategy, config: "DistributedConfig", layout: Layout) -> None:
+    """Refuse several ranks along an axis that a strategy does not have, or makes nothing of.
+
+    They would share out micro-batches, and nobody would sum their gradients; or the size in the
+    config would be passed over without a word.
     """
     divided = strategy.divides if strategy.replicas is None else ()
     known = {axis for axes in _topologies(strategy).values() for axis in axes} | {*divided}
-    for axis in ("pipeline", "shard"):
+    for axis, instead in _HAVE.items():
+        given = getattr(config, f"{axis}_size")
         size = getattr(layout, axis)
-        if size > 1 and axis not in known:
+        fix = f"leave {axis}_size out, or write strategy: {instead}"
+        where = f"distributed.{axis}_size"
+        if size > 1 and axis not in known and axis != "replicate":
             what = (
                 f"strategy {strategy.name} has no axis {axis}, along which there are {size} ranks"
             )
             why = "they would share out micro-batches, and nobody would sum their gradients"
-            fix = f"leave {axis}_size out, or write strategy: "
-            fix += "fsdp" if axis == "shard" else "pipeline"
-            raise UsageError(what, where=f"distributed.{axis}_size", why=why, fix=fix)
+            raise UsageError(what, where=where, why=why, fix=fix)
+        if given not in (None, size):
+            what = f"strategy {strategy.name} makes nothing of {axis}_size={given}"
+            why = f"it has {size} rank{'s' * (size > 1)} along the axis {axis}, on these ranks"
+            raise UsageError(what, where=where, why=why, fix=fix)
 
 
 def parse_topology(text: str) -> tuple[dict[str, Any], int]:

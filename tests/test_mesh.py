@@ -1,13 +1,21 @@
 """Layouts: sizes that multiply out, and one clear equation where they do not."""
 
+import itertools
+
 import pytest
 import torch
 
-from lockstep.config import DistributedConfig
-from lockstep.errors import UsageError
-from lockstep.layout import Layout
+from lockstep.config import Config, DistributedConfig, StepConfig
+from lockstep.config.checks import step_contradictions
+from lockstep.errors import UsageError, refuse
+from lockstep.layout import SIZED, Layout
 from lockstep.mesh import local_chunk
-from lockstep.strategy import parse_topology, resolve
+from lockstep.registry import STRATEGIES
+from lockstep.strategy import Strategy, parse_topology, resolve, strategy_named
+
+
+class OfAPackage(Strategy):
+    axes = ("replicate",)
 
 
 def layout(world_size: int, local: int | None = None, **settings: object) -> Layout:
@@ -61,6 +69,44 @@ def test_ranks_along_an_axis_that_a_strategy_does_not_have_are_refused(strategy:
     with pytest.raises(UsageError, match=f"strategy {strategy} has no axis shard") as error:
         resolve(config, 2)
     assert "write strategy: fsdp" in str(error.value)
+
+
+@pytest.mark.parametrize("strategy", [*STRATEGIES.shipped, "tests.test_mesh:OfAPackage"])
+def test_no_size_is_passed_over_without_a_word(strategy: str) -> None:
+    """Each strategy follows the size of each axis, or refuses it; those of the config come first.
+
+    `tensor` with a replicate_size trained on as many ranks as it had, and `fsdp` with a
+    pipeline_size did, too.
+    """
+    followed = set()
+    several = () if strategy_named(strategy).one_process else (2, 4, 8)
+    for axis, ranks in itertools.product((*SIZED, "expert"), (1, *several)):
+        distributed = DistributedConfig.model_validate({"strategy": strategy, f"{axis}_size": 2})
+        found, refused = _resolved(distributed, ranks)
+        where = f"{strategy}, {axis}_size, {ranks} ranks: {refused}"
+        if found is None:
+            assert refused is not None
+            assert axis in str(refused), where
+            assert refused.fix, where
+        else:
+            assert getattr(found, axis) == 2, where
+            followed.add(axis)
+    of_its_own = {"ddp": "replicate", "fsdp": "shard", "pipeline": "pipeline", "tensor": "tensor"}
+    assert of_its_own.get(strategy) in {*followed, None}
+
+
+def _resolved(
+    distributed: DistributedConfig, ranks: int
+) -> tuple[Layout, None] | tuple[None, UsageError]:
+    """Return the layout, or what refuses the config as it is loaded or placed."""
+    step = StepConfig(Config().training, Config().precision, distributed)
+    try:
+        refuse(step_contradictions(step))
+        found = resolve(distributed, ranks)
+        refuse(step_contradictions(step, found))
+    except UsageError as error:
+        return None, error
+    return found, None
 
 
 def test_sizes_that_do_not_multiply_show_the_equation() -> None:

@@ -23,18 +23,22 @@ from lockstep.checkpoint.manifest import DamagedError, read_manifest, read_state
 from lockstep.checkpoint.posix import locate
 from lockstep.checkpoint.restore import unreadable
 from lockstep.checkpoint.storage import MANIFEST, CheckpointPath, Directory, build_storage, step_of
-from lockstep.config import ObjectSpec
+from lockstep.config import ObjectSpec, load_config
+from lockstep.config.tree import Origin, parse
 from lockstep.errors import UsageError, did_you_mean
+from lockstep.records import RunDirectory
+from lockstep.run_files import printable, read_text
 
 FORMATS = ("full", "torch")
+_LARGEST_CONFIG = 1 << 20  # bytes
 
 
 def run(verb: str, path: str | Path, **options: Any) -> str:
     """Run one of VERBS, with its options, and return the text to print, or raise a UsageError.
 
-    `path` is a run directory, a folder of checkpoints, one checkpoint, or another storage,
-    `package.module:Name`; verbs for one checkpoint take the newest whole one. If `verify` finds
-    damage, a DamagedError lists what is damaged.
+    `path` is a run directory, a folder of checkpoints, one checkpoint, or another storage:
+    `package.module:Name`, or a config that names one; verbs for one checkpoint take the newest
+    whole one. If `verify` finds damage, a DamagedError lists what is damaged.
     """
     if verb not in VERBS:
         near = did_you_mean(verb, VERBS)
@@ -156,19 +160,50 @@ def checkpoints_at(path: Path) -> list[CheckpointPath]:
     if step_of(path.resolve().name) is not None or (path / MANIFEST).exists():
         return [path]
     elsewhere: list[Directory] = []
-    if ":" in str(path) and not path.exists():
+    if path.suffix in (".yaml", ".yml") and path.is_file():
+        elsewhere = [_storage_of_config(path)]
+    elif ":" in str(path) and not path.exists():
         elsewhere = [build_storage(ObjectSpec(name=str(path)), "PATH")]
     for directory in elsewhere or [path / "checkpoints", path]:
         if found := list_checkpoints(directory):
             return found
-    what = (
-        f"there is no checkpoint in {path}"
-        if path.exists() or elsewhere
-        else f"{path} does not exist"
-    )
+    what = f"there is no checkpoint in {', '.join(map(str, elsewhere)) or path}"
+    if not elsewhere and not path.exists():
+        what = f"{path} does not exist"
+    kept_in = None if elsewhere else _storage_named_in(path)
+    if kept_in is not None:
+        fix = f"give {path / 'config.yaml'}: that imports the storage, with its arguments"
+        why = f"its config keeps checkpoints in {kept_in}"
+        raise UsageError(what, why=why, fix=fix)
     raise UsageError(
-        what, fix="give a run directory, its folder checkpoints/, or one checkpoint in it"
+        what,
+        fix=(
+            "give a run directory, its folder checkpoints/, one checkpoint in it, or a config that"
+            " names a storage"
+        ),
     )
+
+
+def _storage_of_config(path: Path) -> Directory:
+    """Return the storage of a config, which is code: whoever gives it as a path means to run it."""
+    storage = load_config(path).checkpoint.storage
+    if storage is None:
+        fix = "give the run directory, whose folder checkpoints/ has them"
+        raise UsageError(f"{path} names no checkpoint.storage", fix=fix)
+    return build_storage(storage)
+
+
+def _storage_named_in(run: Path) -> str | None:
+    """Return the name of the storage in a run directory's config, of which nothing is imported."""
+    try:
+        text = read_text(run, RunDirectory(run).config.name, limit=_LARGEST_CONFIG)
+        found = parse(text, lambda line: Origin("config.yaml", line + 1)).plain()
+    except (OSError, ValueError, UsageError):
+        return None
+    section = found.get("checkpoint") if isinstance(found, dict) else None
+    storage = section.get("storage") if isinstance(section, dict) else None
+    name = storage.get("name") if isinstance(storage, dict) else storage
+    return printable(name) if isinstance(name, str) else None
 
 
 def newest_at(path: Path) -> CheckpointPath:

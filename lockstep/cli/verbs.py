@@ -245,7 +245,8 @@ def checkpoint(argv: list[str]) -> int:
     parser = Parser("checkpoint", text, examples, _CHECKPOINT_VERBS)
     parser.add_argument("verb", metavar="|".join(_CHECKPOINT_VERBS))
     text = (
-        "a run directory, its checkpoints, or one of them; import: another trainer's file or folder"
+        "a run directory, its checkpoints, or one of them; a storage, package.module:Name, or a"
+        " config that names one; import: another trainer's file or folder"
     )
     parser.add_argument("path", metavar="PATH", type=Path, help=text)
     text = "export, convert, import: the file or folder to write"

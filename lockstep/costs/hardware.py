@@ -17,10 +17,13 @@ Tests: tests/plan/test_published.py, tests/plan/test_resources.py
 import difflib
 import math
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
 
 from lockstep.errors import UsageError
+
+_NOTHING: Mapping[str, int] = {}
 
 
 class Cost(NamedTuple):
@@ -31,14 +34,42 @@ class Cost(NamedTuple):
     full: int = 0  # the same in fp32
     # bytes read and written by operations without a formula: they are bound by memory bandwidth
     moved: int = 0
-    # tensor, context, expert: bytes that a rank sends to those along the axis, and waits for
-    tensor: int = 0
-    context: int = 0
-    expert: int = 0
+    # name of an axis → bytes that a rank sends along it, and waits for
+    sent: Mapping[str, int] = _NOTHING
 
-    def plus(self, other: "Cost", times: int = 1) -> "Cost":
-        """Return the sum with `times` times another cost."""
-        return Cost(*(mine + times * theirs for mine, theirs in zip(self, other, strict=True)))
+    def plus(self, other: "Cost") -> "Cost":
+        """Return the sum of both costs."""
+        sent = self.sent or other.sent
+        if self.sent and other.sent:
+            sent = {
+                axis: self.sent.get(axis, 0) + other.sent.get(axis, 0)
+                for axis in {**self.sent, **other.sent}
+            }
+        return Cost(self.low + other.low, self.full + other.full, self.moved + other.moved, sent)
+
+    def with_sent_of(self, passes: "Sequence[Cost]") -> "Cost":
+        """Return it with the mean of what several passes send: some send for the next one, too."""
+        axes = dict.fromkeys(axis for one in passes for axis in one.sent)
+        sent = {
+            axis: round(sum(one.sent.get(axis, 0) for one in passes) / len(passes)) for axis in axes
+        }
+        return self._replace(sent=sent or _NOTHING)
+
+    def grown(self, once: "Cost", everything: "Cost") -> "Cost":
+        """Return it, each number larger by as much as `everything` is larger than `once`."""
+
+        def larger(of_this: int, of_one: int, of_all: int) -> int:
+            return round(of_this * of_all / max(1, of_one))
+
+        return Cost(
+            larger(self.low, once.low, everything.low),
+            larger(self.full, once.full, everything.full),
+            larger(self.moved, once.moved, everything.moved),
+            {
+                axis: larger(size, once.sent.get(axis, 0), everything.sent.get(axis, 0))
+                for axis, size in self.sent.items()
+            },
+        )
 
     @property
     def flops(self) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from lockstep.costs.hardware import Cost, GpuCluster, Group, group_of
+from lockstep.costs.hardware import GpuCluster, Group, group_of
 from lockstep.layout import Layout
 
 
@@ -139,6 +139,8 @@ class Pieces:
     backward: float
     update: float = 0.0  # seconds of the optimizer, for this rank's share
     low_rank_bytes: float = 0.0  # size of the gradients under PowerSGD, if it is used
+    # The strategy's own axes tell what they send: see `Axis.sent`.
+    are_sent: bool = False
 
     @property
     def parameter_bytes(self) -> float:
@@ -174,33 +176,27 @@ class Sent(NamedTuple):
         return Sent(*(mine + times * theirs for mine, theirs in zip(self, other, strict=True)))
 
 
-def along_axes(cost: Cost, layout: Layout, cluster: GpuCluster) -> Sent:
-    """Return what a rank sends along tensor, context and expert, and waits for.
+def parts_sent(axis: str, size: float, layout: Layout, cluster: GpuCluster) -> Sent:
+    """Return what a rank sends, and waits for, as `size` bytes of its parts go to all others.
 
-    Latency is left out.
+    `axis` is one whose ranks run the same micro-batches. Latency is left out.
     """
-    found = Sent()
-    for axis, size, stride in layout.strides():
-        if size > 1:
-            group = group_of(cluster, size, stride)
-            whole = getattr(cost, axis) * size / (size - 1)
-            found = found.plus(Sent(group.moved(whole), *group.bytes_sent(whole)))
-    among = group_of(cluster, layout.expert, layout.same_batch_size)
-    return found.plus(Sent(*among.all_to_all(cost.expert)))
-
-
-def sums_of_experts(size: ModelSize, layout: Layout, cluster: GpuCluster) -> Sent:
-    """Return the time and bytes in which experts' gradients are summed.
-
-    The sums are over the ranks that hold the same experts.
-    """
-    if layout.expert == 1:
+    of_axis = {name: (ranks, stride) for name, ranks, stride in layout.strides()}
+    ranks, stride = of_axis[axis]
+    if ranks == 1:
         return Sent()
-    held = 4 * size.expert_parameters / (layout.expert * layout.tensor * layout.pipeline)
-    group = group_of(
-        cluster, layout.data_parallel_size // layout.expert, layout.expert * layout.same_batch_size
-    )
-    return Sent(group.all_reduce(held), *group.bytes_sent(2 * held))
+    group = group_of(cluster, ranks, stride)
+    gathered = size * ranks / (ranks - 1)
+    return Sent(group.moved(gathered), *group.bytes_sent(gathered))
+
+
+def all_reduced(size: float, layout: Layout, cluster: GpuCluster) -> Sent:
+    """Return what a rank sends in an all-reduce of `size` bytes, and waits for.
+
+    It is among the ranks that share out a step's micro-batches.
+    """
+    group = group_of(cluster, layout.data_parallel_size, layout.same_batch_size)
+    return Sent(group.all_reduce(size), *group.bytes_sent(2 * size))
 
 
 def with_sent(step: StepTime, waited: Sent, after: Sent) -> StepTime:

@@ -18,7 +18,8 @@ from lockstep.config import StepConfig
 from lockstep.errors import Contradiction, UsageError
 from lockstep.layout import Layout
 from lockstep.parallel.axes.replicate import ReplicateAxis
-from lockstep.parallel.ddp import Replicas, ddp_settings
+from lockstep.parallel.ddp import ddp_settings
+from lockstep.strategy import Strategy
 
 _OTHER_ENGINES = {
     "ACCELERATE_USE_FSDP": "write strategy: fsdp",
@@ -28,7 +29,7 @@ _OTHER_ENGINES = {
 }
 
 
-class Accelerate(Replicas):
+class Accelerate(Strategy):
     """A replica on every rank, wrapped by Accelerate."""
 
     topologies = {"accelerate": ("replicate",)}

@@ -17,9 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.config import StepConfig
 from lockstep.costs.hardware import GpuCluster
-from lockstep.costs.steps import ModelSize, Pieces, StepTime, replicated_step
+from lockstep.costs.steps import ModelSize
 from lockstep.errors import RunError, UsageError, listed
-from lockstep.layout import Layout
 from lockstep.monitor.meters import watch_ddp
 from lockstep.parallel.passes import AroundMicroBatch, MicroBatchPass
 from lockstep.registry import STRATEGIES
@@ -33,33 +32,7 @@ _BUFFERS_STAY: dict[str, Any] = {
 }
 
 
-class Replicas(Strategy):
-    """A replica on every rank; torch's DistributedDataParallel reduces its gradients in buckets."""
-
-    def step_time(
-        self,
-        pieces: Pieces,
-        config: StepConfig,
-        layout: Layout,
-        cluster: GpuCluster,
-        micro_batches: int,
-    ) -> StepTime:
-        """Time a step whose gradients are exchanged in buckets, as the compression makes them."""
-        uncompressed = pieces.parameter_bytes
-        ddp = config.distributed.ddp
-        sizes = {
-            "fp16": uncompressed / 2,
-            "bf16": uncompressed / 2,
-            "powersgd": pieces.low_rank_bytes,
-        }
-        sent = sizes.get(ddp.compression.kind, uncompressed)
-        bucket = ddp.bucket_cap_mb * 2**20
-        return replicated_step(
-            pieces, layout, cluster, micro_batches, sent=sent, bucket_bytes=bucket
-        )
-
-
-class DDP(Replicas):
+class DDP(Strategy):
     """Replicas whose gradients are reduced by DDP, by a compression, or up the tree."""
 
     topologies = {"ddp": ("replicate",)}

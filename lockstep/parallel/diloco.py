@@ -68,18 +68,6 @@ class DiLoCo(Strategy):
         if config.distributed.diloco.workers in (None, cluster.num_gpus):
             yield from super().layouts_to_plan(model, config, cluster)
 
-    def step_time(
-        self,
-        pieces: Pieces,
-        config: StepConfig,
-        layout: Layout,
-        cluster: GpuCluster,
-        micro_batches: int,
-    ) -> StepTime:
-        options = config.distributed.diloco
-        sent = pieces.parameter_bytes / 4 * bytes_each(options.send_as) / options.inner_steps
-        return rarely_exchanged_step(pieces, layout, cluster, micro_batches, sent=sent)
-
     def further_state(self, config: StepConfig, parameters: int) -> float:
         # the common parameters, their momentum, and rounding errors
         options = config.distributed.diloco
@@ -92,6 +80,20 @@ class WorkersAxis(Axis):
     """Ranks whose workers train models of their own, and exchange what they changed."""
 
     name: ClassVar[str] = "workers"
+
+    @classmethod
+    def step_time(
+        cls,
+        pieces: Pieces,
+        config: StepConfig,
+        layout: Layout,
+        cluster: GpuCluster,
+        micro_batches: int,
+    ) -> StepTime | None:
+        """Return the mean time of a step, some of which exchange."""
+        options = config.distributed.diloco
+        sent = pieces.parameter_bytes / 4 * bytes_each(options.send_as) / options.inner_steps
+        return rarely_exchanged_step(pieces, layout, cluster, micro_batches, sent=sent)
 
     @classmethod
     def contradictions(cls, config: StepConfig, layout: Layout | None) -> Iterator[Contradiction]:

@@ -38,7 +38,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from lockstep.config import DistributedConfig, FSDPConfig, StepConfig
 from lockstep.costs.hardware import GpuCluster
-from lockstep.costs.steps import ModelSize, Pieces, StepTime, sharded_step
+from lockstep.costs.steps import ModelSize
 from lockstep.errors import Contradiction, UsageError
 from lockstep.layout import Layout, layout_of_sizes
 from lockstep.parallel.fsdp_units import own_parameters
@@ -147,28 +147,6 @@ class FSDP(Strategy):
             "distributed.fsdp.sharding_strategy": "full_shard",
             "distributed.fsdp.cpu_offload": True,
         }
-
-    def step_time(
-        self,
-        pieces: Pieces,
-        config: StepConfig,
-        layout: Layout,
-        cluster: GpuCluster,
-        micro_batches: int,
-    ) -> StepTime:
-        """Time a step that gathers parameters and reduces gradients; alone, one without either."""
-        options = config.distributed.fsdp
-        if layout.world_size == 1:
-            return super().step_time(pieces, config, layout, cluster, micro_batches)
-        return sharded_step(
-            pieces,
-            layout,
-            cluster,
-            micro_batches,
-            gathers_again=options.sharding_strategy in ("full_shard", "hybrid_shard"),
-            width=0.5 if config.precision.param_dtype == "bf16" else 1.0,
-            reduces_each=options.accumulate == "sharded",
-        )
 
     def topologies_to_verify(self, config: StepConfig) -> list[str]:
         return ["hybrid:2x2"] if config.distributed.fsdp.sharding_strategy == "hybrid_shard" else []

@@ -14,19 +14,18 @@ import torch
 
 from lockstep import accelerator
 from lockstep.config import Config, require_equation
-from lockstep.costs.hardware import GIB, Cost, GpuCluster
+from lockstep.costs.hardware import GIB, GpuCluster
 from lockstep.costs.steps import (
     ModelSize,
     Pieces,
     Sent,
     StepTime,
-    along_axes,
-    sums_of_experts,
     with_sent,
 )
 from lockstep.errors import UsageError
 from lockstep.layout import Layout
 from lockstep.plan.layouts import layout_of, layouts, model_size_of, with_layout
+from lockstep.plan.messages import Messages
 from lockstep.plan.rehearsal import Rehearsal, rehearse
 from lockstep.plan.workload import Workload
 from lockstep.progress import progress_of
@@ -308,10 +307,8 @@ def apart(facts: ModelSize, layout: Layout) -> tuple[float, float]:
     return facts.parameters - facts.expert_parameters, facts.expert_parameters / layout.expert
 
 
-def pieces_of(
-    facts: ModelSize, rehearsal: Rehearsal, seconds: Callable[[Cost], float], layout: Layout
-) -> Pieces:
-    """Return the parts of a step; `seconds` returns a rank's time for a cost."""
+def pieces_of(facts: ModelSize, rehearsal: Rehearsal, messages: Messages, layout: Layout) -> Pieces:
+    """Return the parts of a step; its passes include messages that ranks wait for."""
     computed = rehearsal.work
     each = 4 / layout.tensor
     dense, _ = apart(facts, layout)
@@ -320,10 +317,11 @@ def pieces_of(
         facts.units,
         each * (dense - rest) / max(1, facts.units),
         each * rest,
-        seconds(computed.forward),
-        seconds(computed.backward),
-        seconds(computed.update),
+        messages.seconds(computed.forward),
+        messages.seconds(computed.backward),
+        messages.seconds(computed.update),
         facts.low_rank_bytes,
+        messages.are_told(computed.forward, computed.backward, computed.update),
     )
 
 
@@ -346,17 +344,14 @@ def _evaluate_data_parallel(
         candidate.notes.append(f"{sum(moved) / GIB:.1f} GiB a rank in host memory")
     strategy = strategy_named(layout.strategy)
     memory["parameters"] += round(strategy.further_state(config.step, facts.parameters))
-
-    def seconds(cost: Cost) -> float:
-        return cluster.seconds(cost) + along_axes(cost, layout, cluster).seconds
-
-    pieces = pieces_of(facts, rehearsal, seconds, layout)
+    messages = Messages(layout, cluster)
+    pieces = pieces_of(facts, rehearsal, messages, layout)
     groups = cluster.of_batch_groups(layout.same_batch_size)
     alone = layout.alone()
     step = strategy.step_time(pieces, config.step, alone, groups, count)
-    each = along_axes(rehearsal.work.forward.plus(rehearsal.work.backward), layout, cluster)
-    waited = along_axes(rehearsal.work.update, layout, cluster).plus(each, count)
-    candidate.step = with_sent(step, waited, sums_of_experts(facts, layout, cluster))
+    each = messages.of(rehearsal.work.forward.plus(rehearsal.work.backward))
+    waited = messages.of(rehearsal.work.update).plus(each, count)
+    candidate.step = with_sent(step, waited, messages.at_last(facts))
     if layout.same_batch_size * layout.expert == 1:
         candidate.notes += compression_advice(pieces, config, layout, cluster, count)
     computing = layout.data_parallel_size * layout.same_batch_size
@@ -391,30 +386,30 @@ def _evaluate_pipeline(
     stages: list[StageTime] = []
     flops = 0
     waited = Sent()
-
-    def seconds(cost: Cost) -> float:
-        return cluster.seconds(cost) + along_axes(cost, layout, cluster).seconds
-
+    messages = Messages(layout, cluster)
     per_rank = config.distributed.pipeline.stages_per_rank
     stage_bytes = 4 * apart(facts, layout)[0] / (layout.pipeline * per_rank * layout.tensor)
+    if any(messages.are_told(r.work.forward, r.work.backward) for r in found.values()):
+        stage_bytes = 0.0  # these messages exchange the gradients
     middle = next(iter(found[layout.pipeline // 2].stages.values()))
     for stage in range(layout.pipeline * per_rank):
         computed = next((r.stages[stage] for r in found.values() if stage in r.stages), middle)
         flops += computed.forward.flops
-        sent = [along_axes(cost, layout, cluster) for cost in (computed.forward, computed.backward)]
+        sent = [messages.of(cost) for cost in (computed.forward, computed.backward)]
         if stage < per_rank:  # stages of one rank
             waited = waited.plus(sent[0].plus(sent[1]), count)
         halves = None
         if computed.halves is not None:
-            halves = (seconds(computed.halves[0]), seconds(computed.halves[1]))
-        forward = seconds(computed.forward)
-        backward = seconds(computed.backward)
+            of_inputs, of_weights = computed.halves
+            halves = (messages.seconds(of_inputs), messages.seconds(of_weights))
+        forward = messages.seconds(computed.forward)
+        backward = messages.seconds(computed.backward)
         stages.append(StageTime(forward, backward, float(fullest.sent[stage]), stage_bytes, halves))
     update = max(cluster.seconds(rehearsal.work.update) for rehearsal in found.values())
     groups = cluster.of_batch_groups(layout.same_batch_size)
     alone = layout.alone()
     step = pipeline_step(stages, config.step, alone, groups, count, update)
-    candidate.step = with_sent(step, waited, sums_of_experts(facts, layout, cluster))
+    candidate.step = with_sent(step, waited, messages.at_last(facts))
     candidate.model_flops = 3.0 * flops * count * layout.data_parallel_size * layout.same_batch_size
 
 

@@ -118,8 +118,7 @@ def rehearse(
                 tracker.mark("forward")
                 placed.micro_step(MicroBatch(index, batch), accumulator, 1.0, index == count - 1)
         tracker.mark("update")
-        if layout.same_batch_size * layout.expert > 1:
-            placed.finish_gradients()
+        placed.finish_gradients()
         update(optimizer)
         regions = regions_of(tracker.items, (f"F{REPEATED}", f"B{REPEATED}"), left_out)
         start = tracker.start
@@ -176,22 +175,20 @@ def spread_experts(model: nn.Module, layout: Layout) -> set[nn.Parameter]:
 
 
 def _work_of(regions: list[Region], grown: float) -> Work:
-    """Return the costs of a step's last passes.
+    """Return the costs of a step's last passes, which send as much as all of them do on average.
 
     `grown`: the memory's ratio to that in the rehearsal.
     """
-    passes: dict[str, Cost] = {}
+    passes: dict[str, list[Cost]] = {"forward": [], "backward": [], "update": []}
     now = ""
     for region in regions:
-        if region.label in ("forward", "backward", "update"):
+        if region.label in passes:
             now = region.label
-            passes[now] = Cost()
+            passes[now].append(Cost())
         if now:
-            passes[now] = passes[now].plus(region.cost)
-    update = passes["update"]
-    return Work(
-        passes["forward"], passes["backward"], update._replace(moved=round(update.moved * grown))
-    )
+            passes[now][-1] = passes[now][-1].plus(region.cost)
+    forward, backward, update = (each[-1].with_sent_of(each) for each in passes.values())
+    return Work(forward, backward, update._replace(moved=round(update.moved * grown)))
 
 
 @contextmanager
@@ -268,7 +265,7 @@ def dry_run_of(tracker: Tracker, mesh: DeviceMesh | None, device_type: str) -> D
         mesh,
         device_type,
         partial(Reducer, tracker),
-        lambda axis, size: tracker.items.append(Cost(**{axis: size})),
+        lambda axis, size: tracker.items.append(Cost(sent={axis: size})),
     )
 
 

@@ -106,8 +106,12 @@ def rehearse_rank(
 
 def _work_of(changes: Changes, stage: int) -> Work:
     """Return the costs of a stage's passes, of which the first of each kind is left out."""
-    forward = changes["F", stage, False].cost
-    backward = changes["B", stage, False].cost
+    forward, backward = (
+        changes[kind, stage, False].cost.with_sent_of(
+            [changes[kind, stage, first].cost for first in (True, False)]
+        )
+        for kind in ("F", "B")
+    )
     if ("I", stage, False) not in changes:
         return Work(forward, backward, Cost())
     return Work(
@@ -368,13 +372,7 @@ class _Passes:
         for kind in ("F", "I", "W"):
             self.run(kind, stage)
         for kind in ("I", "W"):
-            counted = zip(self._without[kind, stage], at_once, all_of_it.cost, strict=True)
-            scaled = Cost(
-                *(
-                    round(of_half * everything / max(1, once))
-                    for of_half, once, everything in counted
-                )
-            )
+            scaled = self._without[kind, stage].grown(at_once, all_of_it.cost)
             self.changes[kind, stage, False] = self.changes[kind, stage, False]._replace(
                 cost=scaled
             )

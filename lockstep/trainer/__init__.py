@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -39,12 +39,20 @@ def run(config: Config, *, output_dir: Path, resume: str) -> int:
     cluster.setup(config.distributed)
     data = build_data(config.data, seed=config.training.seed)
     with plain_warnings():
-        trainer = Trainer(build(config, data), config=config, output_dir=output_dir)
+        trainer = _OfConfig(build(config, data), config=config, output_dir=output_dir)
         stop_on_signals(trainer)
         trainer.go_on_from(resume)
         trainer.train(data.train, data.validation)
     cluster.cleanup()
     return EXIT_PREEMPTED if trainer.step.stopping else EXIT_DONE
+
+
+class _OfConfig(Trainer):
+    """The trainer of `lockstep train`, whose data a config names."""
+
+    advice_on_validation: ClassVar[str] = (
+        "let data.name make a pair (training, validation), or leave the key out"
+    )
 
 
 @contextmanager

@@ -398,13 +398,14 @@ def unused_of_loader(data: Any) -> str | None:
     return None
 
 
-def of_validation(config: Config, val_data: Any) -> Iterator[NoEffect]:
-    """Yield the keys about evaluations that mean nothing to these data, or without any."""
+def of_validation(config: Config, val_data: Any, advice: str) -> Iterator[NoEffect]:
+    """Yield the keys about evaluations that mean nothing to these data, or without any.
+
+    `advice` says how this way to train gets validation data.
+    """
     if val_data is None:
         keys = (*_TIMES, "training.eval_batches", "training.eval_batch_size")
-        yield NoEffect(
-            keys, "without validation data", "nothing is evaluated", "pass val_data to train(…)"
-        )
+        yield NoEffect(keys, "without validation data", "nothing is evaluated", advice)
     own = getattr(val_data, "batch_size", None)
     if isinstance(val_data, list | tuple) or (
         own is not None and own != config.training.eval_batch_size

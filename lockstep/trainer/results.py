@@ -82,8 +82,11 @@ class Results:
         }
         return ", ".join(name for name, waits in waiting.items() if waits)
 
-    def check_names(self, metrics: Metrics | None, *, evaluates: bool) -> None:
-        """Reject a metric named by the config or the caller that no evaluation will compute."""
+    def check_names(self, metrics: Metrics | None, *, evaluates: bool, advice: str) -> None:
+        """Reject a metric named by the config or the caller that no evaluation will compute.
+
+        `advice` says how this way to train gets validation data.
+        """
         if metrics is not None and not isinstance(metrics, Mapping):
             return
         wanted = self._followed_names()
@@ -92,9 +95,7 @@ class Results:
         if wanted and not evaluates:
             where, name = next(iter(wanted.items()))
             why = "the run has no data to evaluate on"
-            raise UsageError(
-                f"{name} is never computed", where=where, why=why, fix="pass val_data to train(…)"
-            )
+            raise UsageError(f"{name} is never computed", where=where, why=why, fix=advice)
         results = ["eval_loss", *(f"eval_{name}" for name in metrics or ())]
         for where, name in wanted.items():
             known = [*results, *_OF_STEPS] if where == "checkpoint.keep_best" else results

@@ -8,7 +8,7 @@ Tests: tests/trainer/test_trainer.py, tests/trainer/test_cost_of_a_step.py
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Unpack, overload
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -69,6 +69,9 @@ class Trainer:
     Raises:
         UsageError: before anything is started, if settings contradict each other or the model.
     """
+
+    # what to do where there is none and a setting asks for evaluations
+    advice_on_validation: ClassVar[str] = "pass val_data to train(…)"
 
     def __init__(
         self,
@@ -138,15 +141,15 @@ class Trainer:
         state = self.state
         with ExitStack() as ending:
             ending.callback(state.output.release)
+            advice = self.advice_on_validation
             self._start.report(
-                "validation", lambda: no_effect.of_validation(state.config, val_data)
+                "validation", lambda: no_effect.of_validation(state.config, val_data, advice)
             )
             if metrics is not None and val_data is None:
                 warn_at_caller(
-                    "metrics= means nothing without validation data: pass val_data to train(…)",
-                    NoEffectWarning,
+                    f"metrics= means nothing without validation data: {advice}", NoEffectWarning
                 )
-            state.results.check_names(metrics, evaluates=val_data is not None)
+            state.results.check_names(metrics, evaluates=val_data is not None, advice=advice)
 
             self._start.begin(train_data)
             source, total = self._start.open_data(train_data, epochs)
@@ -337,7 +340,10 @@ class Trainer:
         run = self._open.current
         if run is not None:
             run.settle()
-        self._start.report("validation", lambda: no_effect.of_validation(self.config, val_data))
+        advice = self.advice_on_validation
+        self._start.report(
+            "validation", lambda: no_effect.of_validation(self.config, val_data, advice)
+        )
         found = evaluated(self.state, val_data, metrics)
         if counts and run is not None and run.in_callers_loop:
             run.add_evaluation(found)

@@ -63,7 +63,12 @@ def step_alone(config: Config) -> Config:
     if bad_numbers.action == "rollback":  # it needs checkpoints
         bad_numbers = bad_numbers.model_copy(update={"action": "stop"})
     training = config.training.model_copy(
-        update={"early_stopping": None, "bad_numbers": bad_numbers}
+        update={
+            "early_stopping": None,
+            "bad_numbers": bad_numbers,
+            "eval_steps": None,
+            "eval_strategy": "steps",
+        }
     )
     around = {
         "checkpoint": CheckpointConfig(allow_changes=True),

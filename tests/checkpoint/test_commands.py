@@ -1,5 +1,6 @@
 """`lockstep checkpoint …`: what the commands say, and the files that they write."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ from lockstep import checkpoint
 from lockstep.checkpoint import Snapshot
 from lockstep.checkpoint.commands import run
 from lockstep.errors import LockstepError, UsageError
+from tests.checkpoint import memory_storage
+from tests.checkpoint.memory_storage import MemoryStorage
 from tests.checkpoint.shared import assert_same, blank, flip, save, snapshot
 
 
@@ -136,3 +139,25 @@ def test_a_path_without_checkpoints_is_told(tmp_path: Path) -> None:
         run("digest", tmp_path)
     with pytest.raises(UsageError, match="does not exist"):
         run("list", tmp_path / "none")
+
+
+def test_a_config_that_names_a_storage_is_a_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With its arguments; the run directory itself, maybe a stranger's, imports nothing."""
+    bucket: dict[str, bytes] = {}
+    made = MemoryStorage(bucket)
+    monkeypatch.setattr(memory_storage, "BUCKET", bucket)
+    save(made, 3)
+    storage = "{name: 'tests.checkpoint.memory_storage:MemoryStorage', args: {bucket: null}}"
+    config = tmp_path / "config.yaml"
+    config.write_text(f"checkpoint: {{storage: {storage}}}\n")
+    assert run("verify", config) == "memory/step-00000003: whole"
+    monkeypatch.setitem(sys.modules, "tests.checkpoint.memory_storage", None)
+    with pytest.raises(UsageError) as error:
+        run("verify", tmp_path)
+    assert "its config keeps checkpoints in tests.checkpoint.memory_storage" in str(error.value)
+    assert f"give {config}" in str(error.value)
+    config.write_text("training: {max_steps: 3}\n")
+    with pytest.raises(UsageError, match=r"names no checkpoint\.storage"):
+        run("verify", config)

@@ -6,11 +6,11 @@ import pytest
 
 from lockstep.config import config_from
 from lockstep.costs.hardware import Cost, cluster_of
-from lockstep.costs.steps import along_axes, sums_of_experts
 from lockstep.errors import UsageError
 from lockstep.layout import Layout
 from lockstep.plan.candidates import evaluate_layout
 from lockstep.plan.layouts import layout_of, layouts, model_size_of
+from lockstep.plan.messages import Messages
 from lockstep.plan.workload import workload_of
 
 LARGE = {
@@ -62,16 +62,16 @@ def test_time_and_bytes_along_axes() -> None:
     cluster = cluster_of(16, "H100")  # two nodes
     inside = cluster.inside.bandwidth * 0.7
     between = cluster.between.bandwidth * 0.7
-    tensor = along_axes(Cost(tensor=7_000_000_000), Layout("fsdp", shard=2, tensor=8), cluster)
+    along = Messages(Layout("fsdp", shard=2, tensor=8), cluster)
+    tensor = along.of(Cost(sent={"tensor": 7_000_000_000}))
     assert tensor == pytest.approx((7 / inside, 7e9, 0))
-    expert = along_axes(
-        Cost(expert=15_000_000_000), Layout("ddp", replicate=16, expert=16), cluster
-    )
+    among = Messages(Layout("ddp", replicate=16, expert=16), cluster)
+    expert = among.of(Cost(sent={"expert": 15_000_000_000}))
     assert expert == pytest.approx((max(7 / inside, 8 / between), 7e9, 8e9))
     config = config_from({"model.name": "mixture", "model.args": SMALL, "training.batch_size": 1})
     size = model_size_of(workload_of(config), config)
     assert size.expert_parameters == 2 * 8 * 3 * 64 * 88
-    sums = sums_of_experts(size, Layout("ddp", replicate=16, expert=8), cluster)
+    sums = Messages(Layout("ddp", replicate=16, expert=8), cluster).at_last(size)
     # an all-reduce of two ranks
     assert sums.between == pytest.approx(2 * 4 * size.expert_parameters / 8 / 2)
 

@@ -2,6 +2,7 @@
 axis".
 """
 
+import re
 from pathlib import Path
 
 import pytest
@@ -26,8 +27,9 @@ from lockstep.strategy import Strategy
 
 
 class EverySecond(AroundMicroBatch):
-    def __init__(self, group):
+    def __init__(self, group, on_send):
         self.group, self.waiting, self.parameters, self.sums = group, 0, [], {}
+        self.on_send = on_send  # None but in a plan
 
     def add(self, part):
         known = {*map(id, self.parameters)}
@@ -43,6 +45,8 @@ class EverySecond(AroundMicroBatch):
         for parameter in self.parameters:
             grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             dist.all_reduce(grad, group=self.group)
+            if self.on_send is not None:
+                self.on_send(grad.numel() * grad.element_size())
             self.sums[parameter] = grad + self.sums[parameter] if parameter in self.sums else grad
             parameter.grad = None
 
@@ -71,7 +75,8 @@ class Toy(Axis):
     def on(cls, site):
         if site.reproducible or site.layout.replicate == 1:
             return None  # the tree sums, or there is nothing to sum
-        return cls(EverySecond(site.mesh["replicate"].get_group()))
+        on_send = site.on_send(cls.name)
+        return cls(EverySecond(site.mesh["replicate"].get_group(), on_send))
 
     def around(self, part):
         self.step.add(part)
@@ -117,6 +122,29 @@ def test_it_takes_the_same_steps_as_one_process_alone_with_cut_layers_and_in_sta
         "distributed.open_axes=[tensor]",
     )
     assert "every bit" in exact
+
+
+def test_a_plan_counts_the_bytes_that_it_names(outside: Outside) -> None:
+    """Two all-reduces of four micro-batches a rank, where ddp has one; under a pipeline, too."""
+    batch = "training.global_batch_size=16"
+    plain = _sent(outside.lockstep("plan", "config.yaml", "--gpus", 2, *GPU, batch))
+    assert plain[f"{NAME}:2"] == pytest.approx(2 * plain["ddp:2"], rel=0.01)
+    in_stages = f"distributed.strategy=pipeline*{NAME}"
+    staged = _sent(outside.lockstep("plan", "config.yaml", "--gpus", 4, *GPU, batch, in_stages))
+    # micro-batches × passes × (samples × positions × width) × bytes, to the other stage
+    activations = 4 * 2 * (2 * 8 * 16) * 4
+    exchanged = staged[f"pipeline:2*{NAME}:2"] - activations
+    assert exchanged == pytest.approx(2 * (staged["pipeline:2*fsdp:2"] - activations), rel=0.02)
+
+
+GPU = ("--gpu-type", "A100-80GB")
+
+
+def _sent(table: str) -> dict[str, float]:
+    """Return layout → bytes that a rank sends in a step, of a plan's table."""
+    units = {"B": 1.0, "kB": 1e3, "MB": 1e6}
+    rows = re.findall(r"^(\S+) .*?([\d.]+) (B|kB|MB) +\d+% +[\d,]+$", table, re.MULTILINE)
+    return {name: float(size) * units[unit] for name, size, unit in reversed(rows)}
 
 
 def test_its_contradictions_are_told_before_ranks_start(outside: Outside) -> None:

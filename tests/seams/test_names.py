@@ -96,7 +96,7 @@ loss_fn: "theirs:apart"
 data: {name: "theirs:Points"}
 training:
   {max_steps: 4, batch_size: 4, learning_rate: 0.01, optimizer: "theirs:Steady", lr_schedule: "theirs:halves",
-   eval_steps: null}
+   eval_steps: 3}
 distributed: {device: cpu, strategy: single}
 checkpoint: {save_steps: 4, storage: {name: "theirs:Shelf", args: {label: them}}}
 monitor: {log_steps: 1, sinks: [jsonl, "theirs:Table", "theirs:NeedsMore"]}
@@ -124,6 +124,9 @@ def test_a_run_takes_all_of_them_from_another_package(outside: Outside) -> None:
     assert [row["lr"] for row in rows] == pytest.approx([0.01, 0.005, 0.0025, 0.00125])
     assert rows[-1]["loss"] < rows[0]["loss"]
     assert "kept by them step-00000004" in said
+    assert "training.eval_steps means nothing without validation data" in said
+    assert "let data.name make a pair (training, validation)" in said
+    assert "train(…)" not in said  # that is Python's way to train
     assert not (outside.folder / "run/checkpoints").exists()
     written = (outside.folder / "run/table.txt").read_text().splitlines()
     assert written == [f"{row['step']} of 4 {row['lr']}" for row in rows]

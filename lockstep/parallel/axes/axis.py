@@ -13,6 +13,12 @@ list, and asks each axis the same questions, in this order:
     trained        → the placed model with its finishers, whole parameters, and what a norm counts
     replicas       → ranks along the axis that hold the same, and are compared
 
+and `lockstep plan`, of each class:
+
+    step_time      → the time of a step, if it sends while it computes
+    sent           → what the bytes that a rehearsal has counted cost on a cluster
+    sent_at_last   → what is sent once a step
+
 Those of the strategy come first, then those that any strategy may have, by their sizes
 (`lockstep.registry.BY_SIZE`).
 
@@ -31,6 +37,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lockstep.config import DDPConfig, StepConfig
+from lockstep.costs.hardware import GpuCluster
+from lockstep.costs.steps import ModelSize, Pieces, Sent, StepTime, all_reduced
 from lockstep.data.batches import AssignAnyRank
 from lockstep.errors import Contradiction, UsageError
 from lockstep.layout import Layout
@@ -135,7 +143,10 @@ class Site:
         return next((axis for axis in self.axes.values() if isinstance(axis, kind)), None)
 
     def on_send(self, axis: str) -> OnSend | None:
-        """Return what is told the bytes of each message along an axis; None but in a dry run."""
+        """Return what is told the bytes of each message along an axis; None but in a dry run.
+
+        `axis` is the name of the class, whose `sent` says what these bytes cost.
+        """
         return None if self.dry_run is None else partial(self.dry_run.sends, axis)
 
     def materialise(self) -> None:
@@ -246,6 +257,39 @@ class Axis:
     ) -> Iterator[tuple[dist.ProcessGroup, AbstractSet[str]]]:
         """Yield groups whose ranks hold the same parameters, and the names of those left out."""
         yield from ()
+
+    # ---- what it costs, for `lockstep plan` ----
+
+    @classmethod
+    def step_time(
+        cls,
+        pieces: Pieces,
+        config: StepConfig,
+        layout: Layout,
+        cluster: GpuCluster,
+        micro_batches: int,
+    ) -> StepTime | None:
+        """Return the time of a step, of an axis that sends while it computes; None: it waits."""
+        return None
+
+    @classmethod
+    def sent(cls, size: float, layout: Layout, cluster: GpuCluster) -> Sent:
+        """Return the seconds and the bytes on links of messages that a rank waits for.
+
+        By default they are an all-reduce among the ranks that share out a step.
+
+        Args:
+            size: the bytes that `site.on_send(cls.name)` was told of in a pass or an update, which
+                were rehearsed on no more than a few replicas.
+            layout: with all of them.
+            cluster: what the ranks run on.
+        """
+        return all_reduced(size, layout, cluster)
+
+    @classmethod
+    def sent_at_last(cls, model: ModelSize, layout: Layout, cluster: GpuCluster) -> Sent:
+        """Return what a rank sends once a step, after its last pass, beside what it has told."""
+        return Sent()
 
 
 def axes_named(names: Iterable[str]) -> Iterator[type[Axis]]:

@@ -12,6 +12,9 @@ from typing import ClassVar, Self
 
 import torch.distributed as dist
 
+from lockstep.costs.hardware import GpuCluster
+from lockstep.costs.steps import Sent, parts_sent
+from lockstep.layout import Layout
 from lockstep.models.protocol import Objective
 from lockstep.parallel.axes.axis import Axis, Site
 from lockstep.parallel.context import apply_context, cut_objective, plan_of
@@ -79,3 +82,7 @@ class ContextAxis(Axis):
     ) -> Iterator[tuple[dist.ProcessGroup, AbstractSet[str]]]:
         if self.cut.group is not None:
             yield self.cut.group, frozenset()
+
+    @classmethod
+    def sent(cls, size: float, layout: Layout, cluster: GpuCluster) -> Sent:
+        return parts_sent(cls.name, size, layout, cluster)

@@ -16,6 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from lockstep.config import StepConfig
 from lockstep.config.checks import excluded, ranks_along
+from lockstep.costs.hardware import GpuCluster, group_of
+from lockstep.costs.steps import ModelSize, Sent
 from lockstep.data.batches import AssignAnyRank
 from lockstep.errors import Contradiction
 from lockstep.layout import Layout
@@ -148,6 +150,25 @@ class ExpertAxis(Axis):
     ) -> Iterator[tuple[dist.ProcessGroup, AbstractSet[str]]]:
         if self.held.replicas.size() > 1:
             yield self.held.replicas, placed.kept().keys() - self.held.shapes.keys()
+
+    @classmethod
+    def sent(cls, size: float, layout: Layout, cluster: GpuCluster) -> Sent:
+        among = group_of(cluster, layout.expert, layout.same_batch_size)
+        return Sent(*among.all_to_all(size))
+
+    @classmethod
+    def sent_at_last(cls, model: ModelSize, layout: Layout, cluster: GpuCluster) -> Sent:
+        """Return the sums of experts' gradients over the ranks that hold the same experts."""
+        if layout.expert == 1:
+            return Sent()
+        parts = layout.expert * layout.tensor * layout.pipeline
+        held = 4 * model.expert_parameters / parts
+        group = group_of(
+            cluster,
+            layout.data_parallel_size // layout.expert,
+            layout.expert * layout.same_batch_size,
+        )
+        return Sent(group.all_reduce(held), *group.bytes_sent(2 * held))
 
 
 def placed_experts(site: Site) -> PlacedExperts | None:

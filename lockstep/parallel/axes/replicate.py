@@ -17,6 +17,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.config import StepConfig
+from lockstep.costs.hardware import GpuCluster
+from lockstep.costs.steps import Pieces, StepTime, replicated_step
 from lockstep.data.batches import AssignAnyRank, assign_contiguous, assign_strided
 from lockstep.errors import Contradiction
 from lockstep.layout import Layout
@@ -84,6 +86,29 @@ class ReplicateAxis(Axis):
                 multiplier=1.0 if site.reproducible else float(site.ranks),
             )
         return placed_in_order(site, applied)
+
+    @classmethod
+    def step_time(
+        cls,
+        pieces: Pieces,
+        config: StepConfig,
+        layout: Layout,
+        cluster: GpuCluster,
+        micro_batches: int,
+    ) -> StepTime | None:
+        """Return the time of a step whose gradients are all-reduced, bucket by bucket."""
+        uncompressed = pieces.parameter_bytes
+        ddp = config.distributed.ddp
+        sizes = {
+            "fp16": uncompressed / 2,
+            "bf16": uncompressed / 2,
+            "powersgd": pieces.low_rank_bytes,
+        }
+        sent = sizes.get(ddp.compression.kind, uncompressed)
+        bucket = ddp.bucket_cap_mb * 2**20
+        return replicated_step(
+            pieces, layout, cluster, micro_batches, sent=sent, bucket_bytes=bucket
+        )
 
 
 def _assignment(site: Site, *, spread: bool) -> AssignAnyRank:

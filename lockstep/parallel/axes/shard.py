@@ -13,8 +13,12 @@ from typing import ClassVar, Self
 import torch.distributed as dist
 from torch import nn
 
+from lockstep.config import StepConfig
+from lockstep.costs.hardware import GpuCluster
+from lockstep.costs.steps import Pieces, StepTime, sharded_step
 from lockstep.data.batches import AssignAnyRank, assign_strided
 from lockstep.errors import UsageError, listed
+from lockstep.layout import Layout
 from lockstep.parallel.axes.axis import Axis, Site
 from lockstep.parallel.axes.expert import placed_experts
 from lockstep.parallel.comm.gloo import GlooMessages
@@ -81,6 +85,29 @@ class ShardAxis(Axis):
             counted=counted,
         )
         return placed_in_order(site, applied)
+
+    @classmethod
+    def step_time(
+        cls,
+        pieces: Pieces,
+        config: StepConfig,
+        layout: Layout,
+        cluster: GpuCluster,
+        micro_batches: int,
+    ) -> StepTime | None:
+        """Return the time of a step that gathers units and reduces gradients as it computes."""
+        options = config.distributed.fsdp
+        if layout.world_size == 1:
+            return None
+        return sharded_step(
+            pieces,
+            layout,
+            cluster,
+            micro_batches,
+            gathers_again=options.sharding_strategy in ("full_shard", "hybrid_shard"),
+            width=0.5 if config.precision.param_dtype == "bf16" else 1.0,
+            reduces_each=options.accumulate == "sharded",
+        )
 
     def cut_stage(
         self,

@@ -16,6 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from lockstep.config import StepConfig
 from lockstep.config.checks import excluded, ranks_along
+from lockstep.costs.hardware import GpuCluster
+from lockstep.costs.steps import Sent, parts_sent
 from lockstep.errors import Contradiction, UsageError
 from lockstep.layout import Layout
 from lockstep.models.protocol import Objective
@@ -128,3 +130,7 @@ class TensorAxis(Axis):
     ) -> Iterator[tuple[dist.ProcessGroup, AbstractSet[str]]]:
         if self.cuts.cut.group is not None:
             yield self.cuts.cut.group, frozenset(self.cuts.dims)
+
+    @classmethod
+    def sent(cls, size: float, layout: Layout, cluster: GpuCluster) -> Sent:
+        return parts_sent(cls.name, size, layout, cluster)
