@@ -111,7 +111,9 @@ class Strategy:
 
         It raises a UsageError if the product of the sizes is not the number of ranks.
         """
-        sizes = {"replicate": config.replicate_size or world_size, "shard": config.shard_size or 1}
+        shard = config.shard_size or 1
+        replicate = config.replicate_size or max(1, world_size // shard)
+        sizes = {"replicate": replicate, "shard": shard}
         return layout_of_sizes(self.name, sizes, world_size, given_sizes(config))
 
     def describe(self, layout: Layout) -> str:
@@ -355,7 +357,8 @@ def _refuse_unknown_axes(strategy: Strategy, config: "DistributedConfig", layout
     config would be passed over without a word.
     """
     divided = strategy.divides if strategy.replicas is None else ()
-    known = {axis for axes in _topologies(strategy).values() for axis in axes} | {*divided}
+    named = {axis for axes in _topologies(strategy).values() for axis in axes}
+    known = named | {*divided, *(strategy.axes or ())}
     for axis, instead in _HAVE.items():
         given = getattr(config, f"{axis}_size")
         size = getattr(layout, axis)
@@ -378,10 +381,7 @@ def parse_topology(text: str) -> tuple[dict[str, Any], int]:
 
     A topology is like `pipeline:2*hybrid:2x2`.
     """
-    wrong = UsageError(
-        f"{text!r} is not a topology",
-        fix="write single, ddp:2, fsdp:4, hybrid:2x2, pipeline:2 or pipeline:2*fsdp:2",
-    )
+    wrong = UsageError(f"{text!r} is not a topology", fix=f"write {_near_topology(text)}")
     values: dict[str, Any] = {}
     ranks = 1
     may_fill = frozenset(SIZED)
@@ -423,6 +423,16 @@ def parse_topology(text: str) -> tuple[dict[str, Any], int]:
         may_fill = (may_fill if place else strategy.divides | {*SAME_BATCH}) - set(axes)
         ranks *= math.prod(sizes)
     return values, ranks
+
+
+def _near_topology(text: str) -> str:
+    """Return the parts with those first that others divide, or else some topologies."""
+    divided = {name for one in known_strategies() if one.divides for name in _topologies(one)}
+    parts = [part.strip() for part in text.split("*")]
+    in_order = "*".join(sorted(parts, key=lambda part: part.partition(":")[0] not in divided))
+    if in_order != "*".join(parts):
+        return in_order
+    return "single, ddp:2, fsdp:4, hybrid:2x2, pipeline:2 or pipeline:2*fsdp:2"
 
 
 def _topologies(strategy: Strategy) -> Mapping[str, tuple[str, ...]]:

@@ -68,7 +68,8 @@ def test_a_question_is_answered_in_four_files_whose_functions_exist() -> None:
             assert found is not None, stop
             text = (REPOSITORY / "lockstep" / found[1]).read_text()
             for name in re.findall(r"`(?:\w+\.)?(\w+)`", found[2].replace("`tensor`", "")):
-                assert re.search(rf"\b{name}\b", text), f"{found[1]} has no {name}"
+                defined = rf"\b(?:def|class) {name}\b|^ +{name}: "
+                assert re.search(defined, text, re.MULTILINE), f"{found[1]} defines no {name}"
 
 
 def test_each_make_target_in_it_exists() -> None:

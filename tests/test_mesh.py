@@ -18,6 +18,10 @@ class OfAPackage(Strategy):
     axes = ("replicate",)
 
 
+class Shards(Strategy):
+    axes = ("shard",)
+
+
 def layout(world_size: int, local: int | None = None, **settings: object) -> Layout:
     return resolve(DistributedConfig.model_validate(settings), world_size, local)
 
@@ -156,6 +160,17 @@ def test_a_topology_reads_back_as_it_is_written(text: str) -> None:
 def test_what_is_no_topology_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="is not a topology"):
         parse_topology(text)
+
+
+def test_the_right_order_of_a_topology_is_told() -> None:
+    with pytest.raises(UsageError, match=r"write pipeline:2\*fsdp:2$"):
+        parse_topology("fsdp:2*pipeline:2")
+
+
+def test_a_strategy_of_a_package_has_the_sizes_of_the_axes_that_it_lists() -> None:
+    assert layout(4, strategy="tests.test_mesh:Shards", shard_size=2).shard == 2
+    with pytest.raises(UsageError, match="OfAPackage has no axis shard"):
+        layout(4, strategy="tests.test_mesh:OfAPackage", shard_size=2)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7])

@@ -4,6 +4,7 @@ axis".
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -164,8 +165,32 @@ class NoOn(Axis):
     name = "no_on"
 
 
+class OfAnObject(Axis):
+    name = "of_an_object"
+
+    def on(self, site: Any) -> None:  # type: ignore[override]
+        pass
+
+
+class NoName(Axis):
+    @classmethod
+    def on(cls, site: Any) -> None:
+        pass
+
+
+class TakenName(NoName):
+    name = "tensor"
+
+
 def test_what_is_no_axis_is_refused() -> None:
     with pytest.raises(UsageError, match="has no method on"):
         list(axes_named(["tests.seams.test_axis:NoOn"]))
+    for mistake, told in (
+        ("OfAnObject", r"on is not a classmethod(.|\n)*write @classmethod def on\(cls, site\)"),
+        ("NoName", r"has no name(.|\n)*write name ="),
+        ("TakenName", "is called tensor, as the axis that ships"),
+    ):
+        with pytest.raises(UsageError, match=told):
+            list(axes_named([f"tests.seams.test_axis:{mistake}"]))
     with pytest.raises(UsageError, match=r"is not a subclass of lockstep\.parallel\.axes"):
         list(axes_named(["lockstep.layout:Layout"]))

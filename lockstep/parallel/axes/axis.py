@@ -25,6 +25,7 @@ Those of the strategy come first, then those that any strategy may have, by thei
 Tests: tests/parallel/test_axes.py, tests/seams/test_axis.py
 """
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
@@ -54,7 +55,7 @@ from lockstep.parallel.passes import AroundMicroBatch
 from lockstep.parallel.tensor_blocks import OnSend
 from lockstep.precision import Precision
 from lockstep.randomness import RandomState
-from lockstep.registry import AXES, require_methods
+from lockstep.registry import AXES, BY_SIZE, require_call, require_methods
 
 Found = TypeVar("Found")
 
@@ -303,10 +304,37 @@ def axes_named(names: Iterable[str]) -> Iterator[type[Axis]]:
         if not (isinstance(found, type) and issubclass(found, Axis)):
             what = f"{name} is not a subclass of lockstep.parallel.axes.axis.Axis"
             raise UsageError(what, where=AXES.where, fix="name a class that is one")
-        if found.on.__func__ is Axis.on.__func__:  # type: ignore[attr-defined]
+        if inspect.getattr_static(found, "on") is vars(Axis)["on"]:
             fix = (
                 "write @classmethod def on(cls, site), which returns the axis on this rank, or None"
             )
             raise UsageError(f"{name} has no method on", where=AXES.where, fix=fix)
         require_methods(found, Axis, name, AXES.where)
+        _require_classmethods(found, name)
+        _require_own_name(found, name)
         yield found
+
+
+def _require_classmethods(found: type[Axis], name: str) -> None:
+    """Refuse a class whose methods are asked of an object where the class is asked."""
+    for method, defined in vars(Axis).items():
+        if not isinstance(defined, classmethod):
+            continue
+        arguments = list(inspect.signature(defined.__func__).parameters)
+        line = f"write @classmethod def {method}({', '.join(arguments)})"
+        if not isinstance(inspect.getattr_static(found, method), classmethod):
+            what = f"{name}.{method} is not a classmethod"
+            raise UsageError(what, where=AXES.where, fix=line)
+        own = getattr(found, method)
+        require_call(own, arguments[1:], f"{name}.{method}", AXES.where, fix=line)
+
+
+def _require_own_name(found: type[Axis], name: str) -> None:
+    """Refuse a class without a name, or with that of an axis that stands beside it."""
+    own = getattr(found, "name", None)
+    if not isinstance(own, str):
+        fix = 'write name = "…" in the class, as in `site.axes` and `site.on_send(cls.name)`'
+        raise UsageError(f"{name} has no name", where=AXES.where, fix=fix)
+    if own in BY_SIZE and name != own:
+        what = f"{name} is called {own}, as the axis that ships and stands beside it"
+        raise UsageError(what, where=AXES.where, fix="write another name in the class")
