@@ -152,6 +152,7 @@ def asked_to_end() -> bool:
 
 
 def _read_in_background() -> None:
+    """Start the thread that reads the numbers of signals, once in each process."""
     global _reader, _pid, _pipe, _end_to_read
     if _reader is not None and _pid == os.getpid():
         return
