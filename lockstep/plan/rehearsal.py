@@ -5,7 +5,8 @@ blocks three run, and the record of one is repeated for those left out. The devi
 CPU; on a GPU the same tensors are created, apart from autocast's list of operations and kernels'
 own workspaces.
 
-Tests: tests/plan/test_memory.py, tests/plan/test_stages.py
+Tests: tests/plan/test_memory.py, tests/plan/test_stages.py,
+tests/plan/test_rehearsal_leaves_nothing.py
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Set
