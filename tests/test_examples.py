@@ -346,6 +346,7 @@ def test_the_long_ones_as_they_stand(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.timeout(3600)
 def test_a_text_of_one_s_own(tmp_path: Path) -> None:
     (tmp_path / "book.txt").write_text((REPOSITORY / "README.md").read_text())
     assert (

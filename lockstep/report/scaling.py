@@ -19,16 +19,18 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from lockstep.config.flags import as_overrides
 from lockstep.errors import RunError, UsageError
+from lockstep.layout import SIZED
 from lockstep.report import units
 from lockstep.report.charts import COLOURS, chart, line
 from lockstep.report.page import Page, render
 from lockstep.report.read import after_warmup, read_run
 from lockstep.run_files import exists_already, write_result
 from lockstep.scratch import temporary
-from lockstep.strategy import SINGLE
+from lockstep.strategy import EXPERT, SINGLE
 
 # Usual speed-ups of GPUs over PCIe, from and to.
 EXPECTED = {2: (1.8, 1.9), 4: (3.5, 3.8), 8: (6.5, 7.5), 16: (12.0, 14.0)}
@@ -88,7 +90,7 @@ def _measure(
 ) -> tuple[float, float]:
     """Return the samples per second and the seconds per step of one run."""
     output = folder / f"{len(list(folder.iterdir()))}"
-    fixed = {
+    fixed: dict[str, Any] = {
         "training.max_steps": steps,
         "training.eval_steps": "null",
         "training.warmup_steps": 0,
@@ -96,6 +98,9 @@ def _measure(
         "monitor.sinks": "[jsonl]",
         "monitor.log_steps": 1,
     }
+    if ranks == 1:
+        fixed["distributed.strategy"] = SINGLE
+        fixed |= {f"distributed.{axis}_size": "null" for axis in (*SIZED, EXPERT)}
     command = [
         sys.executable,
         "-m",
@@ -106,8 +111,6 @@ def _measure(
         *as_overrides(fixed),
     ]
     command += ["--nproc-per-node", str(ranks), "--output-dir", str(output), "--resume", "never"]
-    if ranks == 1:
-        command.append(f"distributed.strategy={SINGLE}")
     done = subprocess.run(
         command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )

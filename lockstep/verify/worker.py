@@ -28,7 +28,7 @@ from lockstep.layout import SIZED
 from lockstep.models.protocol import offered
 from lockstep.monitor.figures import gather_objects
 from lockstep.parallel.parallel_model import local
-from lockstep.strategy import SINGLE, parse_topology, strategy_named
+from lockstep.strategy import EXPERT, SINGLE, parse_topology, strategy_named
 from lockstep.torch_compat.pytree import tree_map_only
 from lockstep.trainer import Trainer
 from lockstep.verify import comparisons, experiments
@@ -45,14 +45,19 @@ _SAMPLES = "samples.pt"  # file with its micro-batches
 
 
 def settings_of(topology: str) -> dict[str, Any]:
-    """Return the settings that a topology (`ddp:2`, `single`) changes in a config."""
+    """Return the settings that a topology (`ddp:2`, `single`) changes in a config.
+
+    Experts stay spread as the config has them, where the strategy can spread them.
+    """
     values, _ = parse_topology(topology)
+    strategy = strategy_named(values["strategy"])
     settings: dict[str, Any] = {
         **dict.fromkeys(_SIZES),
+        **({} if strategy.goes_with(EXPERT) else {f"distributed.{EXPERT}_size": None}),
         "distributed.divergence_check_steps": None,  # it would stop the steps to compare
         **{f"distributed.{key}": value for key, value in values.items()},
     }
-    if not strategy_named(values["strategy"]).in_buckets:
+    if not strategy.in_buckets:
         settings["distributed.ddp.compression.kind"] = "none"
     return settings
 

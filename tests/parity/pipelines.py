@@ -103,7 +103,7 @@ def llama() -> nn.Module:
         "hf:llama",
         hidden_size=16,
         intermediate_size=24,
-        num_hidden_layers=5,
+        num_hidden_layers=6,
         num_attention_heads=2,
         attention_dropout=0.1,
         tie_word_embeddings=True,

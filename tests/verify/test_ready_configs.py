@@ -10,11 +10,12 @@ import pytest
 
 import lockstep.config
 from lockstep import verify as package
-from lockstep.config import load_config
+from lockstep.config import config_from, load_config
 from lockstep.launch.spawn import spawn_again
-from lockstep.strategy import parse_topology
+from lockstep.strategy import SINGLE, parse_topology
 from lockstep.verify import Outcome, default_against
 from lockstep.verify.subject import Case, Spec, VerifyJob
+from lockstep.verify.worker import settings_of
 from tests.test_ready_configs import READY, SMALL, small
 
 TRAINERS = sorted(Path(lockstep.config.__file__).parent.glob("trainers/*.yaml"))
@@ -61,6 +62,15 @@ def test_some_configs_that_ship_pass(tmp_path: Path) -> None:
     assert set(found) == {f"{name} {topology}" for name, topology in IN_CI.items()}
     assert not failures(found)
     assert all(outcome.steps == STEPS for outcome in found.values())
+
+
+def test_each_topology_of_every_config_is_a_config() -> None:
+    """The reference, too: one process has no ranks over which experts could be spread."""
+    for path in (*READY, *TRAINERS):
+        config = load_config(path, small(path) if path in READY else [])
+        for topology in (SINGLE, *default_against(config)):
+            changed = config_from(settings_of(topology), config)
+            assert changed.distributed.strategy == parse_topology(topology)[0]["strategy"]
 
 
 @pytest.mark.full
