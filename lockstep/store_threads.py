@@ -10,6 +10,9 @@ import atexit
 import threading
 import weakref
 from collections.abc import Callable
+from typing import TypeVar
+
+_T = TypeVar("_T")
 
 _CLOSING_SECONDS = 2.0  # for an answer that is under way; a broken link never brings one
 
@@ -48,6 +51,30 @@ class StoreThread(threading.Thread):
         self.closing.set()
         self._wake()
         self.join(seconds)
+
+
+def answer_within(seconds: float, call: Callable[[], _T]) -> _T:
+    """Return what a function that asks a store returns, or raise what it raises.
+
+    A store behind a broken link never answers, and keeps whoever asks it meanwhile.
+
+    Raises TimeoutError: it has not returned after these seconds.
+    """
+    returned: list[_T] = []
+    raised: list[Exception] = []
+
+    def ask(_thread: StoreThread) -> None:
+        try:
+            returned.append(call())
+        except Exception as error:
+            raised.append(error)
+
+    StoreThread(ask, "store-answer").join(seconds)
+    if raised:
+        raise raised[0]
+    if not returned:
+        raise TimeoutError(f"no answer within {seconds:g} s")
+    return returned[0]
 
 
 @atexit.register

@@ -3,9 +3,14 @@
 import re
 import subprocess
 import sys
+import threading
+from functools import partial
 from pathlib import Path
 
+import pytest
+
 import lockstep
+from lockstep.store_threads import answer_within
 from tests.launch.shared import environment
 from tests.ranks import free_port
 
@@ -89,3 +94,18 @@ def test_other_threads_never_call_a_store() -> None:
         if re.search(r"\bthreading\.(Thread|Timer)\(", path.read_text())
     }
     assert found == set(_PLAIN)
+
+
+def test_an_answer_that_does_not_come_is_not_waited_for() -> None:
+    """As of a store behind a broken link; an answer, and an error, are handed on."""
+    never = threading.Event()
+    with pytest.raises(TimeoutError, match=r"no answer within 0\.05 s"):
+        answer_within(0.05, never.wait)
+    never.set()
+    assert answer_within(60, lambda: 3) == 3
+    with pytest.raises(ValueError, match="gone"):
+        answer_within(60, partial(_fail, "gone"))
+
+
+def _fail(why: str) -> None:
+    raise ValueError(why)

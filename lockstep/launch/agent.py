@@ -43,6 +43,7 @@ from lockstep.launch.hang import HangWatch, OtherMachines
 from lockstep.launch.rendezvous_handlers import Membership
 from lockstep.launch.worker import print_error
 from lockstep.records import RunDirectory
+from lockstep.store_threads import answer_within
 from lockstep.torch_compat.elastic_agent import ExtensibleAgent
 
 CLOSING_SECONDS = 5.0  # for closing the rendezvous; a broken link would block for a minute
@@ -54,6 +55,7 @@ _SEEN = "lockstep/seen"  # key prefix: the machines which ended well, and know h
 _WELL = "well"
 _FAILED = "failed"
 _POLL_SECONDS = 0.1
+_ANSWER_SECONDS = 30.0  # for the store's answer; it must be more than a loaded machine takes
 
 
 def stopped_by(number: int) -> RunError:
@@ -179,10 +181,15 @@ class Agent(ExtensibleAgent):
         group: Any = self.worker_group
         if group.store is None:
             return
-        with suppress(dist.DistError, RuntimeError):  # the machine that hosts the store is gone
+
+        def publish() -> None:
             group.store.set(f"{_ENDED}/{group.group_rank}", how)
             if how == _FAILED:
                 self._wait_until_seen()
+
+        # the machine that hosts the store is gone, or the link to it
+        with suppress(dist.DistError, RuntimeError, TimeoutError):
+            answer_within(_ANSWER_SECONDS, publish)
 
     def wait_for_machines(self) -> None:
         """Wait until the ranks of all machines have ended.
@@ -194,18 +201,22 @@ class Agent(ExtensibleAgent):
         deadline = time.monotonic() + self.exit_timeout
         try:
             while self.stop_signal is None and time.monotonic() < deadline:
-                ended = self._ends()
+                ended = answer_within(_ANSWER_SECONDS, self._ends)
                 self.others_failed = _FAILED in ended.values()
                 if self.others_failed or len(ended) == group.group_world_size:
                     break
                 time.sleep(_POLL_SECONDS)
-        except (dist.DistError, RuntimeError):
+        except (dist.DistError, RuntimeError, TimeoutError):
             self.others_are_lost = True
             return
-        with suppress(dist.DistError, RuntimeError):
+
+        def answer() -> None:
             group.store.set(f"{_SEEN}/{group.group_rank}", "")
             if not self.others_failed:
                 self._wait_until_seen()
+
+        with suppress(dist.DistError, RuntimeError, TimeoutError):
+            answer_within(_ANSWER_SECONDS, answer)
 
     def _wait_until_seen(self) -> None:
         """Wait until each machine whose ranks ended well has read how the others ended."""
