@@ -121,7 +121,7 @@ def _digits(number: float) -> list[float]:
 
 
 def _number(digits: list[float]) -> float:
-    return sum(digit * float(_BASE**k) for k, digit in enumerate(digits))
+    return sum(digit * _BASE**k for k, digit in enumerate(digits))
 
 
 class CarriedLossAccumulator(HostLossAccumulator):

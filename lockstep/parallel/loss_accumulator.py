@@ -13,8 +13,6 @@ Step 7 has three micro-batches of four tokens. Rank 0 runs 0 and 2, rank 1 runs 
 
 The loss is (6 + 8 + 1) / (3 + 4 + 1) = 1.875; 14 is twice 7, so both ranks are in one step.
 
-Under DDP on CPUs the gradients carry these numbers (`lockstep.parallel.carried_figures`).
-
 Tests: tests/parallel/test_loss_accumulator.py, tests/parallel/test_worked_examples.py
 """
 
