@@ -134,15 +134,11 @@ class LossAccumulator:
         """Write down which step this is, to detect ranks that reduce in different steps."""
         self._table[1, -1] = step
 
-    def before_last_backward(self) -> None:
-        """Let the sums go to the other ranks, beside the step's last backward pass here.
+    def start_reduce(self) -> None:
+        """Start the all-reduce, to run beside the last backward pass.
 
         All micro-batches of this rank are added.
         """
-        self.start_reduce()
-
-    def start_reduce(self) -> None:
-        """Start the all-reduce."""
         if self._shared and not self._started:
             # gloo's all-to-all takes two fifths of the time, but gloo pairs like calls only. A
             # stray collective of one rank is an all-reduce most often: it would pair with this one,

@@ -18,7 +18,6 @@ from lockstep.errors import UsageError
 from lockstep.models.protocol import Objective
 from lockstep.parallel.axes.axis import Site
 from lockstep.parallel.axes.rows import RowsAxis
-from lockstep.parallel.carried_figures import CarriedFigures
 from lockstep.parallel.comm.compression import Compression
 from lockstep.parallel.executor import Executor, stage_of_model
 from lockstep.parallel.loss_weights import train_loss_weights
@@ -55,8 +54,6 @@ class AppliedStrategy:
     counted: set[str] | None = None  # see `ParallelModel.counted`
     # in place of the model's own, by name
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
-    # see `ParallelModel.carried_figures`
-    carried_figures: CarriedFigures | None = None
     # ranks whose running statistics are one; None: all that share out a step
     statistics_over: int | None = None
 
@@ -114,7 +111,6 @@ def placed_in_order(site: Site, applied: AppliedStrategy) -> ParallelModel:
         later_log_lines=applied.compression.later_log_lines,
         state=applied.compression.state,
         reproducible=site.reproducible,
-        carried_figures=applied.carried_figures,
     )
     if site.loss is None:
         return placed
@@ -153,8 +149,6 @@ def around_micro_batches(site: Site, applied: AppliedStrategy) -> list[AroundMic
     if applied.compression.powersgd is not None:
         around.append(applied.compression.powersgd)
     around += applied.around
-    if applied.carried_figures is not None:
-        around.append(applied.carried_figures)
     # without values there is no exchange
     ranks = 1 if site.dry_run is not None else applied.statistics_over or site.ranks
     rows = site.axis(RowsAxis)

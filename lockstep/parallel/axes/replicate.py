@@ -25,7 +25,6 @@ from lockstep.layout import Layout
 from lockstep.parallel.axes.axis import Axis, Site
 from lockstep.parallel.axes.expert import placed_experts
 from lockstep.parallel.axes.rows import RowsAxis
-from lockstep.parallel.carried_figures import CarriedFigures
 from lockstep.parallel.comm.compression import Compression, compress
 from lockstep.parallel.ddp import DDPSync, wrapped_by_ddp
 from lockstep.parallel.parallel_model import ParallelModel
@@ -73,10 +72,8 @@ class ReplicateAxis(Axis):
         compression = _compressed(site)
         replicas = site.mesh["replicate"].get_group()
         experts = placed_experts(site)
-        figures = self._carried_figures(site)
         with nullcontext() if experts is None else experts.hidden():
-            with nullcontext() if figures is None else figures.within(site.model):
-                wrapped = self.wrap(site.model, site.config, replicas)
+            wrapped = self.wrap(site.model, site.config, replicas)
             if compression.hook is not None:
                 wrapped.register_comm_hook(None, compression.hook)
             applied = AppliedStrategy(
@@ -87,7 +84,6 @@ class ReplicateAxis(Axis):
                 # the tree is a sum; DDP's own reduction is a mean
                 tree=ReplicaTree(wrapped, replicas) if site.reproducible else None,
                 multiplier=1.0 if site.reproducible else float(site.ranks),
-                carried_figures=figures,
             )
         return placed_in_order(site, applied)
 
@@ -113,30 +109,6 @@ class ReplicateAxis(Axis):
         return replicated_step(
             pieces, layout, cluster, micro_batches, sent=sent, bucket_bytes=bucket
         )
-
-    def _carried_figures(self, site: Site) -> CarriedFigures | None:
-        """Return what lets gradients carry losses and counts; None where they can't.
-
-        They can where DDP itself adds the gradients of all ranks, unchanged: not those of some of
-        them, nor compressed ones, and not where it looks for the parameters that a loss depends on.
-        """
-        ddp = site.config.distributed.ddp
-        changes = site.reproducible or ddp.compression.kind != "none"
-        looks = ddp.find_unused_parameters or ddp.static_graph
-        ranks = site.layout.world_size
-        in_float32 = any(
-            p.requires_grad and p.dtype is torch.float32 for p in site.model.parameters()
-        )
-        if (
-            type(self) is ReplicateAxis
-            and site.device.type == "cpu"
-            and site.ranks == ranks
-            and ranks & (ranks - 1) == 0
-            and in_float32
-            and not (changes or looks)
-        ):
-            return CarriedFigures(ranks)
-        return None
 
 
 def _assignment(site: Site, *, spread: bool) -> AssignAnyRank:
