@@ -11,7 +11,10 @@ import torch
 from torch import nn
 
 from lockstep.config import Config, load_config
+from lockstep.config.schema_distributed import DistributedConfig
 from lockstep.errors import LockstepError, UsageError
+from lockstep.parallel.axes.axis import Axis, Site, axes_named
+from lockstep.strategy import resolve
 from tests.errors import with_tests
 
 # What says all of it by itself, or is worded where it is found out.
@@ -117,6 +120,22 @@ def five() -> int:
     return 5
 
 
+class SecondTensorAxis(Axis):
+    name = "tensor"
+
+    @classmethod
+    def on(cls, site: Site) -> None:
+        """Stand beside no strategy."""
+
+
+def named_like_another() -> Any:
+    return list(axes_named(["tests.test_errors:SecondTensorAxis"]))
+
+
+def size_without_an_axis() -> Any:
+    return resolve(DistributedConfig(strategy="fsdp", pipeline_size=2), 2)
+
+
 def with_closure() -> Any:
     from lockstep.optim import check_no_closure
 
@@ -218,6 +237,8 @@ PROVOKED: list[tuple[str, Callable[[], Any]]] = [
     ("c.yaml is not a text file (UTF-8)", raw(b"training: \xff")),
     ("c.yaml is a binary file", raw(b"training: \0")),
     ("a step is not negative, but -1", named_step),
+    ("is called tensor, as the axis that ships and stands beside it", named_like_another),
+    ("strategy fsdp makes nothing of pipeline_size=2", size_without_an_axis),
     ("the second argument of spawn is a tuple of the function's arguments", spawned(10)),
     ("the function's arguments are a tuple, not a str", spawned("ten")),
     ("there is no average with decay=2.0", average),

@@ -35,5 +35,7 @@ def test_no_files_import_each_other_in_a_circle() -> None:
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_no_function_takes_the_whole_config(file: Path) -> None:
+    """The command line's side may be given a config's path, and reads in it where to look."""
     taken = [names for module, names in imports_of(file) if module == "lockstep.config"]
-    assert not taken or taken == [["ObjectSpec"]]
+    allowed = [["ObjectSpec", "load_config"]] if file.stem == "commands" else [["ObjectSpec"]]
+    assert not taken or taken == allowed

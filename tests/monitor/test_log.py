@@ -95,7 +95,7 @@ def test_a_loop_of_ones_own_logs_to_the_run_directory(
     for record in run.steps(data()):
         if record.step % 3 == 0:
             run.log(VALUES)
-    run._monitor.close()
+    run._open.close()
     text = capsys.readouterr().out
     assert "step 3  accuracy 0.7500  count 3.0000" in text
     assert "step 6  said: so it <goes>" in text

@@ -33,7 +33,6 @@ from lockstep.torch_compat import foreach
 _AT_ONCE = {"cpu": 1 << 15}
 # gradients of fewer elements are put together: each operation on one has a price of its own
 _SMALL = 1 << 12
-_MANY = 16  # gradients, from which on that pays even where each is read once
 
 
 @torch.no_grad()
@@ -88,7 +87,9 @@ def _squares(gradients: Sequence[Tensor], device: torch.device) -> Iterator[tupl
 
     Both may be written to.
     """
-    flats = list(map(Tensor.ravel, _fewer(gradients)))
+    small = [gradient.reshape(-1) for gradient in gradients if gradient.numel() < _SMALL]
+    large = [gradient.reshape(-1) for gradient in gradients if gradient.numel() >= _SMALL]
+    flats = [*large, *([torch.cat(small)] if small else [])]
     at_once = min(
         _AT_ONCE.get(device.type, 1 << 24), max((flat.numel() for flat in flats), default=0)
     )
@@ -107,16 +108,6 @@ def _exact_sum(values: Tensor) -> Tensor:
     return values.sum().long() if values.device.type == "cpu" else values.long().sum()
 
 
-def _fewer(gradients: Sequence[Tensor]) -> list[Tensor]:
-    """Return the gradients, the small ones put together."""
-    sizes = list(map(Tensor.numel, gradients))
-    small = [gradient for gradient, size in zip(gradients, sizes, strict=True) if size < _SMALL]
-    if not small:
-        return list(gradients)
-    large = [gradient for gradient, size in zip(gradients, sizes, strict=True) if size >= _SMALL]
-    return [*large, torch.cat(list(map(Tensor.ravel, small)))]
-
-
 def gradient_norm(
     gradients: list[Tensor], groups: list[dist.ProcessGroup], device: torch.device
 ) -> Tensor:
@@ -128,8 +119,7 @@ def gradient_norm(
     # what `torch.nn.utils.get_total_norm` does, in half of its time: it sorts by device and dtype
     # first
     if gradients:
-        few = _fewer(gradients) if device.type == "cpu" and len(gradients) > _MANY else gradients
-        local = torch.linalg.vector_norm(torch.stack(foreach.norm(few)))
+        local = torch.linalg.vector_norm(torch.stack(foreach.norm(gradients)))
     if not groups:
         return local
     square = local.double().square()
