@@ -27,7 +27,7 @@ from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: i
 
 from lockstep import accelerator, scratch
 from lockstep.config import DistributedConfig
-from lockstep.environment import RankFacts, facts_for_group, machine_id, parent_identity
+from lockstep.environment import GENERATION, RankFacts, facts_for_group, machine_id, parent_identity
 from lockstep.errors import RunError, UsageError
 from lockstep.heartbeat.files import Call
 from lockstep.network import (
@@ -86,7 +86,8 @@ def rendezvous(config: DistributedConfig, facts: RankFacts, timeout: datetime.ti
         raise UsageError(what, fix="leave it out: the launcher knows the address")
     store.set_timeout(timeout)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return PrefixStore(f"lockstep/attempt-{attempt}", store)
+    generation = os.environ.get(GENERATION, "0")
+    return PrefixStore(f"lockstep/attempt-{attempt}.{generation}", store)
 
 
 def choose_interface(config: DistributedConfig, facts: RankFacts) -> None:

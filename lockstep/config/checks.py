@@ -87,9 +87,23 @@ def step_contradictions(
 
 
 def launch_contradictions(
-    config: Config, *, max_restarts: int, several_machines: bool
+    config: Config,
+    *,
+    max_restarts: int,
+    several_machines: bool,
+    builds_again: bool,
+    device_type: str,
 ) -> Iterator[Contradiction]:
-    """Yield what can't be combined with the way in which the ranks are started."""
+    """Yield what can't be combined with the way in which the ranks are started.
+
+    Args:
+        max_restarts: how often all ranks are started again.
+        several_machines: whether the ranks are on several machines.
+        builds_again: whether a rank builds its run again by itself, as those of `lockstep train`.
+        device_type: the type of the ranks' devices.
+    """
+    if config.distributed.on_failure == "continue":
+        yield from _continue(config, several_machines, builds_again, device_type)
     if config.distributed.on_failure == "stop" and max_restarts:
         what = f"on_failure: stop ends the run when a rank dies, and --max-restarts {max_restarts}"
         what += " starts the ranks again"
@@ -100,6 +114,39 @@ def launch_contradictions(
         why = "what one machine holds is lost with it, and the others could not read it"
         fix = "leave memory_steps out, and lower save_steps instead"
         yield Contradiction(("checkpoint.memory_steps", "--nnodes"), what, fix, why)
+
+
+_GOES_ON = ("ddp", "fsdp", "pipeline")  # strategies whose ranks go on when others have died
+
+
+def _continue(
+    config: Config, several_machines: bool, builds_again: bool, device_type: str
+) -> Iterator[Contradiction]:
+    """Yield what keeps ranks from going on when others have died."""
+    key = "distributed.on_failure"
+    restart = "write on_failure: restart, and start with --max-restarts N"
+    what = "on_failure: continue "
+    strategy = config.distributed.strategy
+    if not builds_again:
+        what += "is for ranks that build their run again by themselves"
+        fix = f"run the config by `lockstep train`, or {restart}"
+        yield Contradiction((key,), what, fix, "here a script builds it, or another launcher runs")
+    elif several_machines:
+        what += "is for one machine, and there are several"
+        yield Contradiction((key, "--nnodes"), what, restart)
+    elif device_type != "cpu" or config.distributed.backend not in ("auto", "gloo"):
+        what += "is for gloo, on CPUs"
+        why = "a wait in another backend's collective can't be ended from outside"
+        yield Contradiction((key, "distributed.device"), what, restart, why)
+    elif strategy not in _GOES_ON:
+        what += f"is for {', '.join(_GOES_ON)}, and the strategy is {strategy}"
+        fix = f"write strategy: {' or '.join(_GOES_ON)}; or {restart}"
+        yield Contradiction((key, "distributed.strategy"), what, fix)
+    elif config.training.global_batch_size is None:
+        what += "needs training.global_batch_size"
+        why = "else a step would have fewer samples on fewer ranks: another training"
+        fix = "write the number of samples in a step, over all ranks"
+        yield Contradiction((key, "training.global_batch_size"), what, fix, why)
 
 
 def ranks_along(config: StepConfig, layout: Layout | None, axis: str) -> int:

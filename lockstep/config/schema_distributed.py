@@ -186,8 +186,9 @@ class DistributedConfig(Section):
     """Where ranks find each other: `env://` (set by the launcher) or `tcp://HOST:PORT`."""
     timeout_seconds: float = key(1800.0, "A collective that takes longer is a failure.", gt=0)
     hang: HangConfig = section(HangConfig, "When a step counts as hanging.")
-    on_failure: Literal["restart", "stop"] = key("restart")
-    """When a rank dies: `restart` all of them, as often as `--max-restarts` says, or `stop` the
+    on_failure: Literal["restart", "continue", "stop"] = key("restart")
+    """When a rank dies: `restart` all of them, as often as `--max-restarts` says; `continue` on
+    those that are left, in the same processes (`lockstep train`, one machine, gloo); or `stop` the
     run. `checkpoint.on_failure` is about a save that fails."""
     debug: Literal["none", "info", "detail"] = key(
         "none", "Set torch's and NCCL's debug switches on every rank."

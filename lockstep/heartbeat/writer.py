@@ -326,6 +326,12 @@ def own_heartbeat() -> Heartbeat:
     return _mine
 
 
+def begin_anew() -> None:
+    """Forget this process's heartbeat: the next one is that of another rank, in another folder."""
+    global _mine
+    _mine = None
+
+
 def went_forward() -> None:
     """Record that long work of this rank, in whichever process and thread, goes forward."""
     record = recorder_of_work()

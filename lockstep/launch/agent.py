@@ -40,6 +40,7 @@ from lockstep.launch.failures import (
     send_signal,
 )
 from lockstep.launch.hang import HangWatch, OtherMachines
+from lockstep.launch.live import LiveRanks
 from lockstep.launch.rendezvous_handlers import Membership
 from lockstep.launch.worker import print_error
 from lockstep.records import RunDirectory
@@ -89,6 +90,7 @@ class Agent(ExtensibleAgent):
         watch: HangWatch,
         checkpoints: Path,
         memory: Path | None = None,
+        live: LiveRanks | None = None,
         shutdown_timeout: int = 30,
     ) -> None:
         super().__init__(
@@ -98,6 +100,7 @@ class Agent(ExtensibleAgent):
         self._logs = logs
         self._on_restart = on_restart
         self._watch = watch
+        self._live = live
         self._loop = CrashLoop(checkpoints, memory)
         self._lock = threading.Lock()
         self._starting = False
@@ -247,6 +250,9 @@ class Agent(ExtensibleAgent):
         for worker in worker_group.workers:
             for name in (f"rank-{worker.global_rank}.json", done_mark(worker.global_rank)):
                 (self._failures / name).unlink(missing_ok=True)
+        if self._live is not None:
+            self._live.begin(len(worker_group.workers))
+            self._watch.follow(self._live.folder)
         delete_beats(self._watch.folder)
         self._watch.restart()
         with self._lock:
@@ -263,10 +269,15 @@ class Agent(ExtensibleAgent):
 
     def look_at_ranks(self, worker_group: WorkerGroup) -> RunResult:
         """Check the ranks' processes; end those that hang, and fail if one has left early."""
+        if self._live is not None and self.stop_signal is None:
+            self._go_on_without_the_dead(self._live)
         result = super().look_at_ranks(worker_group)
         if result.state == WorkerState.HEALTHY:
             pids = {worker.global_rank: int(worker.id) for worker in worker_group.workers}
             world = worker_group.workers[0].world_size
+            if self._live is not None:
+                pids = self._live.by_rank(pids)
+                world = len(pids)
             hanging = self._watch.check(pids, world, stop_requested=self.stop_signal is not None)
             # the next look at the processes finds them dead and reads the failure file
             if hanging is not None:
@@ -276,6 +287,24 @@ class Agent(ExtensibleAgent):
             result = RunResult(state=WorkerState.FAILED)
         self._last_result = result
         return result
+
+    def _go_on_without_the_dead(self, live: LiveRanks) -> None:
+        """Let the others go on if ranks were killed, and those that are left can train.
+
+        One machine: local ranks are ranks. An error of a rank's own program would come back on the
+        ranks that are left: it ends them all, as does a kill of all of them.
+        """
+        codes = self.exit_codes()
+        killed = {
+            rank
+            for rank, code in codes.items()
+            if code < 0 and not (self._failures / f"rank-{rank}.json").exists()
+        }
+        failed = {rank for rank, code in codes.items() if code}
+        if killed and killed == failed and live.go_on_without(killed):
+            self.forget(killed)
+            self._watch.follow(live.folder)
+        live.end_if_done()
 
     def restart_ranks(self, worker_group: WorkerGroup) -> None:
         """Start the ranks again, unless the run was stopped or its config is wrong."""

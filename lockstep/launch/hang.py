@@ -80,6 +80,11 @@ class HangWatch:
             self.others.close()
         self.others = others
 
+    def follow(self, folder: Path) -> None:
+        """Watch the ranks whose heartbeats are in this folder, from their start."""
+        self.folder = folder
+        self.restart()
+
     def restart(self) -> None:
         self._known.clear()
         self._known_writes.clear()

@@ -24,11 +24,12 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep import signals
 from lockstep.cores import threads_per_rank
-from lockstep.environment import MEMORY, RANK_0_OF_1, check_numbers, rank_facts
+from lockstep.environment import MEMORY, RANK_0_OF_1, WORLD, check_numbers, rank_facts
 from lockstep.errors import EXIT_PREEMPTED, LockstepError, RunError, UsageError, refuse
 from lockstep.heartbeat.files import FOLDER
 from lockstep.launch.failures import Failure, exit_code, first_cause
 from lockstep.launch.hang import HangWatch
+from lockstep.launch.live import LargestWorld, LiveRanks
 from lockstep.launch.options import (
     LaunchOptions,
     count_gpus,
@@ -48,6 +49,7 @@ from lockstep.launch.worker import (
     print_error,
     run_as_worker,
 )
+from lockstep.launch.world import World
 from lockstep.network import interface_variables
 from lockstep.records import RunDirectory
 from lockstep.run_lock import LAUNCH, require_free
@@ -97,7 +99,9 @@ def train(
         return code
 
     if is_rank(options):
-        return run_as_worker(work, logs=run.logs)
+        from lockstep.launch.survivor import through_deaths
+
+        return run_as_worker(lambda: through_deaths(work), logs=run.logs)
     config = load_config(path, overrides)
     distributed = config.distributed
     one_process = (
@@ -122,10 +126,26 @@ def train(
             variables,
             hang,
             fresh="" if options.fresh_processes else None,
+            largest=(
+                partial(_largest_world, config, options)
+                if distributed.on_failure == "continue"
+                else None
+            ),
         ),
         options,
         processes,
     )
+
+
+def _largest_world(config: "Config", options: LaunchOptions, most: int) -> int | None:
+    """Return the largest number of ranks, up to `most`, on which the config can train."""
+    for ranks in range(most, 0, -1):
+        try:
+            _check_layout(config, ranks, options)
+        except UsageError:
+            continue
+        return ranks
+    return None
 
 
 def launch_script(
@@ -196,12 +216,17 @@ def _check_layout(config: "Config", processes: int, options: LaunchOptions) -> N
     """
     from lockstep.config.checks import contradictions, launch_contradictions, require_equation
 
-    several = options.several_nodes
-    refuse(
-        launch_contradictions(config, max_restarts=options.max_restarts, several_machines=several)
-    )
     no_gpu = config.distributed.device == "auto" and not count_gpus()
     device_type = "cpu" if no_gpu else config.distributed.device
+    refuse(
+        launch_contradictions(
+            config,
+            max_restarts=options.max_restarts,
+            several_machines=options.several_nodes,
+            builds_again=True,
+            device_type=device_type,
+        )
+    )
     world = processes * int(options.nnodes) if options.nnodes.isdecimal() else None
     if world is None or config.distributed.strategy == AUTO:
         refuse(contradictions(config, device_type=device_type))
@@ -252,6 +277,8 @@ class LaunchJob:
     hang: tuple[float | None, float, float] = (20.0, 60.0, 1800.0)
     # why its ranks must be fresh processes ("": it is not worth a line); None: they may be forks
     fresh: str | None = None
+    # chooses how many ranks go on when some have died; None: they do not
+    largest: LargestWorld | None = None
 
 
 def launch(job: LaunchJob, options: LaunchOptions, processes: int) -> int:
@@ -269,7 +296,8 @@ def launch(job: LaunchJob, options: LaunchOptions, processes: int) -> int:
     failures.mkdir(exist_ok=True)
     beats.mkdir()
     # where ranks copy their run, for those that are started again (lockstep/checkpoint/memory.py)
-    keeps = options.max_restarts > 0 and not options.several_nodes and SHARED_MEMORY.is_dir()
+    outlived = options.max_restarts > 0 or job.largest is not None
+    keeps = outlived and not options.several_nodes and SHARED_MEMORY.is_dir()
     memory = scratch_folder("memory", SHARED_MEMORY) if keeps else None
 
     def exit_on_signal(number: int) -> None:
@@ -282,6 +310,7 @@ def launch(job: LaunchJob, options: LaunchOptions, processes: int) -> int:
         FAILURES: str(failures.absolute()),
         FOLDER: str(beats),
         MEMORY: "" if memory is None else str(memory),
+        WORLD: "" if job.largest is None else str(scratch / "world.json"),
     }
     # else torch's handlers replace ours, and raise
     variables["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
@@ -361,6 +390,25 @@ def _run_agent(
             with suppress(OSError):  # the disk is full: the line above has the same information
                 RunDirectory(job.logs.parent).append_event("restart", reason=reason, left=left)
 
+    def on_change(world: World) -> None:
+        lost = ", ".join(map(str, world.lost))
+        waiting = f"; {len(world.spares)} wait" if world.spares else ""
+        _log_to_stderr(
+            f"rank {lost} was killed: {len(world.members)} ranks go on, in the same"
+            f" processes{waiting}"
+        )
+        with suppress(OSError):
+            RunDirectory(job.logs.parent).append_event(
+                "recovery",
+                lost=list(world.lost),
+                ranks=len(world.members),
+                spares=len(world.spares),
+                generation=world.generation,
+            )
+
+    live = None
+    if job.largest is not None:
+        live = LiveRanks(Path(os.environ[WORLD]), watch.folder, failures, job.largest, on_change)
     agent = store = None
     try:
         # the other machines can join as long as it is held
@@ -383,6 +431,7 @@ def _run_agent(
             watch=watch,
             checkpoints=RunDirectory(job.logs.parent).checkpoints,
             memory=memory,
+            live=live,
             shutdown_timeout=options.shutdown_timeout,
         )
         signals.listen(agent.on_signal)

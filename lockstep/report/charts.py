@@ -431,11 +431,12 @@ _KINDS = {
     "save": ("c3", "square"),
     "stop": ("c1", "cross"),
     "restart": ("c4", "triangle"),
+    "recovery": ("c4", "diamond"),
     "fault": ("c4", "star"),
     "straggler": ("c6", "triangle"),
     "profile": ("c5", "diamond"),
 }
-_NOT_DRAWN = ("save_stall", "prometheus")
+_NOT_DRAWN = ("save_stall", "memory_copy", "prometheus")
 
 
 def _timeline(runs: list[RunData]) -> Figure:

@@ -21,6 +21,7 @@ from lockstep import cluster
 from lockstep.bad_numbers import AnomalyDetector
 from lockstep.config import Config, apply_flags
 from lockstep.config.checks import launch_contradictions
+from lockstep.environment import WORLD
 from lockstep.errors import UsageError, refuse
 from lockstep.heartbeat.writer import own_heartbeat, write_limits
 from lockstep.mesh import layout_of
@@ -111,6 +112,8 @@ def assemble(given: TrainerArguments, settings: Mapping[str, Any]) -> RunState:
             config,
             max_restarts=int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")),
             several_machines=here.facts.num_nodes > 1,
+            builds_again=here.facts.world_size == 1 or bool(os.environ.get(WORLD)),
+            device_type=here.device.type,
         )
     )
     layout = layout_of(config.distributed, here.facts)

@@ -9,6 +9,7 @@ import psutil
 
 from lockstep import checkpoint, collectives
 from lockstep.collectives import is_main_process
+from lockstep.environment import GENERATION
 from lockstep.errors import RunError, UsageError
 from lockstep.paths import local_path
 from lockstep.records import last_lines
@@ -28,7 +29,9 @@ def after_restart(output: RunOutput, how: str) -> str:
     if (
         how == "auto"
         or directory is None
-        or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+        or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        == os.environ.get(GENERATION, "0")
+        == "0"
     ):
         return how
 

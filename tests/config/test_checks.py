@@ -238,15 +238,26 @@ def test_a_file_that_is_run_names_a_model_and_data() -> None:
 def test_what_happens_when_a_rank_dies_fits_the_launcher() -> None:
     stops = Config().replaced({"distributed.on_failure": "stop"})
     copies = Config().replaced({"checkpoint.memory_steps": 1})
-    for config, restarts, several, words in (
-        (stops, 2, False, ("--max-restarts 2", "leave --max-restarts out")),
-        (copies, 2, True, ("memory of one machine", "lower save_steps")),
-    ):
-        found = launch_contradictions(config, max_restarts=restarts, several_machines=several)
+    going_on = {"distributed.on_failure": "continue", "training.global_batch_size": 8}
+    goes_on = Config().replaced({**going_on, "distributed.strategy": "fsdp"})
+    no_size = goes_on.replaced({"training.global_batch_size": None})
+    rarely = goes_on.replaced({"distributed.strategy": "diloco"})
+    cases: list[tuple[Config, dict[str, Any], tuple[str, ...]]] = [
+        (stops, {"max_restarts": 2}, ("--max-restarts 2", "leave --max-restarts out")),
+        (copies, {"several_machines": True}, ("memory of one machine", "lower save_steps")),
+        (goes_on, {"builds_again": False}, ("build their run again", "`lockstep train`")),
+        (goes_on, {"several_machines": True}, ("is for one machine", "on_failure: restart")),
+        (goes_on, {"device_type": "cuda"}, ("for gloo", "--max-restarts N")),
+        (rarely, {}, ("ddp, fsdp, pipeline, and the strategy is diloco",)),
+        (no_size, {}, ("needs training.global_batch_size", "another training")),
+    ]
+    usual = {"max_restarts": 0, "several_machines": False, "builds_again": True}
+    usual |= {"device_type": "cpu"}
+    for config, changes, words in cases:
+        found = launch_contradictions(config, **{**usual, **changes})
         with pytest.raises(UsageError) as caught:
             refuse(found)
         for word in words:
             assert word in str(caught.value)
-    fits = [(stops, 0, True), (copies, 2, False), (Config(), 2, True)]
-    for config, restarts, several in fits:
-        refuse(launch_contradictions(config, max_restarts=restarts, several_machines=several))
+    for config in (stops, copies, Config(), goes_on):
+        refuse(launch_contradictions(config, **usual))

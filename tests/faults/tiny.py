@@ -64,6 +64,17 @@ class Net(nn.Module):
         return len(batch["x"])
 
 
+class Chain(Net):
+    """The same in three parts, one after the other, which pipelines can have on several ranks."""
+
+    def segments(self) -> list[tuple[str, nn.Module]]:
+        return [("first", self.first), ("norm", self.norm), ("last", self.last)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.norm(self.first(x)))
+        return out
+
+
 def config(**sections: dict[str, Any]) -> Config:
     """12 steps of 2 × 4 points, a checkpoint every 2; sections are merged."""
     base: dict[str, dict[str, Any]] = {

@@ -1,0 +1,189 @@
+"""Takes a rank through the deaths of others: the rank's side of live recovery.
+
+`world.py` has the way of it. Waits for other ranks happen in many places: in Python, in autograd's
+threads of C++, in DDP's reducer, in FSDP2. None of them can be polled from outside, and a gloo rank
+that is not a neighbour of the dead one would learn of it after its timeout only. So the sockets are
+cut instead: gloo then ends every wait on them with "Connection closed by peer", wherever it is.
+
+Tests: tests/faults/test_live_recovery.py
+"""
+
+import gc
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from lockstep import cluster, signals
+from lockstep.environment import GENERATION, WORLD, rank_facts
+from lockstep.errors import EXIT_DONE, EXIT_PREEMPTED, UsageError, lost_a_peer
+from lockstep.heartbeat.files import FOLDER
+from lockstep.heartbeat.writer import begin_anew
+from lockstep.launch.world import World
+from lockstep.torch_compat import group_creation
+
+_LOOK_SECONDS = 0.02
+# how long to wait for the launcher's word: after a lost connection, and after another error
+_WORD_SECONDS = 10.0
+_WORD_AFTER_ERROR_SECONDS = 1.0
+
+
+def through_deaths(work: Callable[[], int]) -> int:
+    """Run `work()`, and run it again as a rank of the next world when others have died.
+
+    Without a launcher that offers it, run it once.
+    """
+    path = os.environ.get(WORLD)
+    if not path:
+        return work()
+    survivor = Survivor(Path(path), Path(os.environ[FOLDER]))
+    try:
+        while True:
+            world = None
+            try:
+                return work()
+            except UsageError:
+                raise
+            except Exception as error:  # whatever a wait that was ended has led to
+                world = survivor.world_after(error)
+                if world is None:
+                    raise
+            # here the error is forgotten, and with it the frames that hold the model
+            code = survivor.enter(world)
+            if code is not None:
+                return code
+    finally:
+        survivor.close()
+
+
+class Survivor:
+    """This process among the ranks of a launch that goes on after deaths.
+
+    Args:
+        path: of the file that the launcher writes.
+        beats: the folder of the first heartbeats.
+    """
+
+    def __init__(self, path: Path, beats: Path) -> None:
+        self._path = path
+        self._beats = beats
+        self._me = rank_facts().rank
+        self._entered = 0  # generation of the world that this process is in, or enters
+        self._seen = World(0, (), ())
+        self._stamp: tuple[int, int] = (0, 0)
+        self._sockets: set[str] = set()  # to other ranks, as the kernel names them
+        # Held while connections are cut, so that none of the world that is entered can be among
+        # them, however long the thread may be kept from running.
+        self._leaving = threading.Lock()
+        self._closing = threading.Event()
+        group_creation.enter_for_each(self._noting_sockets)
+        # It waits in Python and in C alone, so that the interpreter may end around it.
+        self._watch = threading.Thread(target=self._look, name="survivor", daemon=True)
+        self._watch.start()
+
+    def close(self) -> None:
+        """Stop looking for a new world."""
+        self._closing.set()
+        group_creation.restore()
+
+    def world_after(self, error: BaseException) -> World | None:
+        """Return the world in which to go on after an error; None: the error is this rank's own."""
+        seconds = _WORD_SECONDS if lost_a_peer(error) else _WORD_AFTER_ERROR_SECONDS
+        deadline = time.monotonic() + seconds
+        while self._seen.generation == self._entered:
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(_LOOK_SECONDS)
+        return self._seen
+
+    def enter(self, world: World) -> int | None:
+        """Become a rank of the world; return the exit code instead if this process is to end."""
+        # the groups' other ends are gone: there is nothing to wait for, and nobody to tell
+        with suppress(RuntimeError):
+            cluster.cleanup()
+        with self._leaving:
+            self._entered = world.generation
+            self._sockets.clear()
+        gc.collect()  # cycles through the model would hold its memory
+        if self._me in world.spares:
+            return self._wait_for_a_place()
+        rank = [*world.members].index(self._me)
+        count = str(len(world.members))
+        os.environ |= {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": count,
+            "LOCAL_WORLD_SIZE": count,
+            GENERATION: str(world.generation),
+            FOLDER: str(world.beats(self._beats)),
+        }
+        begin_anew()
+        print(
+            f"lockstep: {count} ranks go on, this one as rank {rank}: rank"
+            f" {', '.join(map(str, world.lost))} has died",
+            flush=True,
+        )
+        return None
+
+    def _wait_for_a_place(self) -> int | None:
+        """Wait until a world has a place for this spare; return an exit code if none will."""
+        asked = threading.Event()
+        signals.listen(lambda _number: asked.set())
+        while not asked.wait(_LOOK_SECONDS):
+            world = self._seen
+            if world.ended:
+                return EXIT_DONE
+            if world.generation > self._entered:
+                return self.enter(world)
+        return EXIT_PREEMPTED
+
+    def _look(self) -> None:
+        """Read the file whenever it changes; cut connections until this rank has left its world."""
+        while not self._closing.wait(_LOOK_SECONDS):
+            with suppress(OSError, ValueError):
+                found = self._path.stat()
+                stamp = (found.st_ino, found.st_mtime_ns)
+                if stamp != self._stamp:
+                    self._seen = World.read(self._path)
+                    self._stamp = stamp
+            with self._leaving:
+                if self._seen.generation > self._entered:
+                    self._cut()
+
+    @contextmanager
+    def _noting_sockets(self) -> Iterator[None]:
+        """Note the sockets that are opened in the block: those of a new group."""
+        before = set(_open_sockets())
+        try:
+            yield
+        finally:
+            self._sockets |= set(_open_sockets()) - before
+
+    def _cut(self) -> None:
+        """Shut down all connections to other ranks, and to the store where they meet.
+
+        The store's, because a rank may wait there for one that has died.
+        """
+        store = int(os.environ.get("MASTER_PORT", "0"))
+        for name, descriptor in _open_sockets().items():
+            with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+                if connection.family not in (socket.AF_INET, socket.AF_INET6):
+                    continue
+                if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    continue  # gloo aborts the process when a listener of its ends
+                if name in self._sockets or connection.getpeername()[1] == store:
+                    connection.shutdown(socket.SHUT_RDWR)
+
+
+def _open_sockets() -> dict[str, int]:
+    """Return the sockets of this process: the kernel's name → descriptor (Linux)."""
+    found = {}
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            name = os.readlink(f"/proc/self/fd/{number}")
+            if name.startswith("socket:"):
+                found[name] = int(number)
+    return found

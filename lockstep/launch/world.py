@@ -1,0 +1,49 @@
+"""The ranks that go on after deaths, as the launcher tells them: a file in the ranks' folder.
+
+The way of live recovery (`distributed.on_failure: continue`), on one machine:
+
+    launcher   a rank's process has died → the largest number of ranks that the config allows for
+               those that are left → a `World` of the next generation, written into the file
+    each rank  a thread sees the file → it cuts this process's connections to other ranks, so that
+               every wait for them ends, in Python and in C++ → the step ends with an error
+               → groups are destroyed → rank and world size are those of the new world
+               → the run is built again: the same `place`, the same load, from memory
+    spares     ranks without a place in the new world wait for the next one, or for the end
+
+A death while this goes on makes one more generation, and all of it begins again.
+
+`live.py` is the launcher's side, `survivor.py` a rank's. Loads no torch.
+
+Tests: tests/launch/test_live.py, tests/faults/test_live_recovery.py
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from lockstep.run_files import replace_file
+
+
+@dataclass(frozen=True)
+class World:
+    """The processes that train, by the ranks with which they were started, in their new order."""
+
+    generation: int  # number of times that ranks have died since all were started
+    members: Sequence[int]
+    spares: Sequence[int] = ()
+    lost: Sequence[int] = ()  # those whose death has led to it
+    ended: bool = False  # the members have done their work: spares may leave
+
+    def write(self, path: Path) -> None:
+        """Replace what the file says."""
+        replace_file(path, json.dumps(asdict(self)))
+
+    @classmethod
+    def read(cls, path: Path) -> "World":
+        """Return what the file says."""
+        return cls(**json.loads(path.read_text()))
+
+    def beats(self, folder: Path) -> Path:
+        """Return the folder of its members' heartbeats: each generation counts its calls anew."""
+        return folder if self.generation == 0 else folder / f"generation-{self.generation}"

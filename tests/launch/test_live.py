@@ -1,0 +1,81 @@
+"""Who goes on after deaths: the launcher's decisions, without processes."""
+
+from pathlib import Path
+
+import pytest
+
+from lockstep.launch.failures import done_mark
+from lockstep.launch.live import LiveRanks
+from lockstep.launch.world import World
+
+
+@pytest.fixture
+def told() -> list[World]:
+    """The worlds that were told to people."""
+    return []
+
+
+@pytest.fixture
+def even(tmp_path: Path, told: list[World]) -> LiveRanks:
+    """Four ranks of a config that takes even numbers of them."""
+    live = LiveRanks(
+        tmp_path / "world.json",
+        tmp_path,
+        tmp_path,
+        lambda most: most - most % 2 or None,
+        told.append,
+    )
+    live.begin(4)
+    return live
+
+
+def now(live: LiveRanks, folder: Path) -> World:
+    """What the ranks read."""
+    world = World.read(folder / "world.json")
+    assert [*world.members] == [*live.world.members]
+    return world
+
+
+def test_spares_wait_and_take_a_later_place(
+    even: LiveRanks, told: list[World], tmp_path: Path
+) -> None:
+    assert even.go_on_without({2})
+    first = now(even, tmp_path)
+    assert (first.members, first.spares, first.lost) == ([0, 1], [3], [2])
+    assert even.by_rank({0: 10, 1: 11, 2: 12, 3: 13}) == {0: 10, 1: 11}
+    assert even.folder.is_dir(), "each generation counts its calls anew"
+    assert even.go_on_without({0})
+    second = now(even, tmp_path)
+    assert (second.generation, second.members, second.spares) == (2, [1, 3], [])
+    assert [world.generation for world in told] == [1, 2]
+
+
+def test_too_few_ranks_are_not_told_to_go_on(even: LiveRanks, tmp_path: Path) -> None:
+    assert not even.go_on_without({0, 1, 2})
+    assert not even.go_on_without({0, 1, 2, 3})
+    assert now(even, tmp_path).generation == 0
+
+
+def test_a_rank_that_has_left_is_not_told_to_go_on(even: LiveRanks, tmp_path: Path) -> None:
+    (tmp_path / done_mark(1)).touch()
+    assert not even.go_on_without({0})
+
+
+def test_nobody_stops_for_a_spare_that_dies(
+    even: LiveRanks, told: list[World], tmp_path: Path
+) -> None:
+    even.go_on_without({2})
+    assert even.go_on_without({3})
+    world = now(even, tmp_path)
+    assert (world.generation, world.members, world.spares) == (1, [0, 1], [])
+    assert len(told) == 1
+
+
+def test_spares_may_leave_when_all_others_are_done(even: LiveRanks, tmp_path: Path) -> None:
+    even.go_on_without({2})
+    (tmp_path / done_mark(0)).touch()
+    even.end_if_done()
+    assert not now(even, tmp_path).ended
+    (tmp_path / done_mark(1)).touch()
+    even.end_if_done()
+    assert now(even, tmp_path).ended
