@@ -11,7 +11,7 @@ from lockstep.config.schema_training import TrainingConfig
 from lockstep.errors import Contradiction, UsageError, refuse
 from lockstep.layout import SAME_BATCH, SPREADS, Layout
 from lockstep.paths import url_as_path
-from lockstep.registry import AXES, BY_SIZE
+from lockstep.registry import AXES, BY_SIZE, STRATEGIES
 from lockstep.strategy import AUTO, Strategy, strategy_named
 
 
@@ -116,7 +116,12 @@ def launch_contradictions(
         yield Contradiction(("checkpoint.memory_steps", "--nnodes"), what, fix, why)
 
 
-_GOES_ON = ("ddp", "fsdp", "pipeline")  # strategies whose ranks go on when others have died
+def _goes_on(name: str) -> bool:
+    """Return whether a run of this strategy stays the same training on fewer ranks."""
+    if name == AUTO:
+        return False
+    strategy = strategy_named(name)
+    return strategy.same_training and strategy.equal_bits and not strategy.one_process
 
 
 def _continue(
@@ -138,9 +143,9 @@ def _continue(
         what += "is for gloo, on CPUs"
         why = "a wait in another backend's collective can't be ended from outside"
         yield Contradiction((key, "distributed.device"), what, restart, why)
-    elif strategy not in _GOES_ON:
-        what += f"is for {', '.join(_GOES_ON)}, and the strategy is {strategy}"
-        fix = f"write strategy: {' or '.join(_GOES_ON)}; or {restart}"
+    elif not _goes_on(strategy):
+        what += f"is not for strategy {strategy}"
+        fix = f"write strategy: {' or '.join(filter(_goes_on, STRATEGIES.shipped))}; or {restart}"
         yield Contradiction((key, "distributed.strategy"), what, fix)
     elif config.training.global_batch_size is None:
         what += "needs training.global_batch_size"

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from lockstep.launch.failures import done_mark
-from lockstep.launch.world import World
+from lockstep.launch.world import LiveWorld
 
 # Returns the largest number of ranks, up to the given one, that can train; None: no number can.
 LargestWorld = Callable[[int], int | None]
@@ -33,19 +33,18 @@ class LiveRanks:
         beats: Path,
         failures: Path,
         largest: LargestWorld,
-        on_change: Callable[[World], None],
+        on_change: Callable[[LiveWorld], None],
     ) -> None:
         self._path = path
         self._beats = beats
         self._failures = failures
         self._largest = largest
         self._on_change = on_change
-        self.world = World(0, ())
+        self.world = LiveWorld(0, ())
 
     def begin(self, ranks: int) -> None:
         """Begin with all ranks, which are about to be started."""
-        self.world = World(0, range(ranks))
-        self._tell(World(0, tuple(range(ranks))))
+        self._tell(LiveWorld(0, tuple(range(ranks))))
 
     @property
     def folder(self) -> Path:
@@ -57,14 +56,16 @@ class LiveRanks:
         world = self.world
         left = [rank for rank in (*world.members, *world.spares) if rank not in lost]
         if not lost & set(world.members):  # only spares have died: nobody has to stop for them
-            self._tell(World(world.generation, world.members, tuple(left[len(world.members) :])))
+            self._tell(
+                LiveWorld(world.generation, world.members, tuple(left[len(world.members) :]))
+            )
             return True
         if any(self._is_done(rank) for rank in world.members):
             return False  # a rank that has left can't take its part in steps again
         most = self._largest(len(left)) if left else None
         if most is None:
             return False
-        following = World(
+        following = LiveWorld(
             world.generation + 1, tuple(left[:most]), tuple(left[most:]), tuple(sorted(lost))
         )
         beats = following.beats(self._beats)
@@ -78,7 +79,7 @@ class LiveRanks:
         """Let the spares leave once all members have done their work."""
         world = self.world
         if world.spares and not world.ended and all(map(self._is_done, world.members)):
-            self._tell(World(world.generation, world.members, world.spares, (), ended=True))
+            self._tell(LiveWorld(world.generation, world.members, world.spares, (), ended=True))
 
     def by_rank(self, pids: Mapping[int, int]) -> dict[int, int]:
         """Return the processes of the members by their ranks now."""
@@ -87,6 +88,6 @@ class LiveRanks:
     def _is_done(self, rank: int) -> bool:
         return (self._failures / done_mark(rank)).exists()
 
-    def _tell(self, world: World) -> None:
+    def _tell(self, world: LiveWorld) -> None:
         self.world = world
         world.write(self._path)

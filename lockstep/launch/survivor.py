@@ -18,11 +18,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from lockstep import cluster, signals
-from lockstep.environment import GENERATION, WORLD, rank_facts
+from lockstep.environment import GENERATION, rank_facts
 from lockstep.errors import EXIT_DONE, EXIT_PREEMPTED, UsageError, lost_a_peer
 from lockstep.heartbeat.files import FOLDER
 from lockstep.heartbeat.writer import begin_anew
-from lockstep.launch.world import World
+from lockstep.launch.world import LiveWorld
 from lockstep.torch_compat import group_creation
 
 _LOOK_SECONDS = 0.02
@@ -31,15 +31,14 @@ _WORD_SECONDS = 10.0
 _WORD_AFTER_ERROR_SECONDS = 1.0
 
 
-def through_deaths(work: Callable[[], int]) -> int:
+def through_deaths(work: Callable[[], int], path: Path) -> int:
     """Run `work()`, and run it again as a rank of the next world when others have died.
 
-    Without a launcher that offers it, run it once.
+    Args:
+        work: builds the run, and trains it to its end; returns the exit code.
+        path: of the file that the launcher writes.
     """
-    path = os.environ.get(WORLD)
-    if not path:
-        return work()
-    survivor = Survivor(Path(path), Path(os.environ[FOLDER]))
+    survivor = Survivor(path, Path(os.environ[FOLDER]))
     try:
         while True:
             world = None
@@ -72,7 +71,7 @@ class Survivor:
         self._beats = beats
         self._me = rank_facts().rank
         self._entered = 0  # generation of the world that this process is in, or enters
-        self._seen = World(0, (), ())
+        self._seen = LiveWorld(0, (), ())
         self._stamp: tuple[int, int] = (0, 0)
         self._sockets: set[str] = set()  # to other ranks, as the kernel names them
         # Held while connections are cut, so that none of the world that is entered can be among
@@ -89,7 +88,7 @@ class Survivor:
         self._closing.set()
         group_creation.restore()
 
-    def world_after(self, error: BaseException) -> World | None:
+    def world_after(self, error: BaseException) -> LiveWorld | None:
         """Return the world in which to go on after an error; None: the error is this rank's own."""
         seconds = _WORD_SECONDS if lost_a_peer(error) else _WORD_AFTER_ERROR_SECONDS
         deadline = time.monotonic() + seconds
@@ -99,7 +98,7 @@ class Survivor:
             time.sleep(_LOOK_SECONDS)
         return self._seen
 
-    def enter(self, world: World) -> int | None:
+    def enter(self, world: LiveWorld) -> int | None:
         """Become a rank of the world; return the exit code instead if this process is to end."""
         # the groups' other ends are gone: there is nothing to wait for, and nobody to tell
         with suppress(RuntimeError):
@@ -147,7 +146,7 @@ class Survivor:
                 found = self._path.stat()
                 stamp = (found.st_ino, found.st_mtime_ns)
                 if stamp != self._stamp:
-                    self._seen = World.read(self._path)
+                    self._seen = LiveWorld.read(self._path)
                     self._stamp = stamp
             with self._leaving:
                 if self._seen.generation > self._entered:

@@ -49,7 +49,7 @@ from lockstep.launch.worker import (
     print_error,
     run_as_worker,
 )
-from lockstep.launch.world import World
+from lockstep.launch.world import LiveWorld
 from lockstep.network import interface_variables
 from lockstep.records import RunDirectory
 from lockstep.run_lock import LAUNCH, require_free
@@ -99,9 +99,16 @@ def train(
         return code
 
     if is_rank(options):
-        from lockstep.launch.survivor import through_deaths
 
-        return run_as_worker(lambda: through_deaths(work), logs=run.logs)
+        def through_deaths() -> int:
+            """Train; where the launcher offers it, also after other ranks have died."""
+            world = os.environ.get(WORLD)
+            if not world:
+                return work()
+            code: int = _load("lockstep.launch.survivor").through_deaths(work, Path(world))
+            return code
+
+        return run_as_worker(through_deaths, logs=run.logs)
     config = load_config(path, overrides)
     distributed = config.distributed
     one_process = (
@@ -390,7 +397,7 @@ def _run_agent(
             with suppress(OSError):  # the disk is full: the line above has the same information
                 RunDirectory(job.logs.parent).append_event("restart", reason=reason, left=left)
 
-    def on_change(world: World) -> None:
+    def on_change(world: LiveWorld) -> None:
         lost = ", ".join(map(str, world.lost))
         waiting = f"; {len(world.spares)} wait" if world.spares else ""
         _log_to_stderr(

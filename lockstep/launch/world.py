@@ -3,7 +3,7 @@
 The way of live recovery (`distributed.on_failure: continue`), on one machine:
 
     launcher   a rank's process has died → the largest number of ranks that the config allows for
-               those that are left → a `World` of the next generation, written into the file
+               those that are left → a `LiveWorld` of the next generation, written into the file
     each rank  a thread sees the file → it cuts this process's connections to other ranks, so that
                every wait for them ends, in Python and in C++ → the step ends with an error
                → groups are destroyed → rank and world size are those of the new world
@@ -26,7 +26,7 @@ from lockstep.run_files import replace_file
 
 
 @dataclass(frozen=True)
-class World:
+class LiveWorld:
     """The processes that train, by the ranks with which they were started, in their new order."""
 
     generation: int  # number of times that ranks have died since all were started
@@ -40,7 +40,7 @@ class World:
         replace_file(path, json.dumps(asdict(self)))
 
     @classmethod
-    def read(cls, path: Path) -> "World":
+    def read(cls, path: Path) -> "LiveWorld":
         """Return what the file says."""
         return cls(**json.loads(path.read_text()))
 

@@ -248,7 +248,8 @@ def test_what_happens_when_a_rank_dies_fits_the_launcher() -> None:
         (goes_on, {"builds_again": False}, ("build their run again", "`lockstep train`")),
         (goes_on, {"several_machines": True}, ("is for one machine", "on_failure: restart")),
         (goes_on, {"device_type": "cuda"}, ("for gloo", "--max-restarts N")),
-        (rarely, {}, ("ddp, fsdp, pipeline, and the strategy is diloco",)),
+        (rarely, {}, ("not for strategy diloco", "write strategy: ddp or fsdp or")),
+        (Config().replaced(going_on), {}, ("not for strategy auto", "pipeline")),
         (no_size, {}, ("needs training.global_batch_size", "another training")),
     ]
     usual = {"max_restarts": 0, "several_machines": False, "builds_again": True}

@@ -6,17 +6,17 @@ import pytest
 
 from lockstep.launch.failures import done_mark
 from lockstep.launch.live import LiveRanks
-from lockstep.launch.world import World
+from lockstep.launch.world import LiveWorld
 
 
 @pytest.fixture
-def told() -> list[World]:
+def told() -> list[LiveWorld]:
     """The worlds that were told to people."""
     return []
 
 
 @pytest.fixture
-def even(tmp_path: Path, told: list[World]) -> LiveRanks:
+def even(tmp_path: Path, told: list[LiveWorld]) -> LiveRanks:
     """Four ranks of a config that takes even numbers of them."""
     live = LiveRanks(
         tmp_path / "world.json",
@@ -29,15 +29,15 @@ def even(tmp_path: Path, told: list[World]) -> LiveRanks:
     return live
 
 
-def now(live: LiveRanks, folder: Path) -> World:
+def now(live: LiveRanks, folder: Path) -> LiveWorld:
     """What the ranks read."""
-    world = World.read(folder / "world.json")
+    world = LiveWorld.read(folder / "world.json")
     assert [*world.members] == [*live.world.members]
     return world
 
 
 def test_spares_wait_and_take_a_later_place(
-    even: LiveRanks, told: list[World], tmp_path: Path
+    even: LiveRanks, told: list[LiveWorld], tmp_path: Path
 ) -> None:
     assert even.go_on_without({2})
     first = now(even, tmp_path)
@@ -62,7 +62,7 @@ def test_a_rank_that_has_left_is_not_told_to_go_on(even: LiveRanks, tmp_path: Pa
 
 
 def test_nobody_stops_for_a_spare_that_dies(
-    even: LiveRanks, told: list[World], tmp_path: Path
+    even: LiveRanks, told: list[LiveWorld], tmp_path: Path
 ) -> None:
     even.go_on_without({2})
     assert even.go_on_without({3})
