@@ -8,6 +8,7 @@ be a plain one.
 
 import atexit
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from typing import TypeVar
@@ -15,6 +16,7 @@ from typing import TypeVar
 _T = TypeVar("_T")
 
 _CLOSING_SECONDS = 2.0  # for an answer that is under way; a broken link never brings one
+_LOOK_SECONDS = 0.02
 
 _started: "weakref.WeakSet[StoreThread]" = weakref.WeakSet()
 
@@ -53,12 +55,21 @@ class StoreThread(threading.Thread):
         self.join(seconds)
 
 
-def answer_within(seconds: float, call: Callable[[], _T]) -> _T:
-    """Return what a function that asks a store returns, or raise what it raises.
+def answer_within(
+    seconds: float, call: Callable[[], _T], *, given_up: Callable[[], bool] = lambda: False
+) -> _T:
+    """Return what a function that waits in C++ returns, or raise what it raises.
 
     A store behind a broken link never answers, and keeps whoever asks it meanwhile.
 
-    Raises TimeoutError: it has not returned after these seconds.
+    Args:
+        seconds: how long to wait for it.
+        call: the function.
+        given_up: is asked meanwhile whether the answer is of no use any more.
+
+    Raises:
+        TimeoutError: it has not returned after these seconds, or is given up. Its thread stays
+            where it waits.
     """
     returned: list[_T] = []
     raised: list[Exception] = []
@@ -69,10 +80,17 @@ def answer_within(seconds: float, call: Callable[[], _T]) -> _T:
         except Exception as error:
             raised.append(error)
 
-    StoreThread(ask, "store-answer").join(seconds)
+    thread = StoreThread(ask, "store-answer")
+    deadline = time.monotonic() + seconds
+    while thread.is_alive() and not given_up():
+        left = deadline - time.monotonic()
+        if left <= 0:
+            break
+        thread.join(min(left, _LOOK_SECONDS))
     if raised:
         raise raised[0]
     if not returned:
+        _started.discard(thread)  # nothing wakes it: the end of Python does not wait for it
         raise TimeoutError(f"no answer within {seconds:g} s")
     return returned[0]
 

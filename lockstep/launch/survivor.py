@@ -5,17 +5,23 @@ threads of C++, in DDP's reducer, in FSDP2. None of them can be polled from outs
 that is not a neighbour of the dead one would learn of it after its timeout only. So the sockets are
 cut instead: gloo then ends every wait on them with "Connection closed by peer", wherever it is.
 
-Tests: tests/faults/test_live_recovery.py
+One wait has no socket: a group that is made waits for each rank to connect, also for one that has
+died after it had told its address, and beyond the group's timeout. So groups are made in a thread,
+which is left behind then.
+
+Tests: tests/launch/test_survivor.py, tests/faults/test_live_recovery.py
 """
 
 import gc
+import math
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from lockstep import cluster, signals
 from lockstep.environment import GENERATION, rank_facts
@@ -23,6 +29,7 @@ from lockstep.errors import EXIT_DONE, EXIT_PREEMPTED, UsageError, lost_a_peer
 from lockstep.heartbeat.files import FOLDER
 from lockstep.heartbeat.writer import begin_anew
 from lockstep.launch.world import LiveWorld
+from lockstep.store_threads import answer_within
 from lockstep.torch_compat import group_creation
 
 _LOOK_SECONDS = 0.02
@@ -78,7 +85,7 @@ class Survivor:
         # them, however long the thread may be kept from running.
         self._leaving = threading.Lock()
         self._closing = threading.Event()
-        group_creation.enter_for_each(self._noting_sockets)
+        group_creation.make_each_by(self._make_group)
         # It waits in Python and in C alone, so that the interpreter may end around it.
         self._watch = threading.Thread(target=self._look, name="survivor", daemon=True)
         self._watch.start()
@@ -92,7 +99,7 @@ class Survivor:
         """Return the world in which to go on after an error; None: the error is this rank's own."""
         seconds = _WORD_SECONDS if lost_a_peer(error) else _WORD_AFTER_ERROR_SECONDS
         deadline = time.monotonic() + seconds
-        while self._seen.generation == self._entered:
+        while not self._is_over():
             if time.monotonic() > deadline:
                 return None
             time.sleep(_LOOK_SECONDS)
@@ -149,17 +156,20 @@ class Survivor:
                     self._seen = LiveWorld.read(self._path)
                     self._stamp = stamp
             with self._leaving:
-                if self._seen.generation > self._entered:
+                if self._is_over():
                     self._cut()
 
-    @contextmanager
-    def _noting_sockets(self) -> Iterator[None]:
-        """Note the sockets that are opened in the block: those of a new group."""
+    def _make_group(self, make: Callable[[], Any]) -> Any:
+        """Make a group, and note its sockets; give up when a rank has died meanwhile."""
         before = set(_open_sockets())
         try:
-            yield
+            return answer_within(math.inf, make, given_up=self._is_over)
         finally:
             self._sockets |= set(_open_sockets()) - before
+
+    def _is_over(self) -> bool:
+        """Return whether the world that this process is in, or enters, is over."""
+        return self._seen.generation > self._entered
 
     def _cut(self) -> None:
         """Shut down all connections to other ranks, and to the store where they meet.

@@ -1,7 +1,7 @@
-"""`lockstep/torch_compat/group_creation.py`: every group is made inside of the block."""
+"""`lockstep/torch_compat/group_creation.py`: every group is made by the function that is given."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -14,12 +14,11 @@ def count_groups() -> list[int]:
     """Return how many groups were seen after each way to make some."""
     made = []
 
-    @contextmanager
-    def noted() -> Iterator[None]:
-        yield
+    def noted(make: Callable[[], Any]) -> Any:
         made.append(1)
+        return make()
 
-    group_creation.enter_for_each(noted)
+    group_creation.make_each_by(noted)
     counts = []
     dist.new_group([0, 1])
     counts.append(len(made))
