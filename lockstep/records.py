@@ -170,21 +170,32 @@ class RunDirectory:
         """Return all whole rows of the events."""
         return list(read_lines(self.events))
 
-    def drop_after(self, step: int) -> None:
-        """Drop metrics of steps after `step`: the run resumes there and writes them again."""
+    def drop_after(self, step: int) -> float:
+        """Drop metrics of steps after `step`: the run resumes there and writes them again.
+
+        Return the seconds that are lost with them: between the last row that is kept and the last
+        one.
+        """
         if not is_file(self.path, self.metrics.name):
-            return
+            return 0.0
+        kept_until = None
+        until = None
         kept = self.metrics.with_name(f".{self.metrics.name}.tmp-{secrets.token_hex(8)}")
         try:
             with kept.open("x", encoding="utf-8") as file:
                 # one at a time: a long run has gigabytes of them
                 for row in read_lines(self.metrics):
                     at = row.get("step", 0)
+                    until = row.get("time", until)
                     if isinstance(at, int | float) and at <= step:
                         file.write(json.dumps(row) + "\n")
+                        kept_until = until
             kept.replace(self.metrics)
         finally:
             kept.unlink(missing_ok=True)
+        if isinstance(until, int | float) and isinstance(kept_until, int | float):
+            return max(0.0, until - kept_until)
+        return 0.0
 
 
 def append_line(path: Path, row: dict[str, Any]) -> None:

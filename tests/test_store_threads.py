@@ -78,6 +78,7 @@ _PLAIN = {
     "caught_errors.py": "looks at the other ranks' heartbeats",
     "checkpoint/commit.py": "writes a checkpoint; Python waits for it before it ends",
     "launch/spawn.py": "waits for another process",
+    "launch/survivor.py": "reads a file, and shuts sockets down",
     "monitor/sinks.py": "calls sinks, which the monitor closes",
     "run_lock.py": "writes to the lock's file",
     "signals.py": "reads from a pipe",
@@ -101,6 +102,8 @@ def test_an_answer_that_does_not_come_is_not_waited_for() -> None:
     never = threading.Event()
     with pytest.raises(TimeoutError, match=r"no answer within 0\.05 s"):
         answer_within(0.05, never.wait)
+    with pytest.raises(TimeoutError):
+        answer_within(60, never.wait, given_up=lambda: True)
     never.set()
     assert answer_within(60, lambda: 3) == 3
     with pytest.raises(ValueError, match="gone"):

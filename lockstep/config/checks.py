@@ -3,6 +3,7 @@
 Some settings can't be followed by a strategy, or by a number of ranks.
 """
 
+import sys
 from collections.abc import Iterable, Iterator
 
 from lockstep.config.schema import Config, StepConfig
@@ -136,6 +137,10 @@ def _continue(
         what += "is for ranks that build their run again by themselves"
         fix = f"run the config by `lockstep train`, or {restart}"
         yield Contradiction((key,), what, fix, "here a script builds it, or another launcher runs")
+    elif sys.platform != "linux":
+        what += "is for Linux"
+        why = "the connections to a dead rank are found in /proc"
+        yield Contradiction((key,), what, restart, why)
     elif several_machines:
         what += "is for one machine, and there are several"
         yield Contradiction((key, "--nnodes"), what, restart)

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +134,10 @@ class Agent(ExtensibleAgent):
         ]
         world = self.worker_group.workers[0].world_size
         for rank in ended.keys() - written.keys():
-            found.append(from_exit_code(rank, world, *ended[rank], self._logs / f"rank-{rank}.log"))
+            failure = from_exit_code(rank, world, *ended[rank], self._logs / f"rank-{rank}.log")
+            if self._live is not None and self._live.refusal:
+                failure = replace(failure, why=f"the others can't go on: {self._live.refusal}")
+            found.append(failure)
         return found
 
     def _left_early(self) -> set[int]:  # with code 0, without marking their work as done
@@ -304,6 +308,8 @@ class Agent(ExtensibleAgent):
         if killed and killed == failed and live.go_on_without(killed):
             self.forget(killed)
             self._watch.follow(live.folder)
+        if not failed:
+            live.all_run()
         live.end_if_done()
 
     def restart_ranks(self, worker_group: WorkerGroup) -> None:

@@ -6,6 +6,7 @@ Tests: tests/launch/test_live.py, tests/faults/test_live_recovery.py
 """
 
 import shutil
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -40,10 +41,13 @@ class LiveRanks:
         self._failures = failures
         self._largest = largest
         self._on_change = on_change
+        self._looked = time.monotonic()  # when all processes ran that were not lost before
         self.world = LiveWorld(0, ())
+        self.refusal = ""  # why the others could not go on
 
     def begin(self, ranks: int) -> None:
         """Begin with all ranks, which are about to be started."""
+        self.refusal = ""
         self._tell(LiveWorld(0, tuple(range(ranks))))
 
     @property
@@ -51,8 +55,16 @@ class LiveRanks:
         """The folder of the heartbeats now."""
         return self.world.beats(self._beats)
 
+    def all_run(self) -> None:
+        """Note that all ranks run that were not lost before."""
+        self._looked = time.monotonic()
+
     def go_on_without(self, lost: set[int]) -> bool:
-        """Tell the others to go on without these ranks; return whether they can."""
+        """Tell the others to go on without these ranks; return whether they can.
+
+        If not, `refusal` says why.
+        """
+        noticed = time.monotonic()
         world = self.world
         left = [rank for rank in (*world.members, *world.spares) if rank not in lost]
         if not lost & set(world.members):  # only spares have died: nobody has to stop for them
@@ -60,13 +72,22 @@ class LiveRanks:
                 LiveWorld(world.generation, world.members, tuple(left[len(world.members) :]))
             )
             return True
-        if any(self._is_done(rank) for rank in world.members):
-            return False  # a rank that has left can't take its part in steps again
+        if done := [rank for rank in world.members if self._is_done(rank)]:
+            self.refusal = f"rank {done[0]} has done its work, and can't take part in steps again"
+            return False
         most = self._largest(len(left)) if left else None
         if most is None:
+            count = f"{len(left)} rank{'s' * (len(left) != 1)}" if left else "no rank"
+            self.refusal = f"{count} of {len(world.members) + len(world.spares)} would be left"
+            self.refusal += ", and the config trains on no such number" if left else ""
             return False
         following = LiveWorld(
-            world.generation + 1, tuple(left[:most]), tuple(left[most:]), tuple(sorted(lost))
+            world.generation + 1,
+            tuple(left[:most]),
+            tuple(left[most:]),
+            tuple(sorted(lost)),
+            died=self._looked,
+            noticed=noticed,
         )
         beats = following.beats(self._beats)
         shutil.rmtree(beats, ignore_errors=True)  # of an earlier start of the ranks

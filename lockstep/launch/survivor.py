@@ -23,11 +23,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lockstep import cluster, signals
+from lockstep import cluster, recovery_clock, signals
 from lockstep.environment import GENERATION, rank_facts
 from lockstep.errors import EXIT_DONE, EXIT_PREEMPTED, UsageError, lost_a_peer
 from lockstep.heartbeat.files import FOLDER
 from lockstep.heartbeat.writer import begin_anew
+from lockstep.launch.worker import show_output
 from lockstep.launch.world import LiveWorld
 from lockstep.store_threads import answer_within
 from lockstep.torch_compat import group_creation
@@ -107,6 +108,8 @@ class Survivor:
 
     def enter(self, world: LiveWorld) -> int | None:
         """Become a rank of the world; return the exit code instead if this process is to end."""
+        recovery_clock.begin(world.died, world.noticed)
+        recovery_clock.end_of("agreed")
         # the groups' other ends are gone: there is nothing to wait for, and nobody to tell
         with suppress(RuntimeError):
             cluster.cleanup()
@@ -127,6 +130,8 @@ class Survivor:
             FOLDER: str(world.beats(self._beats)),
         }
         begin_anew()
+        if rank == 0:
+            show_output()
         print(
             f"lockstep: {count} ranks go on, this one as rank {rank}: rank"
             f" {', '.join(map(str, world.lost))} has died",

@@ -165,6 +165,13 @@ def console(stream: Any = None) -> TextIO:
     return seen
 
 
+def show_output() -> None:
+    """Show this process's output on the console, too, from now on: it has become rank 0."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, Tee):
+            stream.shown = True
+
+
 @contextmanager
 def to_log(
     path: Path, *, on_console: tuple[bool, bool], descriptors: bool, include_children: bool = False

@@ -34,6 +34,8 @@ class LiveWorld:
     spares: Sequence[int] = ()
     lost: Sequence[int] = ()  # those whose death has led to it
     ended: bool = False  # the members have done their work: spares may leave
+    died: float = 0.0  # when the lost ranks died, at the earliest (seconds, monotonic)
+    noticed: float = 0.0  # when the launcher saw it
 
     def write(self, path: Path) -> None:
         """Replace what the file says."""

@@ -432,11 +432,12 @@ _KINDS = {
     "stop": ("c1", "cross"),
     "restart": ("c4", "triangle"),
     "recovery": ("c4", "diamond"),
+    "recovered": ("c2", "triangle"),
     "fault": ("c4", "star"),
     "straggler": ("c6", "triangle"),
     "profile": ("c5", "diamond"),
 }
-_NOT_DRAWN = ("save_stall", "memory_copy", "prometheus")
+_NOT_DRAWN = ("save_stall", "memory_copy", "lost_steps", "prometheus")
 
 
 def _timeline(runs: list[RunData]) -> Figure:

@@ -31,6 +31,7 @@ from lockstep.records import RunDirectory
 from lockstep.report import read, units
 from lockstep.report.advice import advise
 from lockstep.report.charts import COLOURS, Figure, chart, charts, coloured, line, shortened
+from lockstep.report.effective_time import effective_time, in_words
 from lockstep.report.read import (
     NEWEST,
     Row,
@@ -187,6 +188,7 @@ def _tiles(run: RunData) -> list[tuple[str, str, str]]:
     mfu = run.last("mfu")
     loss = run.last("loss")
     peak = max((row["memory_bytes"] for row in run.rows if row.get("memory_bytes")), default=0)
+    effective, others = in_words(effective_time(run))
     tiles = [
         ("steps", f"{last['step']:,}", f"of {total:,}" if total else ""),
         (
@@ -203,6 +205,7 @@ def _tiles(run: RunData) -> list[tuple[str, str, str]]:
         ),
         ("peak memory", units.size(peak), "rank 0"),
         ("wall time", units.seconds(wall_seconds(run)), ""),
+        ("effective time", effective, others) if effective else ("", "", ""),
     ]
     return [tile for tile in tiles if tile[0]]
 

@@ -13,12 +13,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from lockstep import recovery_clock
 from lockstep.bad_numbers import ALL_IGNORED, Anomaly
 from lockstep.data import StepSource
 from lockstep.errors import listed
 from lockstep.monitor import Monitor
 from lockstep.records import StepRecord
 from lockstep.trainer.checkpointer import Checkpointer
+from lockstep.trainer.recovered import Recovered
 from lockstep.trainer.run_evaluations import RunEvaluations
 from lockstep.trainer.run_monitor import Announcer
 from lockstep.trainer.run_state import RunState
@@ -56,6 +58,7 @@ class StepConsumers:
             self.keep_position,
             self.require_lock,
             self.record,
+            *([self.tell_recovered] if recovery_clock.is_running() else []),
             self.say_placement_lines,
             self.keep_metrics,
             self.tell_anomaly,
@@ -91,6 +94,17 @@ class StepConsumers:
         """Hand the record to meters, sinks, callbacks and the profiler (`Monitor.on_step`)."""
         if taken.record is not None:
             self.monitor.on_step(taken.record)
+
+    def tell_recovered(self, taken: TakenStep) -> None:
+        """Record how the run has gone on after deaths, after the first step that follows them."""
+        recovery_clock.end_of("first_step")
+        parts = recovery_clock.take()
+        directory = self.run.output.directory
+        if not parts or directory is None or not self.run.is_main_process:
+            return
+        recovered = Recovered.read(directory, self.run.step.progress.step, parts)
+        self.monitor.event("recovered", **recovered.as_event())
+        self.announcer.say(f"the run goes on: {recovered.sentence}")
 
     def say_placement_lines(self, _taken: TakenStep) -> None:
         """Print what the placed model has found out in its first steps."""

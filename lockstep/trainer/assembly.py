@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lockstep import cluster
+from lockstep import cluster, recovery_clock
 from lockstep.bad_numbers import AnomalyDetector
 from lockstep.config import Config, apply_flags
 from lockstep.config.checks import launch_contradictions
@@ -107,6 +107,7 @@ def assemble(given: TrainerArguments, settings: Mapping[str, Any]) -> RunState:
 
     # The model, before it is placed and after.
     here = cluster.setup(config.distributed)
+    recovery_clock.end_of("groups")
     refuse(
         launch_contradictions(
             config,
@@ -192,6 +193,7 @@ def assemble(given: TrainerArguments, settings: Mapping[str, Any]) -> RunState:
         has_memory=output.memory is not None,
     )
     no_effect.report(without_effect, asked, is_main=here.facts.is_main)
+    recovery_clock.end_of("placed")
     return RunState(
         config=config,
         asked=asked,

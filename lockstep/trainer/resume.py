@@ -60,12 +60,15 @@ def resume(run: RunState, how: str) -> tuple[checkpoint.CheckpointPath | None, l
         last_lines(directory.metrics, 50) if directory is not None and run.is_main_process else []
     )
     come_to = max((row["step"] for row in rows if isinstance(row.get("step"), int)), default=0)
-    if found is None:
-        clear_later(run)
-        return None, []
-    _, log_lines = load(run, found)
-    clear_later(run)
+    log_lines: list[str] = []
+    if found is not None:
+        _, log_lines = load(run, found)
+    lost_seconds = clear_later(run)
     step = run.step.progress.step
+    if directory is not None and come_to > step and run.is_main_process:
+        directory.append_event("lost_steps", step=step, come_to=come_to, seconds=lost_seconds)
+    if found is None:
+        return None, []
     if come_to > step:
         log_lines.append(
             f"the run had come to step {come_to}: what follows step {step} is trained again"
@@ -106,15 +109,17 @@ def load(run: RunState, found: checkpoint.CheckpointPath) -> tuple[dict[str, Any
     return metadata, log_lines
 
 
-def clear_later(run: RunState) -> None:
+def clear_later(run: RunState) -> float:
     """Drop what a run directory holds of steps after the current one; every rank calls it.
 
     Metrics of later steps are dropped, and later checkpoints set aside: they are written again.
+    Return the seconds that these steps took; on rank 0, elsewhere 0.
     """
     step = run.step.progress.step
+    lost_seconds = 0.0
     directory = run.output.directory
     if directory is not None and run.is_main_process:
-        directory.drop_after(step)
+        lost_seconds = directory.drop_after(step)
         for path in checkpoint.set_aside(
             run.output.checkpoints or directory.checkpoints, after=step
         ):
@@ -123,6 +128,7 @@ def clear_later(run: RunState) -> None:
         run.output.memory.delete_after(step)
     if run.layout.world_size > 1:
         collectives.barrier()  # no rank reads the folder before it is in order
+    return lost_seconds
 
 
 def find(output: RunOutput, how: str, where: str = "--resume") -> checkpoint.CheckpointPath | None:

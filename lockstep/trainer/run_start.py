@@ -6,7 +6,7 @@ Tests: tests/trainer/test_loops.py, tests/trainer/test_resume.py, tests/trainer/
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from lockstep import checkpoint
+from lockstep import checkpoint, recovery_clock
 from lockstep.data import StepSource
 from lockstep.errors import UsageError
 from lockstep.trainer import data_setup, no_effect, resume
@@ -69,6 +69,7 @@ class RunStart:
         output.acquire()
         how = resume.after_restart(output, how)
         self._resumed_from, lines = resume.resume(self._run, how)
+        recovery_clock.end_of("loaded")
         self._is_decided = True
         self._lines += lines
         return self._resumed_from

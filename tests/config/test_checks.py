@@ -235,7 +235,7 @@ def test_a_file_that_is_run_names_a_model_and_data() -> None:
     load_config("trainers/fsdp.yaml")
 
 
-def test_what_happens_when_a_rank_dies_fits_the_launcher() -> None:
+def test_what_happens_when_a_rank_dies_fits_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     stops = Config().replaced({"distributed.on_failure": "stop"})
     copies = Config().replaced({"checkpoint.memory_steps": 1})
     going_on = {"distributed.on_failure": "continue", "training.global_batch_size": 8}
@@ -262,3 +262,6 @@ def test_what_happens_when_a_rank_dies_fits_the_launcher() -> None:
             assert word in str(caught.value)
     for config in (stops, copies, Config(), goes_on):
         refuse(launch_contradictions(config, **usual))
+    monkeypatch.setattr("sys.platform", "darwin")
+    with pytest.raises(UsageError, match="is for Linux"):
+        refuse(launch_contradictions(goes_on, **usual))

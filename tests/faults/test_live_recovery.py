@@ -2,6 +2,7 @@
 
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -29,26 +30,33 @@ def begin(folder: Path, ranks: int, *overrides: str) -> list[str]:
     ]
 
 
-def with_deaths(folder: Path, killed: list[int], *overrides: str) -> Ended:
-    """Four ranks, some of which are killed one after another, each in the midst of a step."""
+def with_deaths(folder: Path, killed: list[tuple[int, ...]], *overrides: str) -> Ended:
+    """Four ranks, some of which are killed.
+
+    Args:
+        folder: where it runs.
+        killed: of each tuple the first rank dies in the midst of a step, and each further one while
+            the others recover from the death before it.
+        overrides: of the config.
+    """
     overrides = ("distributed.on_failure=continue", *overrides)
     process = start(folder, *begin(folder, 4, *overrides), OMP_NUM_THREADS="1")
     run = folder / "run"
 
-    def come_to(step: int) -> bool:
-        return process.poll() is not None or max(steps(run), default=0) >= step
+    def wait_until(condition: Callable[[], bool]) -> None:
+        wait_for(lambda: process.poll() is not None or condition())
+        assert process.poll() is None, process.communicate()
 
     processes: dict[int, int] = {}
-    for number, rank in enumerate(killed):
-        wait_for(lambda number=number: come_to(8 * (number + 1)))  # type: ignore[misc]
-        assert process.poll() is None, process.communicate()
+    deaths = 0
+    for number, ranks in enumerate(killed):
+        wait_until(lambda: max(steps(run), default=0) >= 8 * (number + 1))  # noqa: B023
         processes = processes or ranks_of(folder)
-        os.kill(processes[rank], signal.SIGKILL)
-        wait_for(
-            lambda number=number: (  # type: ignore[misc]
-                process.poll() is not None or len(events(run, "resume")) > number
-            )
-        )
+        for rank in ranks:
+            os.kill(processes[rank], signal.SIGKILL)
+            deaths += 1
+            wait_until(lambda: len(events(run, "recovery")) == deaths)  # noqa: B023
+        wait_until(lambda: len(events(run, "recovered")) > number)  # noqa: B023
     return finish(process, folder)
 
 
@@ -61,16 +69,31 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
     return digest(folder / "run/checkpoints/step-00000026")
 
 
-CASES = {
-    # rank 0, too, which holds the lock of the run directory, and writes its records
-    "fsdp": ([3, 0], ("distributed.strategy=fsdp",), [(3, 0), (2, 0)]),
+PARTS = ["noticed", "agreed", "groups", "placed", "loaded", "first_step"]
+# name → who is killed, the config, (ranks, spares) of each world, its layouts
+Case = tuple[list[tuple[int, ...]], tuple[str, ...], list[tuple[int, int]], list[str]]
+CASES: dict[str, Case] = {
+    # rank 0, too, which holds the lock of the run directory, and writes its records; before that
+    # a second rank, while the others recover from the death of the first
+    "fsdp": (
+        [(3, 2), (0,)],
+        ("distributed.strategy=fsdp",),
+        [(3, 0), (2, 0), (1, 0)],
+        ["fsdp:4", "fsdp:2", "fsdp:1"],
+    ),
     # two stages need an even number of ranks: one of three waits, and takes the next place
     "pipeline": (
-        [2, 1],
+        [(2,), (1,)],
         ("distributed.strategy=pipeline", "distributed.pipeline_size=2"),
         [(2, 1), (2, 0)],
+        ["pipeline:2*ddp:2", "pipeline:2", "pipeline:2"],
     ),
-    "ddp": ([1, 2], ("distributed.strategy=ddp",), [(3, 0), (2, 0)]),
+    "ddp": (
+        [(1,), (2,)],
+        ("distributed.strategy=ddp",),
+        [(3, 0), (2, 0)],
+        ["ddp:4", "ddp:3", "ddp:2"],
+    ),
 }
 
 
@@ -87,14 +110,21 @@ CASES = {
 def test_the_others_go_on_and_end_in_the_same_bits(
     case: str, undisturbed: str, tmp_path: Path
 ) -> None:
-    killed, overrides, worlds = CASES[case]
+    killed, overrides, worlds, layouts = CASES[case]
     ended = with_deaths(tmp_path, killed, *overrides)
     assert ended.code == 0, ended.err
     run = tmp_path / "run"
     recoveries = events(run, "recovery")
     assert [(one["ranks"], one["spares"]) for one in recoveries] == worlds
-    assert [one["lost"] for one in recoveries] == [[rank] for rank in killed]
+    assert [one["lost"] for one in recoveries] == [[rank] for ranks in killed for rank in ranks]
     assert not events(run, "restart")
+    recovered = events(run, "recovered")
+    assert [one["layout"] for one in recovered] == layouts[1:]
+    assert [one["before"] for one in recovered] == layouts[:-1]
+    for one in recovered:
+        assert one["again"] <= 1, "a copy after each step: the one in flight may be lost"
+        assert [part for part in one["parts"] if part != "interrupted"] == PARTS
+        assert one["seconds"] == pytest.approx(sum(one["parts"].values()))
     for resumed in events(run, "resume"):
         assert "/dev/shm/" in resumed["checkpoint"]
     assert steps(run) == list(range(1, 27)), "each step once"

@@ -52,6 +52,7 @@ def test_spares_wait_and_take_a_later_place(
 
 def test_too_few_ranks_are_not_told_to_go_on(even: LiveRanks, tmp_path: Path) -> None:
     assert not even.go_on_without({0, 1, 2})
+    assert even.refusal == "1 rank of 4 would be left, and the config trains on no such number"
     assert not even.go_on_without({0, 1, 2, 3})
     assert now(even, tmp_path).generation == 0
 
@@ -59,6 +60,7 @@ def test_too_few_ranks_are_not_told_to_go_on(even: LiveRanks, tmp_path: Path) ->
 def test_a_rank_that_has_left_is_not_told_to_go_on(even: LiveRanks, tmp_path: Path) -> None:
     (tmp_path / done_mark(1)).touch()
     assert not even.go_on_without({0})
+    assert even.refusal == "rank 1 has done its work, and can't take part in steps again"
 
 
 def test_nobody_stops_for_a_spare_that_dies(

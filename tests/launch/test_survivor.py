@@ -33,9 +33,7 @@ def meet_a_dead_rank(path: str) -> None:
     rank = dist.get_rank()
     if rank == 2:
         make = c10d.ProcessGroupGloo
-        c10d.ProcessGroupGloo = lambda store, *more, **named: make(
-            LastWords(store), *more, **named
-        )
+        c10d.ProcessGroupGloo = lambda store, *more, **named: make(LastWords(store), *more, **named)
         dist.new_group([0, 1, 2])
 
     survivor = Survivor(Path(path), Path(path).parent)

@@ -152,7 +152,7 @@ def write_run(
             now += 6
             event("restart", reason="rank 3 of 4 failed: killed by SIGKILL", left=2)
             step = step // 100 * 100
-            run.drop_after(step)
+            event("lost_steps", step=step, come_to=killed_at, seconds=run.drop_after(step))
             now += 8
             event("resume", step=step, checkpoint=f"checkpoints/step-{step:08}")
             event("start", step=step, **about)

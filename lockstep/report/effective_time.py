@@ -1,0 +1,46 @@
+"""Divides a run's wall time into what trained it and what did not (effective training time ratio).
+
+    trained    forward, backward, update, of steps that were kept; evaluations
+    waited     for data, and for other ranks
+    saved      training stood still for a checkpoint
+    recovered  starts, restarts and live recoveries: all that is outside of steps
+    lost       steps that were trained again, since the run went back behind them
+
+The ratio is the first of these over their sum.
+
+Tests: tests/report/test_effective_time.py
+"""
+
+from lockstep.report.read import RunData, phase_totals
+
+PARTS = ("trained", "waited", "saved", "recovered", "lost")
+
+
+def effective_time(run: RunData) -> dict[str, float]:
+    """Return part → seconds, of the median rank; empty without measurements."""
+    totals = phase_totals(run)
+    if not totals:
+        return {}
+    seconds = (event.get("seconds") for event in run.of_kind("lost_steps"))
+    lost = sum(value for value in seconds if isinstance(value, int | float) and value > 0)
+    # what was lost was in rows which are no longer there: it is a part of the time outside of rows
+    lost = min(lost, totals["outside"])
+    return {
+        "trained": totals["forward_backward"]
+        + totals["optimizer"]
+        + totals["other"]
+        + totals["evaluation"],
+        "waited": totals["data"] + totals["communication"],
+        "saved": totals["checkpoint"],
+        "recovered": totals["outside"] - lost,
+        "lost": lost,
+    }
+
+
+def in_words(parts: dict[str, float]) -> tuple[str, str]:
+    """Return the ratio, and the other parts' shares; both are empty without measurements."""
+    wall = sum(parts.values())
+    if not wall:
+        return "", ""
+    others = [f"{name} {parts[name] / wall:.1%}" for name in PARTS[1:] if parts[name]]
+    return f"{parts['trained'] / wall:.1%}", ", ".join(others)
