@@ -20,8 +20,9 @@ def run() -> int:
     code = warm.run(sys.argv[1:])
     if code is None:
         from lockstep.cli import main
+        from lockstep.launch import fork_server
 
-        code = main()
+        code = fork_server.run(main)
     signals.ignore()
     gc.freeze()  # else the interpreter's end would visit each of torch's million objects: a second
     return code

@@ -31,7 +31,10 @@ _answer: Answer | None = None
 _reader: threading.Thread | None = None
 _pid = 0  # process in which the thread reads
 _pipe = -1  # where the interpreter writes for the thread
-_END_OF_READ = 255  # no signal has this number
+_end_to_read = -1  # of the same pipe
+# no signal has these numbers
+_END_OF_READ = 255
+_END_OF_THREAD = 254
 _all_read = threading.Event()
 
 
@@ -72,6 +75,29 @@ def answered(answer: Answer) -> Iterator[None]:
             for number, handler in before.items():
                 if handler is not _noted and signal.getsignal(number) is _noted:
                     signal.signal(number, handler)
+
+
+@contextmanager
+def without_thread() -> Iterator[None]:
+    """Stop the thread for the length of the block, so that this process can be forked safely.
+
+    Signals wait meanwhile. Where an exception leads a fork out of the block, the fork has Python's
+    handlers, as a fresh process, and signals that were not for it are gone.
+    """
+    global _answer
+    answer = _answer
+    signal.pthread_sigmask(signal.SIG_BLOCK, ASKS_TO_END)
+    _stop_reading()
+    try:
+        yield
+    except BaseException:
+        leave_to_script()
+        _answer = None
+        seen.clear()
+        raise
+    if answer is not None:
+        listen(answer)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKS_TO_END)
 
 
 def leave_to_script() -> None:
@@ -127,7 +153,7 @@ def asked_to_end() -> bool:
 
 def _read_in_background() -> None:
     """Start the thread that reads the numbers of signals, once in each process."""
-    global _reader, _pid, _pipe
+    global _reader, _pid, _pipe, _end_to_read
     if _reader is not None and _pid == os.getpid():
         return
     read, write = os.pipe2(os.O_CLOEXEC)
@@ -135,19 +161,42 @@ def _read_in_background() -> None:
     signal.set_wakeup_fd(write, warn_on_full_buffer=False)
     _pid = os.getpid()
     _pipe = write
+    _end_to_read = read
     _reader = threading.Thread(target=_read, args=(read,), name="lockstep-signals", daemon=True)
     _reader.start()
 
 
+def _stop_reading() -> None:
+    """End the thread, if there is one, and answer the last signals that it might have read."""
+    global _reader
+    if _reader is None or _pid != os.getpid():
+        return
+    os.write(_pipe, bytes([_END_OF_THREAD]))
+    _reader.join()
+    _reader = None
+    # the main thread holds signals back, and there is no other any more
+    signal.set_wakeup_fd(-1)
+    os.close(_pipe)
+    while left := os.read(_end_to_read, 64):
+        _take(left)
+    os.close(_end_to_read)
+
+
 def _read(pipe: int) -> None:
-    while True:
-        for number in os.read(pipe, 64):
-            if number == _END_OF_READ:
-                _all_read.set()
-            if number in ASKS_TO_END:
-                seen.append(number)
-                if signal.getsignal(number) is _noted and _answer is not None:
-                    _answer(number)
+    while _take(os.read(pipe, 64)):
+        pass
+
+
+def _take(numbers: bytes) -> bool:
+    """Answer signals; return whether to read on."""
+    for number in numbers:
+        if number == _END_OF_READ:
+            _all_read.set()
+        if number in ASKS_TO_END:
+            seen.append(number)
+            if signal.getsignal(number) is _noted and _answer is not None:
+                _answer(number)
+    return _END_OF_THREAD not in numbers
 
 
 def _noted(_number: int, _frame: object) -> None:

@@ -15,7 +15,7 @@ from lockstep.environment import rank_facts
 from lockstep.errors import EXIT_DONE, EXIT_FAILED
 from lockstep.launch import warm
 from lockstep.launch.options import LaunchOptions, process_count
-from lockstep.launch.train import LaunchJob, in_this_process, is_rank, launch
+from lockstep.launch.train import LaunchJob, in_this_process, is_rank, launch, prepare
 from lockstep.launch.worker import run_as_worker
 from lockstep.scratch import temporary
 
@@ -49,16 +49,20 @@ def doctor(
 
     if launchers is not None:
         return run_as_worker(check, logs=Path(launchers, "logs"))
+    if is_rank(options):
+        with temporary("doctor") as folder:
+            return run_as_worker(check, logs=folder / "logs")
+    fresh = prepare(options, may_be_alone=True)
     with temporary("doctor") as folder:
         logs = folder / "logs"
-        if is_rank(options):
-            return run_as_worker(check, logs=logs)
         processes, reason = process_count(options)
         if not as_json:
             print(f"lockstep: doctor: {processes} rank(s) on this machine ({reason})", flush=True)
         if in_this_process(processes, options):
             return run_as_worker(check, logs=logs, launched=False)
-        job = LaunchJob(("-m", "lockstep", "doctor", *argv), logs, {_FOLDER: str(folder)})
+        job = LaunchJob(
+            ("-m", "lockstep", "doctor", *argv), logs, {_FOLDER: str(folder)}, fresh=fresh
+        )
         code = launch(job, options, processes)
         return code or (EXIT_DONE if (folder / _GOOD).exists() else EXIT_FAILED)
 

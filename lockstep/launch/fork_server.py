@@ -30,13 +30,14 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from lockstep import cores, signals
+from lockstep import cores, scratch, signals
 from lockstep.launch.prepared import (
     MESSAGE_BYTES,
     ForkRequest,
     PreparedProcess,
     adopt_orphans,
     give,
+    own_prepared_process,
 )
 
 # What a launcher has imported, and a rank at its first step.
@@ -70,6 +71,7 @@ def _end_at_once() -> None:
     if _exit_code is None:
         return
     logging.shutdown()
+    scratch.remove_all()  # registered before this function, and so not called yet
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()
@@ -83,45 +85,100 @@ class _ForkedError(BaseException):
     """Leads a fork out of the server's loop."""
 
 
+class _PreparedError(BaseException):
+    """Leads a prepared process out of the command that it is a fork of."""
+
+
+# whether this process runs a command in `run`
+_runs_command = False
+# what Python put before the folders of modules for the program that this process began with
+_first_folder: str | None = None
+
+
+def run(command: Callable[[], int]) -> int:
+    """Run a command, which may `split_off` a prepared process; return its exit code."""
+    global _runs_command, _first_folder
+    _runs_command = True
+    _first_folder = None if sys.flags.safe_path else sys.path[0]
+    leave_forks_at_once()
+    codes: list[int] = []
+    lead_forks(lambda: codes.append(command()))
+    return codes[0]
+
+
+def split_off(*, compiles: bool = False) -> str | None:
+    """Import what ranks use, and fork a prepared process off this one, if it runs a command.
+
+    The two have imported once between them. It goes on from `run`, so that nothing of the command
+    is left in it; call this before the command has loaded modules of the user's, opened devices or
+    made folders. If nothing is known to be compiled, torch's compiler is not imported before it is
+    needed. Return why ranks must be fresh processes, or None: this process has a prepared
+    one, or can start one.
+    """
+    if own_prepared_process() is not None or not _runs_command or not adopt_orphans():
+        return None
+    before = dict(os.environ)
+    import_all(_import_for_ranks if compiles else _import_without_compiler)
+    if os.environ != before:  # torch's compiler sets variables, which ranks should not find
+        os.environ.clear()
+        os.environ.update(before)
+    with signals.without_thread():
+        reason = why_not_fork()
+        if reason is None:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            give(_fork_of_this_process())
+    return reason
+
+
 def main(imports: Callable[[], None] | None = None) -> None:
     """Import, serve, and run what was asked for in each fork; `imports` in place of the usual."""
     channel = socket.socket(fileno=int(sys.argv[1]))
     leave_forks_at_once()
-    reason = import_all(imports)
-    serve_until_forked(channel, reason)
+    import_all(imports)
+    lead_forks(functools.partial(_serve, channel, why_not_fork()))
 
 
+@functools.cache
 def leave_forks_at_once() -> None:
-    """Have forks end without taking all modules apart; before what else runs at the end."""
+    """Have forks end without taking all modules apart, after what else runs at the end."""
     atexit.register(_end_at_once)  # the first that is registered is called last
 
 
-def serve_until_forked(channel: socket.socket, reason: str | None = None) -> None:
-    """Serve until nobody asks any more; a fork leaves by running its module."""
-    work = functools.partial(_serve, channel, reason)
+def lead_forks(work: Callable[[], None]) -> None:
+    """Work; a fork of this process leaves its work, and goes on with its own from here."""
     while True:
         try:
             work()
             return
         except _ForkedError as fork:
             work = functools.partial(become, *fork.args)
+        except _PreparedError as fork:
+            work = functools.partial(_serve, *fork.args)
 
 
-def import_all(imports: Callable[[], None] | None = None) -> str | None:
-    """Import what ranks use, or by `imports`. Return why this process can't be forked, or None."""
+def import_all(imports: Callable[[], None] | None = None) -> None:
+    """Import what ranks use, or by `imports`, faster than a program of its own would."""
     logging.disable(logging.WARNING)  # torchao tells of kernels for other uses that do not load
     gc.disable()  # collections find nothing in what is imported
     try:
-        if imports is not None:
-            imports()
-        else:
-            for name in _IMPORTED:
-                importlib.import_module(name)
+        (imports or _import_for_ranks)()
     finally:
         logging.disable(logging.NOTSET)
     gc.freeze()  # else collections look at what was imported again and again, and unshare it
     gc.enable()
-    return why_not_fork()
+
+
+def _import_for_ranks() -> None:
+    for name in _IMPORTED:
+        importlib.import_module(name)
+
+
+def _import_without_compiler() -> None:
+    from lockstep.torch_compat.compiler_loading import put_off
+
+    put_off()
+    _import_for_ranks()
 
 
 def _threads() -> int:
@@ -162,7 +219,7 @@ def why_not_fork() -> str | None:
     return None
 
 
-def _serve(channel: socket.socket, reason: str | None) -> None:
+def _serve(channel: socket.socket, reason: str | None = None) -> None:
     """Fork what is asked for, until nobody can ask any more; raises `_ForkedError` in the forks."""
     # a fork begins so, as a fresh process might
     signal.pthread_sigmask(signal.SIG_BLOCK, signals.ASKS_TO_END)
@@ -246,7 +303,7 @@ def _run(module: str) -> None:
 def _take_environment(request: ForkRequest, server_folder: str) -> None:
     """Replace the variables, and the folders of modules that depend on them."""
     variables = request.environment
-    ours = {"", server_folder, *os.environ.get("PYTHONPATH", "").split(os.pathsep)}
+    ours = {"", server_folder, _first_folder, *os.environ.get("PYTHONPATH", "").split(os.pathsep)}
     theirs = filter(None, variables.get("PYTHONPATH", "").split(os.pathsep))
     rest = (path for path in sys.path if path not in ours)
     first = [] if sys.flags.safe_path else [request.folder]
@@ -283,7 +340,10 @@ def _unlike_others() -> None:
 
 
 def _fork_of_this_process() -> PreparedProcess:
-    """Fork a prepared process off this one, which has no threads yet: it has all its imports."""
+    """Fork a prepared process off this one, which has no threads yet: it has all its imports.
+
+    Raises `_PreparedError` in it.
+    """
     mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     pid = os.fork()
     if pid:
@@ -295,8 +355,7 @@ def _fork_of_this_process() -> PreparedProcess:
     for number in range(3):
         os.dup2(nowhere, number)
     os.close(nowhere)
-    serve_until_forked(its)
-    os._exit(0)
+    raise _PreparedError(its)
 
 
 if __name__ == "__main__":

@@ -118,6 +118,12 @@ def own_prepared_process() -> PreparedProcess | None:
     return _own[0] if _own else None
 
 
+def give_back() -> None:
+    """Let the prepared process of this one end, if it was given one: it starts no ranks."""
+    while _own:
+        _own.pop().close()
+
+
 def adopt_orphans() -> bool:
     """Make orphans among this process's descendants its children, as forks are at first.
 

@@ -39,6 +39,7 @@ from lockstep.launch.options import (
     rendezvous_host,
     run_id,
 )
+from lockstep.launch.prepared import give_back
 from lockstep.launch.rank_starts import RankStarter, rank_starter, reason_of_script
 from lockstep.launch.script import run_script
 from lockstep.launch.worker import (
@@ -111,6 +112,12 @@ def train(
         return run_as_worker(through_deaths, logs=run.logs)
     config = load_config(path, overrides)
     distributed = config.distributed
+    training = config.training
+    fresh = prepare(
+        options,
+        may_be_alone=distributed.device == "cpu",
+        compiles=training.compile or training.gradient_checkpointing != "none",
+    )
     one_process = (
         "" if distributed.strategy == AUTO else strategy_named(distributed.strategy).one_process
     )
@@ -123,6 +130,7 @@ def train(
     run.create()
     _log(f"strategy {distributed.strategy}, {_describe_processes(processes, options)} ({reason})")
     if in_this_process(processes, options):
+        give_back()
         return run_as_worker(work, logs=run.logs, launched=False)
     variables = import_module("lockstep.cluster").environment(distributed)
     hang = distributed.hang.factor, distributed.hang.seconds, distributed.timeout_seconds
@@ -132,7 +140,7 @@ def train(
             run.logs,
             variables,
             hang,
-            fresh="" if options.fresh_processes else None,
+            fresh=fresh,
             largest=(
                 partial(_largest_world, config, options)
                 if distributed.on_failure == "continue"
@@ -181,6 +189,9 @@ def launch_script(
         raise UsageError(
             f"there is no file {script}", fix="lockstep launch [options] SCRIPT.py [ARGS …]"
         )
+    fresh = "" if options.fresh_processes else reason_of_script(script, kind)
+    if fresh is None:
+        fresh = prepare(options, may_be_alone=True)
     processes, reason = process_count(options)
     _log(f"{script}: {_describe_processes(processes, options)} ({reason})")
     if in_this_process(processes, options):
@@ -189,8 +200,25 @@ def launch_script(
                 lambda: run_script(script, arguments, kind=kind), logs=logs, launched=False
             )
     started = ("-m", "lockstep.launch.script", str(logs), kind, script, *arguments)
-    fresh = "" if options.fresh_processes else reason_of_script(script, kind)
     return launch(LaunchJob(started, logs, output.environment(), fresh=fresh), options, processes)
+
+
+def prepare(options: LaunchOptions, *, may_be_alone: bool, compiles: bool = False) -> str | None:
+    """Make forks of this process possible, before it looks for devices, if it starts ranks.
+
+    Return why ranks must be fresh processes ("": it is not worth a line), or None.
+
+    Args:
+        may_be_alone: whether a command that names no number of ranks trains in this process.
+        compiles: whether ranks will use torch's compiler.
+    """
+    if options.fresh_processes:
+        return ""
+    if may_be_alone and in_this_process(1, options):
+        return None
+    from lockstep.launch import fork_server
+
+    return fork_server.split_off(compiles=compiles)
 
 
 def _load(module: str) -> Any:

@@ -18,6 +18,7 @@ import socket
 import sys
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -230,14 +231,15 @@ def main() -> None:
     idle_minutes = float(sys.argv[2])
     surroundings = warm.surroundings()
     fork_server.leave_forks_at_once()
-    reason = fork_server.import_all()
+    fork_server.import_all()
+    reason = fork_server.why_not_fork()
     started = WarmServer(path, idle_minutes, surroundings, reason).serve()
     if started is None:
         return
     request, descriptors, mask = started
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     os.umask(mask)
-    fork_server.become(request, descriptors)
+    fork_server.lead_forks(partial(fork_server.become, request, descriptors))
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ from lockstep.parallel.loss_accumulator import Loss, LossAccumulator
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parallel.place import compiled_blocks
 from lockstep.randomness import preserve_states
+from lockstep.torch_compat.compiler_loading import run_eagerly
 from lockstep.torch_compat.pytree import tree_flatten, tree_map_only, tree_unflatten
 from lockstep.trainer.evaluation import evaluating, restored_buffers
 
@@ -274,7 +275,7 @@ def _without_compiled_code(placed: ParallelModel) -> Iterator[None]:
     def leave(inside: LossCalls, *_call: Any) -> None:
         inside.__exit__()
 
-    with ExitStack() as hooks, torch.compiler.set_stance("force_eager"):
+    with ExitStack() as hooks, run_eagerly():
         for block in compiled_blocks(placed.parts):
             inside = LossCalls()
             hooks.enter_context(block.register_forward_pre_hook(partial(enter, inside)))

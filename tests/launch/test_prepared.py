@@ -1,6 +1,7 @@
 """Ranks are forks of one process that has imported torch and Lockstep, else as fresh ones."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -98,7 +99,7 @@ if me == "1" and attempt < 2:
                 facts = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
             except OSError:
                 continue
-            if b"lockstep.launch.fork_server" in words and facts[1] == str(os.getppid()):
+            if b"lockstep" in words and facts[1] == str(os.getppid()):
                 found[int(facts[19])] = int(pid)  # by its start: ranks are its forks
         server = found[min(found)]
         os.kill(server, signal.SIGKILL)
@@ -244,7 +245,6 @@ def test_it_is_said_why_ranks_are_fresh(tmp_path: Path) -> None:
 
 def test_nothing_is_left_of_a_prepared_process(tmp_path: Path) -> None:
     """It ends with its launcher, also when that one is killed."""
-    before = _servers()
     (tmp_path / "script.py").write_text(
         "import os, time, pathlib\n"
         "pathlib.Path('up-' + os.environ['RANK']).touch()\n"
@@ -253,22 +253,25 @@ def test_nothing_is_left_of_a_prepared_process(tmp_path: Path) -> None:
     process = start(tmp_path, "launch", "--nproc-per-node", "2", "script.py", fresh=True)
     try:
         _until(lambda: len(list(tmp_path.glob("up-*"))) == 2)
-        assert _servers() - before
+        ours = _children(process.pid)
+        assert len(ours) == 3  # two ranks, and what they are forks of
+        assert {os.getsid(pid) for pid in ours} == ours
     finally:
         process.kill()
         process.communicate()
-    _until(lambda: not _servers() - before)
+    _until(lambda: not any(map(_runs, ours)))
 
 
-def _servers() -> set[int]:
-    found = set()
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            if b"lockstep.launch.fork_server" in path.read_bytes().split(b"\0"):
-                found.add(int(path.parent.name))
-        except OSError:
-            continue
-    return found
+def _runs(pid: int) -> bool:
+    """Return whether a process has not ended; its parent may not have asked yet how it did."""
+    try:
+        return bool(Path(f"/proc/{pid}/cmdline").read_bytes())
+    except OSError:
+        return False
+
+
+def _children(pid: int) -> set[int]:
+    return {int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()}
 
 
 def _until(true: Callable[[], bool]) -> None:

@@ -1,0 +1,129 @@
+"""Puts off importing torch's compiler until something asks it to compile.
+
+Torch's optimizers, process groups, DDP and FSDP import `torch._dynamo` on their first use, only to
+tell it which of their functions it must not compile: some 800 modules, as much time as importing
+torch. As long as nobody else has imported it, nothing is compiled, and there is nobody to tell.
+
+`put_off` therefore puts a stand-in into `sys.modules`. It answers what these ask, and imports the
+compiler for any other question:
+
+    torch._dynamo.graph_break()      nothing
+    torch._dynamo.disable(f)         f, and once the compiler is there, what it makes of f
+    torch._dynamo.config             imports the compiler
+
+Public torch: there is no way to use an optimizer without importing the compiler.
+Seen to work: torch 2.13.0.
+When gone: `put_off` does nothing where torch has no such module; a question that the stand-in does
+not know imports the compiler, as before.
+
+Tests: tests/torch_compat/test_compiler_loading.py
+"""
+
+import functools
+import importlib
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+import torch
+
+_NAME = "torch._dynamo"
+_loading = threading.RLock()
+
+
+def put_off() -> None:
+    """Let the compiler be imported when something asks for it, unless it is there already."""
+    spec = None if _NAME in sys.modules else find_spec(_NAME)
+    if spec is None:
+        return
+    stand_in = _StandIn(_NAME)
+    vars(stand_in).update(
+        __spec__=spec,
+        __file__=spec.origin,
+        graph_break=_do_nothing,
+        disable=_disable,
+        utils=_StandIn("utils", get_optimize_ddp_mode=lambda: "ddp_optimizer"),
+        trace_rules=_StandIn("trace_rules", clear_lru_cache=_do_nothing),
+    )
+    sys.modules[_NAME] = stand_in
+    vars(torch)["_dynamo"] = stand_in
+
+
+def is_put_off() -> bool:
+    """Return whether nothing has asked for the compiler yet."""
+    return isinstance(sys.modules.get(_NAME), _StandIn)
+
+
+def run_eagerly() -> AbstractContextManager[Any]:
+    """Run what is compiled as it is written, for the length of the block."""
+    return nullcontext() if is_put_off() else torch.compiler.set_stance("force_eager")
+
+
+class _StandIn(ModuleType):
+    """Stands for the compiler, or a module in it; imports it for what it does not have itself."""
+
+    def __init__(self, name: str, **answers: object) -> None:
+        super().__init__(name)
+        vars(self).update(answers)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real(), name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        setattr(self._real(), name, value)
+
+    def _real(self) -> Any:
+        compiler = _load()
+        own_name = vars(self)["__name__"]
+        return compiler if own_name == _NAME else getattr(compiler, own_name)
+
+
+def _load() -> ModuleType:
+    with _loading:
+        if is_put_off():
+            stand_in = sys.modules.pop(_NAME)
+            del vars(torch)["_dynamo"]
+            compiler = importlib.import_module(_NAME)
+            # whoever has a name for the stand-in finds in it what the compiler has
+            for name in ("graph_break", "disable", "utils", "trace_rules"):
+                vars(stand_in)[name] = getattr(compiler, name)
+            for function in list(_disabled):
+                function.tell(compiler)
+    return sys.modules[_NAME]
+
+
+def _do_nothing(*_given: object) -> None:
+    """Do what the compiler does outside of what it compiles."""
+
+
+class _Disabled:
+    """A function that the compiler must not compile, once it is there."""
+
+    def __init__(self, function: Callable[..., Any], *how: Any, **more: Any) -> None:
+        self.call = function
+        self._how = how
+        self._more = more
+        _disabled.add(self)
+
+    def tell(self, compiler: Any) -> None:
+        self.call = compiler.disable(self.call, *self._how, **self._more)
+
+
+_disabled: "weakref.WeakSet[_Disabled]" = weakref.WeakSet()
+
+
+def _disable(function: Callable[..., Any] | None = None, *how: Any, **more: Any) -> Any:
+    if not callable(function) or isinstance(function, type) or not is_put_off():
+        return _load().disable(function, *how, **more)
+    disabled = _Disabled(function, *how, **more)
+
+    @functools.wraps(function)
+    def call(*args: Any, **named: Any) -> Any:
+        return disabled.call(*args, **named)
+
+    return call
