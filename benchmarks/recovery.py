@@ -6,7 +6,7 @@ A run of real ranks; rank 1 is killed with SIGKILL again and again. The time fro
 next step is split by what the run itself writes down:
 
     detect       kill → the launcher's event `restart`
-    restart      → processes start, import torch, meet, build the model
+    restart      → ranks start as forks of the launcher's prepared process, meet, build the model
     load         → event `resume`, which says how long choosing, verifying and loading the
                  checkpoint took
     first step   → the next record in metrics.jsonl
@@ -132,7 +132,7 @@ the save that is under way at most, trained again to the same bits; the next ste
 |---|---|---|---|
 {rows}
 
-`restart` is starting the processes, importing torch, meeting, and building the model; a model's own size adds to it
+`restart` is starting the ranks as forks of the process that the first ones came from, meeting, and building the model; a model's own size adds to it
 and to `load`.
 """
     tell(text, given.output)

@@ -5,7 +5,7 @@
 `lockstep train` runs as it is, in turns:
 
     fresh   ranks are fresh processes (`--fresh-processes`)
-    cold    ranks are forks of a process that their launcher starts
+    cold    ranks are forks of a process that their launcher splits off, once it has imported all
     warm    all are forks of the process that `lockstep warm` has left
 
 The model and the data are classes of `start_parts.py`, which write down when they are asked for.
@@ -39,7 +39,7 @@ monitor: {sinks: [jsonl]}
 WAYS = ("fresh", "cold", "warm")
 ORDER = ["command", "process", "data", "model", "forward", "second forward", "end"]
 NAMES = {
-    ("command", "process"): "launcher: command → the last rank's process",
+    ("command", "process"): "launcher: command → the last rank's process (cold: all imports)",
     ("process", "data"): "imports and rendezvous: process → data asked for",
     ("data", "model"): "data",
     ("model", "forward"): "model built and placed, run directory, first batch",
@@ -165,8 +165,8 @@ def main() -> None:
         machine(),
         [
             "Seconds, of the rank that came last; a small model. Starting Python is in the first"
-            " two lines. Ranks are fresh processes; forks of a process that the launcher starts"
-            " (cold); or all are forks of what `lockstep warm` left (warm)."
+            " two lines. Ranks are fresh processes; forks of a process that the launcher splits"
+            " off (cold); or all are forks of what `lockstep warm` left (warm)."
         ],
         "| ranks | what | fresh, median | least | cold, median | least | warm, median | least |",
         table,
