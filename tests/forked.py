@@ -5,7 +5,8 @@ Importing both takes three to four seconds of a core for each process, more than
 start some. A fork is otherwise as a fresh process: a child of the one that asked for it, with the
 arguments, variables, folder and descriptors of its own; where it is a launcher, its ranks are forks
 too. What it shares with the server are imported modules. Tests of how a process starts, of threads
-and of the heap start fresh ones.
+and of the heap start fresh ones; a process with other variables that Python reads only when it
+starts is a fresh one, too.
 """
 
 import inspect
@@ -70,7 +71,8 @@ class Forked(subprocess.Popen[str]):
         super().__init__(command, **more)
 
     def _execute_child(self, *given: Any) -> None:
-        its = inspect.signature(super()._execute_child).bind(*given).arguments  # type: ignore[misc]
+        bound = inspect.signature(super()._execute_child).bind(*given)  # type: ignore[misc]
+        its = bound.arguments
         assert (its["preexec_fn"], its["pass_fds"]) == (None, ())
         sys.audit("subprocess.Popen", sys.executable, its["args"], its["cwd"], its["env"])
         module, *arguments = (str(word) for word in its["args"][2:])
@@ -86,13 +88,18 @@ class Forked(subprocess.Popen[str]):
             makes_forks=_makes_forks(module, arguments, environment),
             first=None if self._host is None else partial(self._host.enter, self._host_name),
         )
+        server = _prepared()
+        if server.why_not(environment) is not None:
+            its["preexec_fn"] = request.first
+            super()._execute_child(*bound.args)  # type: ignore[misc]
+            return
         sides = [
             its[side]
             for side in ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
         ]
         child = sides[0], sides[3], sides[5]
         try:
-            self.pid = _prepared().fork(
+            self.pid = server.fork(
                 request, [own if side == -1 else side for own, side in enumerate(child)]
             )
             self._child_created = True

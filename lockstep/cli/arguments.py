@@ -330,6 +330,7 @@ def launch_options(given: argparse.Namespace, *, at_once: bool = True) -> "Launc
     Check them together if ranks are started now.
     """
     from lockstep.launch.options import LaunchOptions
+    from lockstep.launch.rank_starts import observes_itself
 
     if given.rdzv_backend not in (None, "", "c10d", "static"):
         fix = "leave it out: --rdzv-endpoint HOST:PORT, or --master-addr HOST with --node-rank N"
@@ -346,6 +347,8 @@ def launch_options(given: argparse.Namespace, *, at_once: bool = True) -> "Launc
     chosen["rdzv_conf"] = dict(
         pair.partition("=")[::2] for pair in given.rdzv_conf.split(",") if pair
     )
+    if observes_itself():
+        chosen["fresh_processes"] = True
     options = LaunchOptions(**chosen)
     if at_once:
         options.check()

@@ -10,7 +10,6 @@ Tests: tests/cli/test_cli.py, tests/cli/test_completion.py
 import argparse
 import gc
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 from lockstep.cli.arguments import (
@@ -167,8 +166,6 @@ def launch(argv: list[str]) -> int:
     shown = ConsoleOutput(given.tee, given.redirects, given.local_ranks_filter)
     logs = Path(given.log_dir or output / "logs")
     options = launch_options(given)
-    if given.watch_training is not None:  # each rank observes itself from its first import on
-        options = replace(options, fresh_processes=True)
     return launch_script(given.script, given.arguments, options, kind=kind, logs=logs, output=shown)
 
 

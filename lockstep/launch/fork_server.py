@@ -348,7 +348,7 @@ def _fork_of_this_process() -> PreparedProcess:
     pid = os.fork()
     if pid:
         its.close()
-        return PreparedProcess(mine, pid)
+        return PreparedProcess(mine, pid, os.environ)
     os.setsid()  # a signal to the group of the process that it serves is not for this one
     mine.close()
     nowhere = os.open(os.devnull, os.O_RDWR)

@@ -30,6 +30,10 @@ _SERVER = "lockstep.launch.fork_server"
 MESSAGE_BYTES = 200_000
 # of linux/prctl.h: orphans among its descendants become this process's children
 _PR_SET_CHILD_SUBREAPER = 36
+# Variables that Python, the loader and the allocator read when a process starts; a fork takes over
+# what two of them say (`fork_server`).
+_READ_AT_START = ("PYTHON", "LD_", "GLIBC_TUNABLES", "MALLOC_")
+_TAKEN_OVER = ("PYTHONPATH", "PYTHONUNBUFFERED")
 
 
 class CannotForkError(Exception):
@@ -69,13 +73,19 @@ class PreparedProcess:
     Args:
         channel: this side of it.
         pid: of the prepared process.
+        environment: the variables that it began with.
         process: it, where it was started afresh.
     """
 
     def __init__(
-        self, channel: socket.socket, pid: int, process: "subprocess.Popen[bytes] | None" = None
+        self,
+        channel: socket.socket,
+        pid: int,
+        environment: Mapping[str, str],
+        process: "subprocess.Popen[bytes] | None" = None,
     ) -> None:
         self.pid = pid
+        self._environment = dict(environment)
         self._process = process
         self._channel = channel
         self._lock = threading.Lock()
@@ -85,6 +95,9 @@ class PreparedProcess:
 
         `descriptors` become its stdin, stdout and stderr. Raises CannotForkError.
         """
+        reason = self.why_not(request.environment)
+        if reason is not None:
+            raise CannotForkError(reason)
         with self._lock:
             try:
                 socket.send_fds(self._channel, [pickle.dumps(request)], descriptors)
@@ -97,11 +110,39 @@ class PreparedProcess:
             raise CannotForkError(answer.decode())
         return int(answer)
 
+    def why_not(self, environment: Mapping[str, str]) -> str | None:
+        """Return why a fork with these variables would not be as a fresh process, or None.
+
+        Python and the system's loader read some variables only when a process starts, and Python
+        runs a `sitecustomize.py` that it finds then.
+        """
+        mine = self._environment
+        for name in sorted(environment.keys() | mine.keys()):
+            if name in _TAKEN_OVER or not name.startswith(_READ_AT_START):
+                continue
+            if environment.get(name) != mine.get(name):
+                return f"{name} is read when a process starts"
+        for module in ("sitecustomize.py", "usercustomize.py"):
+            file = _first_file(module, environment)
+            own_file = _first_file(module, mine)
+            if file != own_file:
+                return f"Python runs {file or own_file} when a process starts"
+        return None
+
     def close(self) -> None:
         """Let the prepared process end; its forks live on."""
         self._channel.close()
         if self._process is not None:
             self._process.wait()
+
+
+def _first_file(name: str, environment: Mapping[str, str]) -> str | None:
+    """Return the file of this name that is found first on PYTHONPATH."""
+    for folder in filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)):
+        path = os.path.join(os.path.abspath(folder), name)
+        if os.path.isfile(path):
+            return path
+    return None
 
 
 # the prepared process that this one, a fork itself, was given when it began
@@ -164,7 +205,9 @@ def start(
             stdout=subprocess.DEVNULL,
             start_new_session=True,  # a Ctrl-C of the terminal is not for it
         )
-    return PreparedProcess(mine, process.pid, process)
+    return PreparedProcess(
+        mine, process.pid, os.environ if environment is None else environment, process
+    )
 
 
 class ForkedChild:

@@ -22,6 +22,9 @@ from lockstep.launch.prepared import (
     start,
 )
 
+# variables that `lockstep/verify/injected/sitecustomize.py` answers
+_OBSERVED = ("LOCKSTEP_OBSERVED_RUN", "LOCKSTEP_WATCHED_TRAINING")
+
 
 class RankStarter:
     """Starts the ranks of a launcher.
@@ -100,6 +103,14 @@ def rank_starter(fresh: str | None, say: Callable[[str], None]) -> Iterator[Rank
         yield RankStarter(prepared, say)
     finally:
         prepared.close()
+
+
+def observes_itself() -> bool:
+    """Return whether this process and its ranks are observed, each from its import of torch on.
+
+    A fork would go on with what was seen, and asked, of the process that it is a fork of.
+    """
+    return any(name in os.environ for name in _OBSERVED)
 
 
 def sets_variables(source: str) -> bool:

@@ -40,7 +40,11 @@ from lockstep.launch.options import (
     run_id,
 )
 from lockstep.launch.prepared import give_back
-from lockstep.launch.rank_starts import RankStarter, rank_starter, reason_of_script
+from lockstep.launch.rank_starts import (
+    RankStarter,
+    rank_starter,
+    reason_of_script,
+)
 from lockstep.launch.script import run_script
 from lockstep.launch.worker import (
     FAILURES,

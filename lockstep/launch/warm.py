@@ -34,7 +34,7 @@ from typing import Any
 from lockstep import signals
 from lockstep.errors import RunError, UsageError
 from lockstep.launch.prepared import MESSAGE_BYTES, own_prepared_process
-from lockstep.launch.rank_starts import reason_of_script
+from lockstep.launch.rank_starts import observes_itself, reason_of_script
 from lockstep.launch.worker import print_error
 
 VERBS = ("train", "launch", "verify", "bench", "plan", "sample", "doctor")
@@ -241,7 +241,7 @@ def _wants_fresh_processes(arguments: Sequence[str]) -> bool:
 
     A script of one process would run in the fork itself, which has imported torch before it.
     """
-    if {"--fresh-processes", "--no-python"} & set(arguments):
+    if observes_itself() or {"--fresh-processes", "--no-python"} & set(arguments):
         return True
     if arguments[0] != "launch":
         return False

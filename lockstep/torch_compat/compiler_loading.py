@@ -16,6 +16,9 @@ Seen to work: torch 2.13.0.
 When gone: `put_off` does nothing where torch has no such module; a question that the stand-in does
 not know imports the compiler, as before.
 
+Loads torch inside functions only: whoever observes a process may import this file while torch is
+being imported.
+
 Tests: tests/torch_compat/test_compiler_loading.py
 """
 
@@ -30,14 +33,14 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
-import torch
-
 _NAME = "torch._dynamo"
 _loading = threading.RLock()
 
 
 def put_off() -> None:
     """Let the compiler be imported when something asks for it, unless it is there already."""
+    import torch
+
     spec = None if _NAME in sys.modules else find_spec(_NAME)
     if spec is None:
         return
@@ -61,7 +64,11 @@ def is_put_off() -> bool:
 
 def run_eagerly() -> AbstractContextManager[Any]:
     """Run what is compiled as it is written, for the length of the block."""
-    return nullcontext() if is_put_off() else torch.compiler.set_stance("force_eager")
+    if is_put_off():
+        return nullcontext()
+    import torch
+
+    return torch.compiler.set_stance("force_eager")
 
 
 class _StandIn(ModuleType):
@@ -84,6 +91,8 @@ class _StandIn(ModuleType):
 
 
 def _load() -> ModuleType:
+    import torch
+
     with _loading:
         if is_put_off():
             stand_in = sys.modules.pop(_NAME)
