@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from lockstep.launch.prepared import PreparedProcess
 from lockstep.launch.rank_starts import reason_of_script, sets_variables
 from tests.forked import Forked
 from tests.launch.shared import REPOSITORY, environment, start
@@ -158,6 +160,31 @@ say()
         "what was imported has opened /dev/zero",
         "what was imported has drawn random numbers",
     ]
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({}, None),
+        ({"OMP_NUM_THREADS": "3", "PYTHONUNBUFFERED": "1"}, None),
+        ({"PYTHONPATH": "plain"}, None),
+        ({"PYTHONPATH": "own"}, "Python runs {own}/sitecustomize.py when a process starts"),
+        ({"PYTHONOPTIMIZE": "1"}, "PYTHONOPTIMIZE is read when a process starts"),
+        ({"LD_PRELOAD": "libjemalloc.so"}, "LD_PRELOAD is read when a process starts"),
+    ],
+)
+def test_what_is_read_when_a_process_starts_makes_no_fork(
+    more: dict[str, str], says: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("own", "plain"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "own" / "sitecustomize.py").touch()
+    monkeypatch.chdir(tmp_path)
+    mine, its = socket.socketpair()
+    prepared = PreparedProcess(mine, 0, {"HOME": "/"})
+    with mine, its:
+        why = None if says is None else says.format(own=tmp_path / "own")
+        assert prepared.why_not({"HOME": "/", **more}) == why
 
 
 @pytest.mark.parametrize(

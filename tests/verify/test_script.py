@@ -134,13 +134,20 @@ def test_a_script_of_lightning(fault: tuple[str, ...], found: dict[str, bool]) -
     assert (outcome.framework, kinds(outcome)) == ("Lightning", found)
 
 
-def test_a_command_in_place_of_a_script() -> None:
-    command = (
-        f"{sys.executable} -m torch.distributed.run --nproc-per-node {{n}} --standalone"
-        f" {SCRIPTS}/replicas.py sum"
-    )
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        "-m torch.distributed.run --nproc-per-node {n} --standalone",
+        "-m lockstep launch --nproc-per-node {n}",
+    ],
+)
+def test_a_command_in_place_of_a_script(launcher: str) -> None:
+    command = f"{sys.executable} {launcher} {SCRIPTS}/replicas.py sum"
     (outcome,) = verify_script(command, [], [2], steps=2)
     assert kinds(outcome) == {"sum of gradients": True}, text(command, [outcome])
+
+
+def test_a_command_that_can_not_be_proven() -> None:
     with pytest.raises(UsageError, match=r"has no \{n\}"):
         verify_script("torchrun train.py", [], [2], steps=2)
     (outcome,) = verify_script("no-such-launcher {n}", [], [2], steps=2)
