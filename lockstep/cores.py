@@ -6,9 +6,19 @@ order. Earlier limits (taskset, a container, Slurm's binding) are never widened.
 has a folder for each GPU. Loads torch inside functions only.
 """
 
+import ctypes
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
+
+# of NumPy's own build, and of others, with integers of 64 bits and of 32
+_OPENBLAS_SETS_THREADS = (
+    "scipy_openblas_set_num_threads64_",
+    "scipy_openblas_set_num_threads",
+    "openblas_set_num_threads64_",
+    "openblas_set_num_threads",
+)
 
 _before: set[int] | None = None  # the cores allowed before `bind`
 _node: int | None = None
@@ -39,6 +49,22 @@ def threads_after_fork() -> None:
     import torch
 
     torch.set_num_threads(torch.get_num_threads())
+
+
+def set_threads(number: int) -> None:
+    """Set the threads of torch and of NumPy's OpenBLAS, as OMP_NUM_THREADS does where they load."""
+    import torch
+
+    torch.set_num_threads(number)
+    if "OPENBLAS_NUM_THREADS" in os.environ:
+        return
+    lines = _text(Path("/proc/self/maps")).splitlines()
+    for library in {line.split()[-1] for line in lines if "openblas" in line}:
+        loaded = ctypes.CDLL(library)
+        for name in _OPENBLAS_SETS_THREADS:
+            with suppress(AttributeError):
+                getattr(loaded, name)(number)
+                break
 
 
 def bound_node() -> int | None:
@@ -130,9 +156,13 @@ def gpu_nodes(environ: Mapping[str, str], root: Path) -> list[int] | None:
     return None if -1 in found else found
 
 
-def _line(path: Path, name: str) -> str:
+def _text(path: Path) -> str:
     try:
-        lines = path.read_text().splitlines()
+        return path.read_text()
     except OSError:
         return ""
+
+
+def _line(path: Path, name: str) -> str:
+    lines = _text(path).splitlines()
     return next((line.removeprefix(name).strip() for line in lines if line.startswith(name)), "")

@@ -335,8 +335,8 @@ def _unlike_others() -> None:
     torch.default_generator.seed()
     cores.threads_after_fork()
     asked = os.environ.get("OMP_NUM_THREADS", "")
-    if asked.isdecimal() and int(asked) > 0:  # OpenMP read it when it was loaded
-        torch.set_num_threads(int(asked))
+    if asked.isdecimal() and int(asked) > 0:  # the libraries read it when they were loaded
+        cores.set_threads(int(asked))
 
 
 def _fork_of_this_process() -> PreparedProcess:

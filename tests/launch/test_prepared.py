@@ -38,10 +38,13 @@ facts = {
     },
     "main": [__name__, __file__],
 }
-import numpy, torch
+import ctypes, numpy, torch
+lines = open("/proc/self/maps").read().splitlines()
+blas = ctypes.CDLL(next(line.split()[-1] for line in lines if "libscipy_openblas" in line))
 own = {
     "torch": torch.initial_seed(), "numpy": int(numpy.random.randint(2**62)),
     "python": random.getrandbits(62), "threads": torch.get_num_threads(),
+    "blas": blas.scipy_openblas_get_num_threads64_(),
 }
 open(f"facts-{me}.json", "w").write(json.dumps({"is_fork": is_fork, "facts": facts, "own": own}))
 """
@@ -77,7 +80,8 @@ def test_a_fork_finds_what_a_fresh_process_finds(tmp_path: Path) -> None:
             if fork["facts"][name] != fresh["facts"][name]
         }
         assert not differing
-        assert fork["own"]["threads"] == fresh["own"]["threads"]
+        for threads in ("threads", "blas"):
+            assert fork["own"][threads] == fresh["own"][threads]
     first, second = (side["own"] for side in sides["fork"])
     for generator in ("torch", "numpy", "python"):
         assert first[generator] != second[generator], f"{generator} begins alike on two ranks"
