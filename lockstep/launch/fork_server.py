@@ -52,6 +52,8 @@ _IMPORTED = (
     "lockstep.launch.rendezvous_handlers",
     "lockstep.launch.script",
     "lockstep.launch.train",
+    "lockstep.launch.warm",
+    "lockstep.plan.command",
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
     "torch.distributed.tensor",

@@ -4,12 +4,17 @@ Torch's optimizers, process groups, DDP and FSDP import `torch._dynamo` on their
 tell it which of their functions it must not compile: some 800 modules, as much time as importing
 torch. As long as nobody else has imported it, nothing is compiled, and there is nobody to tell.
 
+A `FakeTensorMode`, in which a plan is rehearsed, reads the compiler's settings, and names where
+each tensor comes from, which nothing but a compiler asks.
+
 `put_off` therefore puts a stand-in into `sys.modules`. It answers what these ask, and imports the
 compiler for any other question:
 
     torch._dynamo.graph_break()      nothing
     torch._dynamo.disable(f)         f, and once the compiler is there, what it makes of f
-    torch._dynamo.config             imports the compiler
+    torch._dynamo.config             its settings, a module that is imported alone
+    torch._dynamo.source             the name of a tensor whose source is not known
+    torch._dynamo.optimize           imports the compiler
 
 Public torch: there is no way to use an optimizer without importing the compiler.
 Seen to work: torch 2.13.0.
@@ -29,11 +34,13 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from importlib.util import find_spec
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 _NAME = "torch._dynamo"
+_SOURCE = f"{_NAME}.source"
 _loading = threading.RLock()
 
 
@@ -50,11 +57,29 @@ def put_off() -> None:
         __file__=spec.origin,
         graph_break=_do_nothing,
         disable=_disable,
+        config=_settings_alone(spec.origin),
         utils=_StandIn("utils", get_optimize_ddp_mode=lambda: "ddp_optimizer"),
         trace_rules=_StandIn("trace_rules", clear_lru_cache=_do_nothing),
+        source=_StandIn(
+            "source", ConstantSource=_UnknownSource, RandomValueSource=_RandomValueSource
+        ),
     )
+    # `from torch._dynamo.source import` looks here
+    sys.modules[_SOURCE] = vars(stand_in)["source"]
     sys.modules[_NAME] = stand_in
     vars(torch)["_dynamo"] = stand_in
+
+
+def _settings_alone(origin: str | None) -> ModuleType:
+    """Import the compiler's settings, `config.py` beside its `__init__.py`, and nothing else."""
+    assert origin is not None
+    name = f"{_NAME}.config"
+    spec = spec_from_file_location(name, Path(origin).with_name("config.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    sys.modules[name] = settings = module_from_spec(spec)
+    spec.loader.exec_module(settings)
+    return settings
 
 
 def is_put_off() -> bool:
@@ -79,6 +104,10 @@ class _StandIn(ModuleType):
         vars(self).update(answers)
 
     def __getattr__(self, name: str) -> Any:
+        # `inspect` asks each module for some; only the compiler itself has a way to its parts
+        is_path = name == "__path__" and vars(self)["__name__"] == _NAME
+        if name.startswith("__") and not is_path:
+            raise AttributeError(name)
         return getattr(self._real(), name)
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -97,9 +126,10 @@ def _load() -> ModuleType:
         if is_put_off():
             stand_in = sys.modules.pop(_NAME)
             del vars(torch)["_dynamo"]
-            compiler = importlib.import_module(_NAME)
+            del sys.modules[_SOURCE]
+            compiler = importlib.import_module(_NAME)  # which finds its settings in `sys.modules`
             # whoever has a name for the stand-in finds in it what the compiler has
-            for name in ("graph_break", "disable", "utils", "trace_rules"):
+            for name in ("graph_break", "disable", "utils", "trace_rules", "source"):
                 vars(stand_in)[name] = getattr(compiler, name)
             for function in list(_disabled):
                 function.tell(compiler)
@@ -108,6 +138,17 @@ def _load() -> ModuleType:
 
 def _do_nothing(*_given: object) -> None:
     """Do what the compiler does outside of what it compiles."""
+
+
+class _UnknownSource:
+    """Stands for `ConstantSource`: where a tensor comes from, if nobody says it."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+class _RandomValueSource:
+    """Stands for the class of sources that only a compiler makes."""
 
 
 class _Disabled:

@@ -11,11 +11,12 @@ TRAINS = """
 import hashlib, sys
 import torch
 import torch.distributed as dist
+from torch._subclasses import FakeTensorMode
 from torch.nn.parallel import DistributedDataParallel
 from lockstep.torch_compat import compiler_loading
 
 def loaded():
-    return "torch._dynamo.config" in sys.modules
+    return "torch._dynamo.eval_frame" in sys.modules
 
 def train():
     torch.manual_seed(1)
@@ -39,6 +40,11 @@ def apart(x):
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 before = train()
+real = torch.nn.Linear(4, 4)
+with FakeTensorMode(allow_non_fake_inputs=True):
+    real(torch.ones(2, 4)).sum().backward()
+settings = torch._dynamo.config
+settings.recompile_limit = 5
 apart(torch.ones(1))
 print(compiler_loading.is_put_off(), loaded(), apart.__name__, apart.__doc__)
 
@@ -55,7 +61,8 @@ def compiled(x):
 print(compiled(torch.ones(2)).tolist(), len(breaks), compiler_loading.is_put_off(), loaded())
 print(stand_in.graph_break is torch._dynamo.graph_break, stand_in.config is torch._dynamo.config)
 stand_in.config.verbose = True
-print(torch._dynamo.config.verbose, train() == before)
+print(torch._dynamo.config is settings, settings.cache_size_limit, torch._dynamo.config.verbose)
+print(train() == before)
 with compiler_loading.run_eagerly():
     breaks.clear()
     compiled(torch.ones(3, 3))
@@ -79,7 +86,8 @@ def test_the_compiler_comes_when_it_is_asked_for() -> None:
         "True False apart Says nothing.",
         "[9.0, 9.0] 2 False True",
         "True True",
-        "True True",
+        "True 5 True",
+        "True",
         "0",
         "False",
     ], ended.stderr

@@ -18,18 +18,12 @@ from types import SimpleNamespace
 from typing import Any
 
 from torch import nn
-from torch.distributed.pipelining.schedules import (
-    PipelineScheduleMulti,
-    ScheduleDualPipeV,
-    get_schedule_class,
-)
 
 from lockstep.config import StepConfig, require_equation
 from lockstep.costs.steps import ScheduledPass, pipeline
 from lockstep.errors import UsageError
 from lockstep.parallel.transport import UNITS, Program, programs
 from lockstep.strategy import AUTO, resolve, strategy_named
-from lockstep.torch_compat.pipeline_schedules import UnpairedDualPipeV
 
 
 @dataclass(frozen=True)
@@ -78,6 +72,15 @@ logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRI
 
 def build(name: str, stages: Sequence[Any], count: int) -> Any:
     """Return torch's schedule of stand-ins for stages, which lists passes and does not run."""
+    # they import torch's compiler, which a plan without such a schedule has no use for
+    from torch.distributed.pipelining.schedules import (
+        PipelineScheduleMulti,
+        ScheduleDualPipeV,
+        get_schedule_class,
+    )
+
+    from lockstep.torch_compat.pipeline_schedules import UnpairedDualPipeV
+
     kind: Any = get_schedule_class(name)
     kind = UnpairedDualPipeV if kind is ScheduleDualPipeV else kind
     several = issubclass(kind, PipelineScheduleMulti)
