@@ -14,8 +14,11 @@ Tests: tests/launch/test_hang.py, tests/launch/test_only_some.py
 import mmap
 import os
 import struct
+import sys
 from dataclasses import dataclass
 from pathlib import Path
+
+from lockstep.processes import is_running
 
 FOLDER = "LOCKSTEP_HEARTBEATS"  # set by the launcher for its ranks
 LIMITS = "limits.json"
@@ -151,6 +154,14 @@ def phase_of(data: mmap.mmap) -> str:
     """Return the phase that a rank is in; "" if it has written none."""
     process, _, phase, *_ = HEAD.unpack_from(data)
     return PHASES[phase] if process and 0 <= phase < len(PHASES) else ""
+
+
+def was_killed(data: mmap.mmap) -> bool:
+    """Return whether a rank's process has ended without saying that it leaves."""
+    process = HEAD.unpack_from(data)[0]
+    if not process or sys.platform != "linux" or is_running(process):
+        return False
+    return phase_of(data) != "left"  # read when it can't be written any more
 
 
 def last_call(data: mmap.mmap) -> Call | None:

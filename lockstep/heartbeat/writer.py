@@ -45,6 +45,7 @@ from lockstep.heartbeat.files import (
     phase_of,
     read_call,
     read_failure,
+    was_killed,
     write_call,
     write_end,
     write_failure,
@@ -188,7 +189,8 @@ class Heartbeat:
     def ranks_that_left(self) -> dict[int, Call | None]:
         """Return the ranks that have left, each with its last call.
 
-        Wait a moment for their last beats.
+        Wait a moment for their last beats, unless a rank of this machine was killed: it says
+        nothing more, and its end is why its peers lost it.
         """
         deadline = time.monotonic() + _LEAVING_SECONDS
         while True:
@@ -199,7 +201,9 @@ class Heartbeat:
                 if phase_of(seen) == "left"
             }
             is_alone = not self._others and self._departures is None
-            if found or is_alone or time.monotonic() > deadline:
+            if is_alone or any(map(was_killed, self._others.values())):
+                return found
+            if found or time.monotonic() > deadline:
                 return found
             time.sleep(0.05)
 

@@ -38,12 +38,12 @@ from lockstep.launch.failures import (
     first_cause,
     from_exit_code,
     read_all,
-    send_signal,
 )
 from lockstep.launch.hang import HangWatch, OtherMachines
 from lockstep.launch.live import LiveRanks
 from lockstep.launch.rendezvous_handlers import Membership
 from lockstep.launch.worker import print_error
+from lockstep.processes import send_signal
 from lockstep.records import RunDirectory
 from lockstep.store_threads import answer_within
 from lockstep.torch_compat.elastic_agent import ExtensibleAgent

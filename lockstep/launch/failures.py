@@ -18,7 +18,7 @@ import signal
 import socket
 import time
 import traceback
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -39,6 +39,7 @@ from lockstep.errors import (
     only_user_code,
 )
 from lockstep.heartbeat.writer import own_heartbeat
+from lockstep.processes import descendants, is_stopped
 from lockstep.run_files import replace_file
 from lockstep.signals import name_of
 
@@ -322,58 +323,6 @@ def stopped_processes(pids: Mapping[int, int]) -> list[Stopped]:
                 ):
                     found.append(Stopped(rank, child, is_worker=True))
     return found
-
-
-def is_stopped(pid: int) -> bool:
-    """Return whether any thread of the process is stopped.
-
-    The main one may be in the kernel when the signal comes.
-    """
-    return any(_state(path) == "T" for path in Path(f"/proc/{pid}").glob("task/*"))
-
-
-def is_running(pid: int) -> bool:
-    """Return whether the process has not ended; a zombie has ended."""
-    return _state(Path(f"/proc/{pid}")) not in ("", "Z", "X")
-
-
-def descendants(pid: int) -> Iterator[int]:
-    """Yield the children of the process, and their children."""
-    for path in Path(f"/proc/{pid}/task").glob("*/children"):
-        try:
-            children = path.read_text().split()
-        except OSError:
-            continue  # the thread has ended
-        for child in map(int, children):
-            yield child
-            yield from descendants(child)
-
-
-def send_signal(pid: int, number: int) -> None:
-    """Send a signal to a process, which may have ended meanwhile."""
-    with suppress(ProcessLookupError):
-        os.kill(pid, number)
-
-
-def core_seconds(pid: int) -> float:
-    """Return the time for which the process has used cores; 0 if it has ended."""
-    fields = _stat(Path(f"/proc/{pid}"))
-    return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
-
-
-def _state(process: Path) -> str:
-    return (_stat(process) or [""])[0]
-
-
-def _stat(process: Path) -> list[str]:
-    """Return what /proc says of a process from its third field on (man 5 proc).
-
-    Nothing if it has ended.
-    """
-    try:
-        return (process / "stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return []
 
 
 def stacks_file(logs: Path, rank: int) -> Path:

@@ -26,7 +26,8 @@ from lockstep.caught_errors import CAUGHT_SECONDS, caught_error
 from lockstep.heartbeat.files import DUMP, Beat, Call
 from lockstep.heartbeat.watcher import read_beats, read_limits
 from lockstep.launch import failures
-from lockstep.launch.failures import Failure, Stack, Stopped, is_stopped, send_signal, stacks_file
+from lockstep.launch.failures import Failure, Stack, Stopped, stacks_file
+from lockstep.processes import core_seconds, is_running, is_stopped, send_signal
 from lockstep.run_files import replace_file
 from lockstep.store_threads import StoreThread
 
@@ -280,7 +281,7 @@ class HangWatch:
         signs = [max(_last_sign(beat), _forward(beat)) for beat in beats]
         if self._stop_requested_at is not None:
             signs.append(self._stop_requested_at)
-        running = {rank for rank, pid in pids.items() if failures.is_running(pid)}
+        running = {rank for rank, pid in pids.items() if is_running(pid)}
         elsewhere = running - {beat.rank for beat in waiting}
         if (
             self.factor is None
@@ -323,7 +324,7 @@ class HangWatch:
         """Return whether no rank has used a core lately."""
         now = time.monotonic()
         for rank, pid in pids.items():
-            used = failures.core_seconds(pid)
+            used = core_seconds(pid)
             since, before = self._cores_used.setdefault(rank, (now, used))
             if used - before > _IDLE_SHARE * max(now - since, 1.0):
                 self._cores_used[rank] = now, used

@@ -15,6 +15,7 @@ import pytest
 from lockstep.errors import RunError
 from lockstep.heartbeat.files import DUMP
 from lockstep.heartbeat.watcher import read_beats
+from lockstep.heartbeat.writer import Heartbeat
 from lockstep.launch.failures import Failure
 from lockstep.launch.hang import HangWatch
 from lockstep.launch.rendezvous_handlers import Membership
@@ -304,3 +305,33 @@ def test_a_launcher_that_talks_to_other_machines_ends_with_its_own_code(tmp_path
     command = [sys.executable, "-c", _TALKING, str(tmp_path), str(tmp_path)]
     ended = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=100)
     assert ended.returncode == 0, ended.stderr
+
+
+@pytest.mark.parametrize("end", ["is killed", "leaves", "lives"])
+def test_who_lost_a_peer_waits_for_a_last_beat_only_where_one_can_come(
+    end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A killed rank says nothing more; one that runs may be about to say that it has left."""
+    mine = Heartbeat(tmp_path, 0, ranks=2)
+    process = os.fork()
+    if process == 0:
+        other = Heartbeat(tmp_path, 1, ranks=2)
+        other.beat(3, "step")
+        if end == "leaves":
+            other.left()
+        if end == "lives":
+            signal.pause()
+        os._exit(1)
+    if end == "lives":
+        wait_for(lambda: any(beat.rank == 1 and beat.step == 3 for beat in read_beats(tmp_path)))
+    else:
+        os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT)
+    pauses: list[float] = []
+    monkeypatch.setattr(time, "sleep", pauses.append)
+    try:
+        assert list(mine.ranks_that_left()) == ([1] if end == "leaves" else [])
+    finally:
+        monkeypatch.undo()
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
+    assert bool(pauses) == (end == "lives")

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import UsageError
-from lockstep.launch.failures import is_running
 from lockstep.launch.spawn import _check_environment, spawn
+from lockstep.processes import is_running
 from tests.launch.shared import Ended, environment, wait_for
 
 _SCRIPT = """

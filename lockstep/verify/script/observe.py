@@ -36,11 +36,12 @@ from torch.optim.optimizer import (
 )
 
 from lockstep.environment import RANK_0_OF_1, rank_facts
-from lockstep.launch.failures import descendants, is_running, read_all, short_path
+from lockstep.launch.failures import read_all, short_path
 from lockstep.launch.script import run_script
 from lockstep.launch.worker import mark_done
 from lockstep.parallel.parallel_model import local
 from lockstep.paths import RUNS
+from lockstep.processes import descendants, is_running
 from lockstep.torch_compat import script_patches
 from lockstep.torch_compat.pytree import tree_leaves
 from lockstep.verify.experiments import with_other_last_bits
