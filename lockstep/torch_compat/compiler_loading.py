@@ -17,7 +17,7 @@ compiler for any other question:
     torch._dynamo.optimize           imports the compiler
 
 Public torch: there is no way to use an optimizer without importing the compiler.
-Seen to work: torch 2.13.0.
+Seen to work: torch 2.11.0, 2.13.0 and 2.14.1.
 When gone: `put_off` does nothing where torch has no such module; a question that the stand-in does
 not know imports the compiler, as before.
 

@@ -8,7 +8,8 @@ the shard of rank 0 into its checkpoint.
 
 Public torch: none; the functions that clear the caches are private, "for debugging", and stand
 beside tools whose imports take as long as half of torch: here is what those functions do. Seen to
-work: torch 2.13.0. When gone: AttributeError where a process group is left or a plan is rehearsed.
+work: torch 2.11.0, 2.13.0 and 2.14.1. When gone: AttributeError where a process group is left or a
+plan is rehearsed.
 """
 
 import sys
