@@ -93,7 +93,8 @@ def run_eagerly() -> AbstractContextManager[Any]:
         return nullcontext()
     import torch
 
-    return torch.compiler.set_stance("force_eager")
+    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance
 
 
 class _StandIn(ModuleType):

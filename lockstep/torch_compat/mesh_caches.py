@@ -13,6 +13,7 @@ plan is rehearsed.
 """
 
 import sys
+from typing import Any
 
 __all__ = ["forget_meshes"]
 
@@ -26,6 +27,7 @@ def forget_meshes() -> None:
     from torch.distributed.tensor._redistribute import clear_redistribute_planner_cache
 
     # `torch.distributed.tensor.debug._clear_sharding_prop_cache`, without importing it
-    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()  # type: ignore[attr-defined]
+    propagator: Any = DTensor._op_dispatcher.sharding_propagator
+    propagator.propagate_op_sharding.cache_clear()
     torch._C._clear_DTensor_sharding_propagator_cache()
     clear_redistribute_planner_cache()
