@@ -34,8 +34,8 @@ from torch import nn
 
 import lockstep
 from benchmarks.page import RESULTS, page, tell
-from lockstep.parallel.axes.axis import Site
 from lockstep.parallel.facts import ModelFacts
+from lockstep.parallel.site import Site
 
 PACKAGE = Path(lockstep.__file__).parent
 STEP = 3
@@ -44,6 +44,12 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "ddp:2": {"distributed": {"strategy": "ddp"}},
     "fsdp:2": {"distributed": {"strategy": "fsdp"}},
     "pipeline:2": {"distributed": {"strategy": "pipeline"}},
+}
+# whose placing is looked at, besides: axes that change layers
+PLACED: dict[str, dict[str, Any]] = {
+    **STRATEGIES,
+    "tensor:2": {"distributed": {"strategy": "tensor"}},
+    "context:2": {"distributed": {"strategy": "context"}},
 }
 
 
@@ -114,7 +120,7 @@ def _is_handed(frame: FrameType, model: nn.Module) -> bool:
 
 
 def _model() -> nn.Module:
-    sizes = {"n_layer": 4, "n_head": 2, "n_embd": 16, "vocab_size": 11, "block_size": 8}
+    sizes = {"n_layer": 4, "n_head": 2, "n_embd": 16, "vocab_size": 12, "block_size": 8}
     return lockstep.get_model("transformer")(**sizes)
 
 
@@ -173,7 +179,7 @@ def count(walk: Callable[[dict[str, Any], str], None], strategy: str) -> dict[st
     ranks = int(strategy.partition(":")[2] or 1)
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder, "jumps.json")
-        lockstep.spawn(walk, (STRATEGIES[strategy], str(result)), nprocs=ranks)
+        lockstep.spawn(walk, (PLACED[strategy], str(result)), nprocs=ranks)
         found: dict[str, Any] = json.loads(result.read_text())
     return found
 
@@ -181,7 +187,7 @@ def count(walk: Callable[[dict[str, Any], str], None], strategy: str) -> dict[st
 def main() -> None:
     """Print the files and jumps of each strategy."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("strategies", nargs="*", default=list(STRATEGIES))
+    parser.add_argument("strategies", nargs="*")
     parser.add_argument("--each", action="store_true", help="print every jump, in order")
     parser.add_argument("--place", action="store_true", help="the walk of a model through `place`")
     parser.add_argument(
@@ -192,7 +198,7 @@ def main() -> None:
         _write_page()
         return
     walk = walk_of_a_model if asked.place else walk_of_a_step
-    for strategy in asked.strategies:
+    for strategy in asked.strategies or (PLACED if asked.place else STRATEGIES):
         found = count(walk, strategy)
         print(f"{strategy}: {_figures(found)}", flush=True)
         if asked.each:
@@ -216,8 +222,8 @@ def _figures(found: dict[str, Any]) -> str:
 
 def _write_page() -> None:
     rows = []
-    for strategy in STRATEGIES:
-        step = _figures(count(walk_of_a_step, strategy))
+    for strategy in PLACED:
+        step = _figures(count(walk_of_a_step, strategy)) if strategy in STRATEGIES else ""
         placing = _figures(count(walk_of_a_model, strategy))
         rows.append(f"| {strategy} | {step} | {placing} |")
     text = page(

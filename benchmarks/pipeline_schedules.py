@@ -14,6 +14,7 @@ import argparse
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ from benchmarks.page import RESULTS, machine, page, tell
 from lockstep.config import config_from
 from lockstep.data.batches import MicroBatch
 from lockstep.models.protocol import Objective
+from lockstep.parallel.facts import facts_of
 from lockstep.parallel.loss_accumulator import LossAccumulator
 from lockstep.parallel.pipeline.schedules import (
     SCHEDULES,
@@ -123,13 +125,14 @@ def one(case: Case, seconds: float, repeats: int) -> list[float]:
         }
     )
     device = torch.device("cpu")
+    objective = Objective(
+        lambda batch: ((batch,), {}), lambda loss, _batch: loss, lambda batch: len(batch)
+    )
+    facts = facts_of(Sleepers(case.ranks * case.stages_per_rank, seconds))
     placed = place(
-        Sleepers(case.ranks * case.stages_per_rank, seconds),
+        replace(facts, objective=objective),
         resolve(config.distributed, case.ranks),
         config.step,
-        objective=Objective(
-            lambda batch: ((batch,), {}), lambda loss, _batch: loss, lambda batch: len(batch)
-        ),
         device=device,
         precision=Precision("fp32", "cpu"),
     )

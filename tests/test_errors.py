@@ -13,7 +13,8 @@ from torch import nn
 from lockstep.config import Config, load_config
 from lockstep.config.schema_distributed import DistributedConfig
 from lockstep.errors import LockstepError, UsageError
-from lockstep.parallel.axes.axis import Axis, Site, axes_named
+from lockstep.parallel.axes.axis import Axis, axes_named
+from lockstep.parallel.site import Site
 from lockstep.strategy import resolve
 from tests.errors import with_tests
 

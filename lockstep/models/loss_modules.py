@@ -8,6 +8,7 @@ Tests: tests/parity/test_loss_weights.py
 import functools
 import inspect
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -38,37 +39,43 @@ def module_of(loss_fn: Any) -> nn.Module | None:
     return loss_fn if isinstance(loss_fn, nn.Module) else None
 
 
-def own_weights(loss: nn.Module, model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return name → parameter for the parameters of a loss function that train.
+@dataclass(frozen=True)
+class LossModule:
+    """A loss function that is a module, beside the model whose loss it computes."""
 
-    Parameters that the model has, too, are left out.
-    """
-    of_model = {id(parameter) for parameter in model.parameters()}
-    return {
+    module: nn.Module
+    # name → parameter that trains and is not the model's, too
+    weights: dict[str, nn.Parameter]
+    # name → persistent buffer that is not the model's, nor an argument of torch's losses
+    buffers: dict[str, Tensor]
+    shared: list[str]  # names of the model's parameters that it uses
+    taken: list[str]  # names of the model's parameters that are named like its own
+
+
+def read_loss(loss: nn.Module, model: nn.Module) -> LossModule:
+    """Return what a loss function has of its own, and what it shares with the model."""
+    of_model = {id(parameter): name for name, parameter in model.named_parameters()}
+    weights = {
         PREFIX + name: parameter
         for name, parameter in loss.named_parameters()
         if parameter.requires_grad and id(parameter) not in of_model
     }
-
-
-def own_buffers(loss: nn.Module, model: nn.Module) -> dict[str, Tensor]:
-    """Return name → persistent buffer for the buffers of a loss function.
-
-    Buffers of the model, and arguments of torch's losses (class weights), are left out.
-    """
-    of_model = {id(buffer) for buffer in model.buffers()}
     persistent = persistent_buffers(loss)
     of_torch = (
         module
         for module in loss.modules()
         if type(module).__module__ == nn.CrossEntropyLoss.__module__
     )
-    constant = {id(buffer) for module in of_torch for buffer in module.buffers(recurse=False)}
-    return {
+    others = {id(buffer) for module in of_torch for buffer in module.buffers(recurse=False)}
+    others |= {id(buffer) for buffer in model.buffers()}
+    buffers = {
         PREFIX + name: buffer
         for name, buffer in loss.named_buffers()
-        if name in persistent and id(buffer) not in constant | of_model
+        if name in persistent and id(buffer) not in others
     }
+    shared = [of_model[id(p)] for p in loss.parameters() if id(p) in of_model]
+    taken = [name for name in of_model.values() if name.startswith(PREFIX)]
+    return LossModule(loss, weights, buffers, shared, taken)
 
 
 def hidden_parameters(loss_fn: Any) -> list[nn.Parameter]:
@@ -110,21 +117,18 @@ def _held_by(value: Any) -> list[Any]:
     return list(getattr(value, "__dict__", {}).values()) if not inspect.ismodule(value) else []
 
 
-def refuse_shared(loss: nn.Module, model: nn.Module, *, cut: bool) -> None:
+def refuse_shared(loss: LossModule, *, cut: bool) -> None:
     """Refuse a loss function that shares parameters, or their names, with the model.
 
     Shared parameters are refused only where the model is `cut` over ranks, equal names everywhere.
     """
-    of_model = {id(parameter): name for name, parameter in model.named_parameters()}
-    shared = [of_model[id(p)] for p in loss.parameters() if id(p) in of_model]
-    if cut and shared:
-        what = f"the loss function uses {listed(shared)} of the model"
+    if cut and loss.shared:
+        what = f"the loss function uses {listed(loss.shared)} of the model"
         why = "a rank has its piece of it alone, outside of the model's forward pass"
         fix = "let forward return what the loss needs of it, or write strategy: ddp"
         raise UsageError(what, where="loss_fn", why=why, fix=fix)
-    taken = [name for name in of_model.values() if name.startswith(PREFIX)]
-    if taken and own_weights(loss, model):
-        what = f"the model's {listed(taken)} is named like a weight of the loss function"
+    if loss.taken and loss.weights:
+        what = f"the model's {listed(loss.taken)} is named like a weight of the loss function"
         raise UsageError(
             what, where="loss_fn", fix="name the model's attribute otherwise than loss_fn"
         )

@@ -323,6 +323,44 @@ def objective_of(model: nn.Module, loss_fn: Callable[..., Tensor] | None = None)
     return replace(objective, in_outputs=True, must_be_told=declared is None and is_hugging_face)
 
 
+Borrowed = Mapping[str, Mapping[str, str]]
+"""segment → {keyword: canonical name of a parameter that it borrows}."""
+
+
+@dataclass(frozen=True)
+class Offers:
+    """What a model offers, read once.
+
+    The methods of the model that an axis alone asks for are called when that axis does.
+    """
+
+    objective: Objective  # how a batch becomes a loss
+    blocks: list[tuple[str, nn.Module]]  # repeated ones, in order
+    segments: list[tuple[str, nn.Module]] | None  # the chain that is declared to be its forward
+    declares_segments: bool  # by a method `segments`: else it is an `nn.Sequential`
+    borrowed: Borrowed
+    # plans and experts, by the names of these methods, as far as the model has them
+    methods: Mapping[str, Callable[[], Any]]
+
+
+def offers_of(model: nn.Module, loss_fn: Callable[..., Tensor] | None = None) -> Offers:
+    """Return what a model offers, with `loss_fn` or with the loss that the model has.
+
+    Raises:
+        UsageError: what it offers does not fit together.
+    """
+    borrowed = shared_parameters_of(model)
+    methods = {name: offered(model, name) for name in ("context_plan", "tensor_plan", "experts")}
+    return Offers(
+        objective=objective_of(model, loss_fn),
+        blocks=blocks_of(model, borrowed),
+        segments=segments_of(model),
+        declares_segments=offered(model, "segments") is not None,
+        borrowed=borrowed,
+        methods={name: method for name, method in methods.items() if method is not None},
+    )
+
+
 def offered(model: nn.Module, name: str) -> Callable[..., Any] | None:
     """Return the method by which a model helps.
 
@@ -335,21 +373,23 @@ def offered(model: nn.Module, name: str) -> Callable[..., Any] | None:
     return found if callable(found) and not isinstance(found, nn.Module) else None
 
 
-def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
+def blocks_of(model: nn.Module, borrowed: Borrowed | None = None) -> list[tuple[str, nn.Module]]:
     """Return (canonical name, module) of the repeated blocks of `model`, in order.
 
     The list is empty if there are none.
 
     They come from the first of: `model.blocks()`; the classes that a Hugging Face model must not
     split; the longest `ModuleList` or `Sequential` whose members have one class, run, and own
-    parameters that segments do not all borrow.
+    parameters that segments do not all borrow (`borrowed`, if it has been read already).
     """
     if own := offered(model, "blocks"):
         return list(own())
     unsplittable = set(getattr(model, "_no_split_modules", None) or ())
     if unsplittable:
         return [(name, m) for name, m in model.named_modules() if type(m).__name__ in unsplittable]
-    lent = {name for names in shared_parameters_of(model).values() for name in names.values()}
+    if borrowed is None:
+        borrowed = shared_parameters_of(model)
+    lent = {name for names in borrowed.values() for name in names.values()}
     lists = [
         (name, child)
         for name, child in model.named_modules()

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lockstep.errors import UsageError
 from lockstep.models.chain import lent, run_segment
-from lockstep.models.protocol import logits_of, offered
+from lockstep.models.protocol import logits_of
 from lockstep.parallel.buffers import restored, restored_attributes
 from lockstep.parallel.facts import ModelFacts, Named
 from lockstep.randomness import preserve_states
@@ -39,7 +39,7 @@ def check_chain(facts: ModelFacts) -> list[str]:
     Returns lines to log: that it could not be compared, and why.
     """
     model = facts.model
-    own = offered(facts.model, "segments") is not None
+    own = facts.declares_segments
     if type(model).forward is nn.Sequential.forward and not own:
         return []
     segments = facts.required_chain()

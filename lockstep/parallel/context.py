@@ -38,7 +38,6 @@ from torch import Tensor, nn
 
 from lockstep.errors import UsageError
 from lockstep.models.attention import Attend, SequenceBernoulli, SequenceMean
-from lockstep.models.hf_layers import advice_for_object
 from lockstep.models.protocol import Objective
 from lockstep.parallel.changes import replace_method
 from lockstep.parallel.context_attention import SequenceCut, cut_attention
@@ -62,31 +61,6 @@ def apply_context(facts: ModelFacts, context: SequenceCut) -> None:
             way(module, context)
         elif context.blocks is not None and module not in handed:
             handed |= _by_chunks(name, module, context, facts.lent)
-
-
-def plan_of(facts: ModelFacts) -> Mapping[str, int]:
-    """Return name of a batch's part → the dim of its sequence.
-
-    The model must have a plan and a module that attends; else this is a UsageError.
-    """
-    model = facts.model
-    plan = facts.context_plan
-    if plan and any(isinstance(module, Attend) for module in model.modules()):
-        return plan
-    missing = (
-        "does not say how its sequences are cut"
-        if plan is None
-        else "has no lockstep.models.attention.Attend"
-    )
-    what = f"sequences of {type(model).__name__} can't be cut over ranks: it {missing}"
-    why = "each rank has a part of every sequence, and positions meet in attention"
-    fix = (
-        "let its attention be self.attend = Attend(), called as self.attend(q, k, v), and give it"
-        " context_plan() "
-    )
-    fix += '-> {"input_ids": 1, "targets": 1}: the dims of a batch along which its sequences lie'
-    fix = advice_for_object(model, "context") or fix
-    raise UsageError(what, where="distributed.context_size", why=why, fix=fix)
 
 
 def cut_objective(objective: Objective, context: SequenceCut, plan: Mapping[str, int]) -> Objective:

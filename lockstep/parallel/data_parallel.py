@@ -24,10 +24,11 @@ from lockstep.data.batches import assign_contiguous
 from lockstep.errors import Contradiction, UsageError
 from lockstep.layout import Layout
 from lockstep.models.protocol import Objective
-from lockstep.parallel.axes.axis import Axis, Site
+from lockstep.parallel.axes.axis import Axis
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parallel.placement import AppliedStrategy, placed_in_order
 from lockstep.parallel.reproducible.gradient_trees import LocalTree
+from lockstep.parallel.site import Site
 from lockstep.randomness import RandomState, derive_key
 from lockstep.strategy import Strategy
 
@@ -63,10 +64,11 @@ class ThreadsAxis(Axis):
 
     @classmethod
     def on(cls, site: Site) -> Self | None:
-        return cls()
+        return cls(site)
 
-    def place(self, site: Site) -> ParallelModel | None:
+    def place(self) -> ParallelModel | None:
         """Copy the model to this process's GPUs, or leave it where there is one."""
+        site = self.site
         site.materialise()
         if site.ways.patterns and num_gpus(site.device) > 1:
             what = (

@@ -16,11 +16,12 @@ from lockstep.costs.steps import ModelSize, Pieces, StepTime, rarely_exchanged_s
 from lockstep.data.batches import assign_contiguous
 from lockstep.errors import Contradiction, UsageError
 from lockstep.layout import Layout, layout_of_sizes
-from lockstep.parallel.axes.axis import Axis, Site
+from lockstep.parallel.axes.axis import Axis
 from lockstep.parallel.local_workers import LARGEST, LocalWorkers, QuantizedAllReduce, bytes_each
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parallel.passes import within
 from lockstep.parallel.placement import AppliedStrategy, placed_in_order
+from lockstep.parallel.site import Site
 from lockstep.strategy import Strategy, given_sizes
 
 
@@ -135,10 +136,11 @@ class WorkersAxis(Axis):
 
     @classmethod
     def on(cls, site: Site) -> Self | None:
-        return cls()
+        return cls(site)
 
-    def place(self, site: Site) -> ParallelModel | None:
+    def place(self) -> ParallelModel | None:
         """Place a replica, and have this rank's workers train it; in a plan, the replica alone."""
+        site = self.site
         placed = _replica(site)
         if site.dry_run is not None:
             return placed  # what workers keep besides is `further_state`

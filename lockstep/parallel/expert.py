@@ -27,8 +27,7 @@ Tests: tests/parity/test_mixture.py, tests/parallel/test_worked_examples.py
 
 import copy
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -122,21 +121,8 @@ class PlacedExperts(AroundMicroBatch):
             piece, mesh, [Shard(0)] * mesh.ndim, run_check=False, shape=shape, stride=strides
         )
 
-    @contextmanager
-    def hidden(self) -> Iterator[None]:
-        """Hide experts' parameters, in the block, from code that collects trainable parameters."""
-        wanted = [parameter for parameter in self.parameters if parameter.requires_grad]
-        for parameter in wanted:
-            parameter.requires_grad_(False)
-        try:
-            yield
-        finally:
-            for parameter in wanted:
-                parameter.requires_grad_(True)
-
-    @property
-    # as they are now: a model that leaves meta gets others
-    def parameters(self) -> list[nn.Parameter]:
+    def _parameters(self) -> list[nn.Parameter]:
+        """Return the experts' parameters, as they are now: a model that leaves meta gets others."""
         return [self._parameter(name) for name in self._owners]
 
     def _parameter(self, name: str) -> nn.Parameter:
@@ -323,7 +309,7 @@ class PlacedExperts(AroundMicroBatch):
     def finish(self) -> None:
         """Leave in `.grad` of this rank's experts the sum over all micro-batches of the step."""
         if not self.exact:
-            for parameter in self.parameters:
+            for parameter in self._parameters():
                 # none have those of other stages of a pipeline, which are on meta
                 if parameter.grad is not None:
                     if self.replicas.size() > 1:
@@ -339,7 +325,7 @@ class PlacedExperts(AroundMicroBatch):
             for name, total in zip(names, totals or [], strict=False):
                 self._parameter(name).grad = total
             clear_zero_signs([total for total in totals or [] if total is not None])
-        lay_gradients(self.parameters)
+        lay_gradients(self._parameters())
 
     def _summed_over_replicas(
         self, names: Sequence[str], partials: Partials

@@ -5,25 +5,27 @@ buffers that checkpoints keep). Placement needs most of them several times, and 
 disappear on the way: FSDP2 replaces parameters, a pipeline puts what other ranks hold on meta. So
 `place` reads them once, and hands them on.
 
-What an axis alone asks for (its plan) is read when the axis asks for it, and kept: a method of
-somebody's model is not called without need, and transformers note a layout on their layers when
-their plan is read.
+What an axis alone asks for (its plan, the chain that a pipeline runs) is read when the axis asks
+for it, and kept: a method of somebody's model is not called without need, and transformers note a
+layout on their layers when their plan is read.
 
 Tests: tests/parallel/test_facts.py
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
-from lockstep.models.chain import shared_parameters_of
-from lockstep.models.protocol import blocks_of, no_chain, offered, pipeline_segments_of, segments_of
+from lockstep.models.hf_decoder import decoder_segments
+from lockstep.models.loss_modules import LossModule, read_loss
+from lockstep.models.protocol import Borrowed, Objective, no_chain, offers_of
 from lockstep.parallel.state_form import StateForm
-from lockstep.parallel.tensor_plan import Planned, checked_plan
-from lockstep.torch_compat.module_state import persistent_buffers
+from lockstep.parallel.tensor_plan import TensorPlan, checked_plan
+from lockstep.torch_compat.module_state import registered_state
 
 Named = Sequence[tuple[str, nn.Module]]
 
@@ -36,6 +38,8 @@ class ModelFacts:
     """
 
     model: nn.Module
+    objective: Objective  # how a batch becomes a loss
+    loss: LossModule | None  # the loss function, if it is a module
     names: Mapping[int, str]  # id of a parameter → canonical name
     aliases: dict[str, list[str]]  # canonical name → others, of tied weights
     attributes: Mapping[str, Mapping[str, Any]]  # canonical name → what hangs on the parameter
@@ -43,10 +47,10 @@ class ModelFacts:
     persistent: frozenset[str]  # names of the buffers that checkpoints keep; all names of tied ones
     blocks: Named  # repeated blocks, in order
     segments: Named | None  # the chain that the model declares to be its forward pass
-    chain: Named | None  # the chain that a pipeline runs; read only where the model is split
-    borrowed: Mapping[
-        str, Mapping[str, str]
-    ]  # segment → {keyword: canonical name of a parameter that it borrows}
+    declares_segments: bool  # by a method `segments`
+    # segment → {keyword: canonical name of a parameter that it borrows}
+    borrowed: Borrowed
+    methods: Mapping[str, Callable[[], Any]]  # the model's plans and experts, by name
     on_meta: bool  # whether its values are still to be made
     form: StateForm | None  # what the model makes of its `state_dict`; None: its tensors by name
 
@@ -56,26 +60,35 @@ class ModelFacts:
         return {name for names in self.borrowed.values() for name in names.values()}
 
     @cached_property
+    def chain(self) -> Named | None:
+        """The chain that a pipeline runs: the model's own, or that of a known decoder.
+
+        It wraps layers of the decoder, so only a pipeline asks for it.
+        """
+        return self.segments or decoder_segments(self.model)
+
+    @cached_property
     def context_plan(self) -> Mapping[str, int] | None:
         """Name of a batch's part → the dim along which its sequences lie.
 
         None: the model does not say.
         """
-        own = offered(self.model, "context_plan")
+        own = self.methods.get("context_plan")
         return None if own is None else own()
 
     @cached_property
-    def tensor_plan(self) -> list[Planned]:
+    def tensor_plan(self) -> TensorPlan:
         """The layers that can be cut, checked.
 
         Raises UsageError: the model has no plan, or an impossible one.
         """
-        return checked_plan(self.model)
+        return checked_plan(self.model, self.methods.get("tensor_plan"))
 
     @cached_property
     def experts(self) -> Named:
         """The modules of stacked experts; empty if there are none."""
-        return experts_of(self.model)
+        own = self.methods.get("experts")
+        return [] if own is None else own()
 
     @property
     def parameters_of_experts(self) -> list[nn.Parameter]:
@@ -119,32 +132,31 @@ def on_meta(model: nn.Module) -> bool:
     return any(p.is_meta for p in model.parameters())
 
 
-def experts_of(model: nn.Module) -> Named:
-    """Return the modules of stacked experts that a model names."""
-    own = offered(model, "experts")
-    return [] if own is None else own()
+def facts_of(model: nn.Module, loss_fn: Callable[..., Tensor] | None = None) -> ModelFacts:
+    """Read what a model offers, with `loss_fn` or with the loss that the model has.
 
-
-def facts_of(model: nn.Module, *, split: bool = False) -> ModelFacts:
-    """Read what a model offers.
-
-    `split`: its chain for a pipeline, too, which wraps layers of known decoders.
+    Raises:
+        UsageError: what it offers does not fit together.
     """
+    offers = offers_of(model, loss_fn)
+    module = offers.objective.module
     names, aliases = canonical_names(model)
     parameters = dict(model.named_parameters())
-    segments = segments_of(model)
-    persistent = frozenset(persistent_buffers(model))
+    registered = registered_state(model)
     return ModelFacts(
         model=model,
+        objective=offers.objective,
+        loss=None if module is None else read_loss(module, model),
         names=names,
         aliases=aliases,
         attributes={name: dict(vars(parameter)) for name, parameter in parameters.items()},
-        num_parameters=sum(parameter.numel() for parameter in parameters.values()),
-        persistent=persistent,
-        blocks=blocks_of(model),
-        segments=segments,
-        chain=pipeline_segments_of(model) if split and not segments else segments,
-        borrowed=shared_parameters_of(model),
+        num_parameters=sum(p.numel() for p in parameters.values() if not is_lazy(p)),
+        persistent=registered.persistent,
+        blocks=offers.blocks,
+        segments=offers.segments,
+        declares_segments=offers.declares_segments,
+        borrowed=offers.borrowed,
+        methods=offers.methods,
         on_meta=on_meta(model),
-        form=StateForm.of(model, persistent),
+        form=StateForm.of(model, registered),
     )

@@ -19,7 +19,7 @@ Tests: tests/parallel/test_fsdp.py, tests/parallel/test_memory.py,
 tests/parity/test_data_parallel.py
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -41,7 +41,7 @@ from lockstep.costs.hardware import GpuCluster
 from lockstep.costs.steps import ModelSize
 from lockstep.errors import Contradiction, UsageError
 from lockstep.layout import Layout, layout_of_sizes
-from lockstep.parallel.fsdp_units import own_parameters
+from lockstep.parallel.fsdp_units import Unit
 from lockstep.parallel.passes import AroundMicroBatch, MicroBatchPass
 from lockstep.parallel.reproducible.tree import Partials, clear_zero_signs
 from lockstep.precision import DTYPES
@@ -160,25 +160,25 @@ def describe_shards(layout: Layout) -> str:
 
 
 def apply_fsdp(
-    model: nn.Module,
+    units: Sequence[Unit],
     mesh: DeviceMesh,
     config: FSDPConfig,
-    units: Sequence[tuple[str, nn.Module]],
     *,
+    foreign: set[nn.Parameter],
     param_dtype: str = "fp32",
     reshard_after_forward: bool | None = None,
     replicas_apart: bool = False,
-    foreign: set[nn.Parameter] | None = None,
     device_type: str | None = None,
 ) -> list[str]:
-    """Shard a complete `model`, real or on meta, over the axes `replicate` and `shard` of `mesh`.
+    """Shard a complete model, real or on meta, over the axes `replicate` and `shard` of `mesh`.
 
     Return lines to log.
 
-    `units`: inner ones first, without the root. `reshard_after_forward` overrides what the sharding
-    strategy says. `replicas_apart`: the caller adds up the replicas' gradients; FSDP2 only shards.
-    `foreign` parameters stay as they are.
+    `units`: inner ones first, the root last, which is the model. `reshard_after_forward` overrides
+    what the sharding strategy says. `replicas_apart`: the caller adds up the replicas' gradients;
+    FSDP2 only shards. `foreign` parameters stay as they are.
     """
+    model = units[-1].module
     # FSDP2 takes a 1-D mesh to shard, and for hybrids a 2-D one, whose first dim replicates.
     over = (
         mesh["shard"]
@@ -200,17 +200,17 @@ def apply_fsdp(
         "reshard_after_forward": frees if reshard_after_forward is None else reshard_after_forward,
         "offload_policy": CPUOffloadPolicy() if config.cpu_offload else OffloadPolicy(),
         "shard_placement_fn": divisible_dim,
-        "ignored_params": (foreign or set()) | set(scalars_of(model).values()),
+        "ignored_params": foreign,
     }
     log_lines = _cast_buffers(model, config)
     return_no_views(model)
     # inner ones first: parameters in none belong to the outer one
-    for unit in (*(unit for _, unit in units), model):
-        own = own_parameters(unit)
+    for unit in units:
+        own = unit.parameters()
         at_root = sum(p.numel() for p in own)  # in the end, as the root comes last
-        _refuse_mixture(unit, own)
+        _refuse_mixture(unit.module, own)
         fully_shard(
-            unit,
+            unit.module,
             mp_policy=_precision_of(own, config, param_dtype, exact=replicas_apart),
             **settings,
         )
@@ -219,9 +219,8 @@ def apply_fsdp(
             module.set_gradient_divide_factor(1.0)
             # gloo has no reduction with a factor; a plain sum is exact on every backend.
             module.set_force_sum_reduction_for_comms(True)
-    _prefetch(
-        [unit for _, unit in units], config, on_cpu=(device_type or mesh.device_type) == "cpu"
-    )
+    inner = [unit.module for unit in units[:-1]]
+    _prefetch(inner, config, on_cpu=(device_type or mesh.device_type) == "cpu")
     in_all = sum(p.numel() for p in model.parameters())
     if in_all and at_root > in_all / 2 and ranks > 1:
         log_lines.append(
@@ -295,11 +294,6 @@ def _cast_buffers(model: nn.Module, config: FSDPConfig) -> list[str]:
     return [f"buffers are kept in {config.buffer_dtype}, as distributed.fsdp.buffer_dtype says"]
 
 
-def scalars_of(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return name → parameter without a dim."""
-    return {name: parameter for name, parameter in model.named_parameters() if parameter.ndim == 0}
-
-
 class Scalars(AroundMicroBatch):
     """The parameters without a dim of a sharded model, which every rank holds.
 
@@ -309,14 +303,14 @@ class Scalars(AroundMicroBatch):
         rank 0      [0.5, 1]  [0, 0]  [0.25, 1]
         rank 1      [0, 0]    [0, 0]  [0, 0]
         the sum     0.5 + 0.25, up the tree over micro-batches
+
+    `own`: name → parameter. `mesh`: over which the other parameters are DTensors.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._own = scalars_of(model)
-        mesh = next((p.device_mesh for p in model.parameters() if isinstance(p, DTensor)), None)
+    def __init__(self, own: Mapping[str, nn.Parameter], mesh: DeviceMesh) -> None:
+        self._own = own
         self.placed: dict[str, nn.Parameter] = {}  # replicated DTensors over the parameters' memory
         for name, parameter in self._own.items():
-            assert mesh is not None
             over = DTensor.from_local(
                 parameter.detach(), mesh, [Replicate()] * mesh.ndim, run_check=False
             )

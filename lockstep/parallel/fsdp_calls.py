@@ -12,15 +12,15 @@ Tests: tests/parallel/test_fsdp.py, tests/parallel/test_fsdp_order.py,
 tests/parity/test_own_recomputation.py
 """
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from lockstep.parallel.facts import Named
 from lockstep.parallel.fsdp_order import UnitOrder
-from lockstep.parallel.fsdp_units import UnitUsage
+from lockstep.parallel.fsdp_units import Unit, UnitUsage
 from lockstep.parallel.passes import AroundMicroBatch, MicroBatchPass
 from lockstep.torch_compat.backward_pass import graph_task
 from lockstep.torch_compat.fsdp_state import begin_anew
@@ -32,8 +32,7 @@ class UnitCalls(AroundMicroBatch):
     A stage of a pipeline has them without standing around passes: `StageSync` does there.
 
     Args:
-        model: sharded.
-        units: of the model, the root first, which is the model itself.
+        units: sharded, the root first, which is the model itself.
         usage: notes which units and parameters a step uses; None in a dry run and in stages.
         order: has all ranks gather in one order; None: they exchange nothing, or never differ.
         accumulate: `sharded`: each micro-batch's gradient is scattered at once, a rank never holds
@@ -43,20 +42,20 @@ class UnitCalls(AroundMicroBatch):
 
     def __init__(
         self,
-        model: nn.Module,
-        units: Named,
+        units: Sequence[Unit],
         usage: UnitUsage | None = None,
         order: UnitOrder | None = None,
         *,
         accumulate: str = "sharded",
     ) -> None:
+        model = units[0].module
         assert isinstance(model, FSDPModule)
         self._model = model
         self._usage = usage
         self._order = order
         self._accumulate = accumulate
-        for position, (_, unit) in enumerate(units):
-            unit.register_forward_pre_hook(
+        for position, unit in enumerate(units):
+            unit.module.register_forward_pre_hook(
                 partial(self._before_call, position), prepend=True, with_kwargs=True
             )
         model.register_forward_hook(self._after_model, prepend=True)

@@ -40,10 +40,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from lockstep.errors import UsageError
 from lockstep.parallel.fsdp_recomputation import GatheredAgain
+from lockstep.parallel.fsdp_units import Unit
 from lockstep.parallel.passes import MicroBatchPass
 from lockstep.torch_compat.backward_pass import graph_task
 from lockstep.torch_compat.default_store import default_store
@@ -70,7 +71,7 @@ class UnitOrder:
     `lockstep.parallel.fsdp_calls` tells it of passes and calls.
 
     Args:
-        units: (name, module), the root first.
+        units: the root first.
         groups: makes gradients? → ranks that exchange messages for a unit in each such pass, and
             run the same number of them. Without an entry there are no messages but those of a
             step's last pass.
@@ -84,7 +85,7 @@ class UnitOrder:
 
     def __init__(
         self,
-        units: Sequence[tuple[str, nn.Module]],
+        units: Sequence[Unit],
         device: torch.device,
         groups: dict[bool, dist.ProcessGroup | None],
         everyone: dist.ProcessGroup | None,
@@ -124,8 +125,10 @@ class UnitOrder:
         self._gathers = joins and False in groups
         # (ranks, position): they gather the unit again together
         self._met: set[tuple[tuple[int, ...], int]] = set()
-        self._trained = [any(p.requires_grad for p in unit.parameters()) for _, unit in self._units]
-        names = [name for name, _ in self._units[1:]]
+        self._trained = [
+            any(p.requires_grad for p in unit.module.parameters()) for unit in self._units
+        ]
+        names = [unit.name for unit in self._units[1:]]
         self._nested = {name for a in names for b in names if _in(a, b) for name in (a, b)}
 
     def begin_pass(self, passing: MicroBatchPass) -> None:
@@ -179,7 +182,7 @@ class UnitOrder:
 
     def _repeat(self, position: int, args: Any, kwargs: Any) -> Any:
         """Make a unit's recomputation save what its forward pass saved, and gather on all ranks."""
-        if self._mode and self._gathers and repeats_apart(self._units[position][1]):
+        if self._mode and self._gathers and repeats_apart(self._units[position].module):
             key = (self._ranks(), position)
             if key not in self._met:
                 self._meet(position, self._not_recomputed(position))
@@ -314,7 +317,7 @@ class UnitOrder:
 
     def _join(self, position: int, *, alone: bool) -> None:
         """Take part in the messages of a unit; `alone`: it is called once in a pass."""
-        unit = self._units[position][1]
+        unit = self._units[position].module
         inputs = self._inputs[self._mode][position]
         backward = self._mode and inputs is not _Inputs.NO_BACKWARD
         if self._mode and position in self._again.known:
@@ -339,7 +342,8 @@ class UnitOrder:
         Zeros can stand for gradients since torch 2.13. Messages must come one unit after another,
         which those of nested units do not.
         """
-        name, unit = self._units[position]
+        name = self._units[position].name
+        unit = self._units[position].module
         return name not in self._nested and (
             not backward or hasattr(unit, "set_reduce_scatter_unused_params")
         )
@@ -420,7 +424,7 @@ class UnitOrder:
     def _not_joined(self, position: int) -> UsageError:
         """Return the error of ranks that call a unit, or not, in a way that can't be joined."""
         what = (
-            f"the data of some ranks leave out a call of {self._units[position][0]}, which others"
+            f"the data of some ranks leave out a call of {self._units[position].name}, which others"
             " make, or make it in another order"
         )
         why = "FSDP gathers a unit from all ranks at once; "
@@ -436,7 +440,7 @@ class UnitOrder:
 
     def _not_recomputed(self, position: int) -> UsageError:
         """Return the error of ranks whose checkpoints recompute other units."""
-        name = self._units[position][0]
+        name = self._units[position].name
         what = (
             f"a checkpoint of the model's own recomputes {name} in the backward pass, and the data"
             " of some ranks "
@@ -455,8 +459,8 @@ class UnitOrder:
 
     def _unexpected(self, position: int) -> UsageError:
         what = (
-            f"this rank's forward pass calls {self._units[position][0]} where no rank's did before,"
-            " and others don't now"
+            f"this rank's forward pass calls {self._units[position].name} where no rank's did"
+            " before, and others don't now"
         )
         why = (
             "FSDP gathers a unit from all ranks at once, in one order, which the first step has set"

@@ -20,7 +20,8 @@ Tests: tests/parallel/test_fsdp.py
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -71,8 +72,22 @@ def used_elsewhere() -> UsageError:
     return UsageError(what, where="the model's forward pass", why=why, fix=fix)
 
 
-def units_of(facts: ModelFacts, config: FSDPConfig) -> list[tuple[str, nn.Module]]:
-    """Return (name, module) of each unit of a model, inner ones first, without the root."""
+@dataclass(frozen=True)
+class Unit:
+    """A module that FSDP2 gathers at once, without the units inside of it."""
+
+    name: str  # in the model; the root, which is the model itself, has none
+    module: nn.Module
+    own: tuple[str, ...]  # names, in the module, of the parameters that are in no unit inside of it
+    position: int  # of the module among the model's; the root's is 0
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Return the unit's own parameters, as they are now."""
+        return [self.module.get_parameter(name) for name in self.own]
+
+
+def units_of(facts: ModelFacts, config: FSDPConfig) -> list[Unit]:
+    """Return the units of a model, inner ones first, the root last."""
     segments = dict(facts.segments or ())
     borrowers = [
         (name, segments[segment])
@@ -84,8 +99,8 @@ def units_of(facts: ModelFacts, config: FSDPConfig) -> list[tuple[str, nn.Module
 
 def contained_units(
     model: nn.Module, candidates: Named, borrowers: Sequence[tuple[str, nn.Module]] = ()
-) -> list[tuple[str, nn.Module]]:
-    """Return those candidates that can be units, inner ones first, without the root.
+) -> list[Unit]:
+    """Return those candidates that can be units, inner ones first, and the root last.
 
     A module is not a unit if a parameter of it is also used outside of it: tied weights stay in one
     unit, the root. `borrowers`: (name of a parameter, segment that uses it without owning it).
@@ -102,9 +117,30 @@ def contained_units(
         inside = {id(m) for m in unit.modules()}
         return all(users[id(p)] <= inside for p in unit.parameters())
 
-    return sorted(
+    inner = sorted(
         ((n, m) for n, m in chosen if self_contained(m)), key=lambda item: -item[0].count(".")
     )
+    modules = {id(module) for _, module in inner}
+    positions = {id(module): position for position, module in enumerate(model.modules())}
+    return [
+        Unit(name, module, _own_parameters(module, modules), positions[id(module)])
+        for name, module in (*inner, ("", model))
+    ]
+
+
+def _own_parameters(unit: nn.Module, units: Container[int]) -> tuple[str, ...]:
+    """Return the names of the parameters in a module that are in none of the units inside of it.
+
+    `units`: the ids of all units but the root.
+    """
+    inner = [module for module in unit.modules() if id(module) in units and module is not unit]
+    inside = {id(parameter) for module in inner for parameter in module.parameters()}
+    return tuple(name for name, p in unit.named_parameters() if id(p) not in inside)
+
+
+def in_order(units: Iterable[Unit]) -> list[Unit]:
+    """Return units in the order of the model's modules, the root first."""
+    return sorted(units, key=lambda unit: unit.position)
 
 
 def _candidates(facts: ModelFacts, config: FSDPConfig) -> list[tuple[str, nn.Module]]:
@@ -162,42 +198,30 @@ def _picking(policy: Any, name: str) -> Callable[[nn.Module], object]:
     return policy  # type: ignore[no-any-return]
 
 
-def sharded_units(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return (name, module) of each unit of a sharded model, the root first."""
-    sharded = {type(module) for module in model.modules() if isinstance(module, FSDPModule)}
-    return [(name, m) for name, m in model.named_modules() if type(m) in sharded]
-
-
-def own_parameters(unit: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters of a unit that are in no unit inside it."""
-    inner = [
-        module for module in unit.modules() if isinstance(module, FSDPModule) and module is not unit
-    ]
-    inside = {id(parameter) for module in inner for parameter in module.parameters()}
-    return [parameter for parameter in unit.parameters() if id(parameter) not in inside]
-
-
 class UnitUsage:
     """The record of which units and parameters of a sharded model a step uses.
 
     Other replicas may run fewer micro-batches. `lockstep.parallel.fsdp_calls` tells it of passes
     and calls.
+
+    `units`: the root first.
     """
 
-    def __init__(self, model: nn.Module, units: Named, device: torch.device) -> None:
-        self._model = model
+    def __init__(self, units: Sequence[Unit], device: torch.device) -> None:
+        self._model = units[0].module
         self._device = device
         self._units = units
-        self._names = [name for name, p in model.named_parameters() if p.ndim and p.requires_grad]
+        trained = self._model.named_parameters()
+        self._names = [name for name, p in trained if p.ndim and p.requires_grad]
         self._used: set[str] = set()
         self._calls: dict[int, int] = {}  # position of a unit → calls in this forward pass
         self._called: set[int] = set()  # units that were called
         self._forward = False
         self._first_step = True
         self._varies = False  # whether a rank left a parameter unused when they last compared
-        for name, unit in self._units:
-            self._watch(name, unit)
-            _fill_unused(unit, True)
+        for unit in self._units:
+            self._watch(unit)
+            _fill_unused(unit.module, True)
 
     def begin_pass(self) -> None:
         """Begin a micro-batch."""
@@ -235,17 +259,12 @@ class UnitUsage:
             # its gradient is there after the last call's backward: others would send zeros
             _fill_unused(unit, False)
 
-    def _watch(self, unit_name: str, unit: nn.Module) -> None:
+    def _watch(self, unit: Unit) -> None:
         """Put a hook on each of the unit's parameters, to note its gradient.
 
         It is done in the first call that makes gradients, after FSDP2 has gathered them.
         """
-        own = {id(parameter) for parameter in own_parameters(unit)}
-        mine = [
-            name
-            for name, parameter in unit.named_parameters()
-            if id(parameter) in own and parameter.ndim
-        ]
+        mine = [name for name in unit.own if unit.module.get_parameter(name).ndim]
 
         def watch(module: nn.Module, _args: object) -> None:
             if not torch.is_grad_enabled():
@@ -254,11 +273,11 @@ class UnitUsage:
             for name in mine:
                 gathered = module.get_parameter(name)
                 if gathered.requires_grad:
-                    full = f"{unit_name}.{name}" if unit_name else name
+                    full = f"{unit.name}.{name}" if unit.name else name
                     note = partial(lambda full, _parameter: self._used.add(full), full)
                     gathered.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
 
-        handle = unit.register_forward_pre_hook(watch)
+        handle = unit.module.register_forward_pre_hook(watch)
 
     def _compare(self) -> None:
         """Drop the gradients of parameters that no rank has used, as one process has none."""
@@ -278,12 +297,12 @@ class UnitUsage:
 
     def _not_called(self) -> UsageError:
         """Return the error of a unit whose parameters are used without a call of it."""
-        name, unit = next(
+        unit = next(
             (u for position, u in enumerate(self._units) if position not in self._called),
             self._units[_END],
         )
-        inside = sorted({_class_of(m) for _, m in callable_units(unit.named_children())})
-        what = f"parameters of {name or 'the model'} are used, but its forward() is not called"
+        inside = sorted({_class_of(m) for _, m in callable_units(unit.module.named_children())})
+        what = f"parameters of {unit.name or 'the model'} are used, but its forward() is not called"
         why = "FSDP gathers the parameters of a unit when the unit itself is called"
         fix = (
             f"gather what is called: auto_wrap_policy: [{', '.join(inside)}]; let a teacher follow"

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from lockstep.collectives import create_group
 from lockstep.errors import UsageError, listed
 from lockstep.layout import Layout
-from lockstep.models.loss_modules import PREFIX, own_buffers, own_weights
+from lockstep.models.loss_modules import PREFIX, LossModule
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parallel.passes import AroundMicroBatch, MicroBatchPass
 from lockstep.parallel.reproducible.tree import (
@@ -36,15 +36,14 @@ class LossWeights(AroundMicroBatch):
     """The weights of the loss function of one rank, and their gradients in a step.
 
     Args:
-        module: the loss function, on the rank's device.
-        model: the whole model, before it is placed.
+        loss: the loss function, read before the model was placed.
         reproducible: sum up the tree.
     """
 
-    def __init__(self, module: nn.Module, model: nn.Module, *, reproducible: bool) -> None:
-        self.module = module
-        self.own = own_weights(module, model)
-        self.buffers = own_buffers(module, model)
+    def __init__(self, loss: LossModule, *, reproducible: bool) -> None:
+        self.module = loss.module
+        self.own = dict(loss.weights)
+        self.buffers = dict(loss.buffers)
         self.scale = 1.0
         # DTensors where the model's parameters are
         self.placed: dict[str, nn.Parameter] = dict(self.own)

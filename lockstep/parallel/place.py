@@ -1,12 +1,15 @@
-"""`place` makes a `ParallelModel` of a model and a layout, in one ordered list of steps.
+"""`place` makes a `ParallelModel` of a model's facts and a layout, in one ordered list of steps.
 
-checks → facts → the model prepared (strides, keyed randomness, float8, activation checkpointing,
-compiled blocks) → each axis of the strategy asked → what watches the placed model
+checks → the model prepared (strides, keyed randomness, float8, activation checkpointing, compiled
+blocks) → each axis of the strategy asked → what watches the placed model
+
+Each file that one of these steps is in is handed the model once (`python -m benchmarks.hops
+--place`): what several of them need of it is read before, into its facts.
 
 Tests: tests/parallel/test_foreign.py, tests/parity/test_foreign.py, tests/parity/test_compiled.py
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 from weakref import WeakSet
@@ -25,37 +28,36 @@ from lockstep.mesh import device_mesh
 from lockstep.models.hf_cache import switch_cache_off, without_cache
 from lockstep.models.hf_decoder import is_known_decoder
 from lockstep.models.loss_modules import refuse_shared
-from lockstep.models.protocol import Objective
 from lockstep.parallel import divergence, side_effects
 from lockstep.parallel.activation import apply_activation_checkpointing
-from lockstep.parallel.axes.axis import DryRun, Site, axes_named
+from lockstep.parallel.axes.axis import axes_named
 from lockstep.parallel.axes.context import ContextAxis
 from lockstep.parallel.buffers import keeping, refuse_synchronised
 from lockstep.parallel.chain_check import check_chain
 from lockstep.parallel.changes import replace_method
 from lockstep.parallel.combined_buffers import BufferWays, warn_of_unwritten, ways_of
-from lockstep.parallel.facts import ModelFacts, Named, facts_of
+from lockstep.parallel.facts import ModelFacts
 from lockstep.parallel.fp8 import apply_fp8
-from lockstep.parallel.fsdp_units import units_of
+from lockstep.parallel.fsdp_units import Unit, units_of
 from lockstep.parallel.initial import FirstValues, broadcast_values, to_empty
 from lockstep.parallel.loss_weights import LossWeights
 from lockstep.parallel.parallel_model import ParallelModel, take_hooks
 from lockstep.parallel.placement import place_whole
 from lockstep.parallel.reproducible.determinism import join_uses_of_inputs, switch_on
+from lockstep.parallel.site import DryRun, Site
 from lockstep.parallel.strides import lay_out
 from lockstep.precision import Precision, switch_tf32
 from lockstep.randomness import RandomState, key_segments
 from lockstep.registry import BY_SIZE
-from lockstep.strategy import SINGLE, Strategy, strategy_named
+from lockstep.strategy import SINGLE, strategy_named
 from lockstep.torch_compat.module_hooks import has_hooks
 
 
 def place(
-    model: nn.Module,
+    facts: ModelFacts,
     layout: Layout,
     config: StepConfig,
     *,
-    objective: Objective,
     device: torch.device,
     precision: Precision,
     dry_run: DryRun | None = None,
@@ -67,26 +69,32 @@ def place(
     The model is unwrapped; real, or on meta with `init_weights()`. In a `dry_run` it has no values
     and gets none: for `lockstep plan`, under a fake process group.
     """
+    model = facts.model
     strategy = strategy_named(layout.strategy)
     refuse_wrapped(model)
     refuse(
         step_contradictions(config, layout, device.type if dry_run is None else dry_run.device_type)
     )
+    exact = config.distributed.reproducible
     sharded = strategy.cuts_parameters(layout)
-    refuse_parameters(model, sharded=sharded, reproducible=config.distributed.reproducible)
-    in_stages = _in_stages(strategy, layout)
-    facts = facts_of(model, split=in_stages)
+    refuse_parameters(model, sharded=sharded, reproducible=exact)
     refuse_scripted(facts, sharded=sharded)
+    in_stages = _in_stages(layout)
+    loss = None
+    if facts.loss is not None:
+        refuse_parameters(facts.loss.module, sharded=False, reproducible=exact)
+        refuse_shared(facts.loss, cut=_cuts(layout) or in_stages or layout.tensor > 1)
+        loss = LossWeights(facts.loss, reproducible=exact)
     switch_tf32(config.precision.tf32)
-    loss = loss_weights_of(model, strategy, layout, config, objective)
     of_loss = {} if loss is None else loss.own
     hooks = take_hooks(model, of_loss, workers=layout.workers > 0)
     attributes = {**facts.attributes, **{name: dict(vars(p)) for name, p in of_loss.items()}}
     if in_stages:
         refuse_hooks_outside_segments(facts)
 
-    site = prepared(facts, strategy, layout, config, objective, device, precision, dry_run, loss)
-    placed = placed_on(site, strategy)
+    random_state = RandomState(config.training.seed, device)
+    site = prepared(Site(facts, layout, config, precision, random_state, loss, dry_run))
+    placed = placed_on(site)
     for axis in site.axes.values():
         placed = axis.trained(placed)
 
@@ -110,10 +118,8 @@ def place(
         evaluate=evaluate,
     )
     if dry_run is None:
-        axes = list(site.axes.values())
-        same = [each for axis in axes for each in axis.replicas(placed)]
-        spread = {name for axis in axes for name in axis.spread}
-        divergence.guard_replicas(placed, config, site.mesh, same, spread)
+        same = [each for axis in site.axes.values() for each in axis.replicas(placed)]
+        divergence.guard_replicas(placed, config, site.mesh, same, site.spread)
         every = config.distributed.divergence_check_steps or 100
         side_effects.watch(placed, compiled=config.training.compile, looks_every=every)
         if site.ways.patterns:
@@ -121,17 +127,18 @@ def place(
     return placed
 
 
-def placed_on(site: Site, strategy: Strategy) -> ParallelModel:
+def placed_on(site: Site) -> ParallelModel:
     """Return the model on the ranks: the first axis that holds it has placed it.
 
     Else the strategy's own `place` has, or each rank holds all of it.
     """
     for axis in site.axes.values():
-        placed: ParallelModel | None = axis.place(site)
+        placed: ParallelModel | None = axis.place()
         if placed is not None:
             require_placed(placed, site)
             return placed
 
+    strategy = strategy_named(site.layout.strategy)
     if strategy.places_by_itself and not site.layout.is_one_group:
         placed = strategy.place(site)
         require_placed(placed, site)
@@ -161,21 +168,6 @@ def keep_attributes(placed: ParallelModel, attributes: Mapping[str, Mapping[str,
         for attribute, value in attributes[name].items():
             if attribute not in vars(parameter):
                 setattr(parameter, attribute, value)
-
-
-def loss_weights_of(
-    model: nn.Module, strategy: Strategy, layout: Layout, config: StepConfig, objective: Objective
-) -> LossWeights | None:
-    """Return the weights of an objective's loss function; None if that is no module."""
-    module = objective.module
-    exact = config.distributed.reproducible
-    if module is None:
-        return None
-    refuse_parameters(module, sharded=False, reproducible=exact)
-    refuse_scripted(facts_of(module), sharded=False)
-    cuts = _cuts(strategy, layout) or _in_stages(strategy, layout) or layout.tensor > 1
-    refuse_shared(module, model, cut=cuts)
-    return LossWeights(module, model, reproducible=exact)
 
 
 def prepare_loss(loss: LossWeights, site: Site) -> list[str]:
@@ -230,45 +222,41 @@ def require_placed(placed: object, placement: Site) -> None:
         )
 
 
-def prepared(
-    facts: ModelFacts,
-    strategy: Strategy,
-    layout: Layout,
-    config: StepConfig,
-    objective: Objective,
-    device: torch.device,
-    precision: Precision,
-    dry_run: DryRun | None,
-    loss: LossWeights | None = None,
-) -> Site:
-    """Return the site of a placement, on which the model is transformed alike on all ranks.
+def prepared(site: Site) -> Site:
+    """Return the site of a model that is transformed, alike on all ranks.
 
-    It is keyed, in float8, checkpointed and compiled, as the config asks for, has the values that
-    all ranks have, and its axes have changed its layers.
+    The model is keyed, in float8, checkpointed and compiled, as the config asks for, has the values
+    that all ranks have, and its axes have changed its layers.
     """
+    facts = site.facts
+    layout = site.layout
+    config = site.config
+    dry_run = site.dry_run
     model = facts.model
     shared = layout.world_size > 1
-    in_stages = _in_stages(strategy, layout)
-    sharded = _cuts(strategy, layout) or (in_stages and layout.data_parallel_size > 1)
-    keeps_formats = not sharded and not layout.spreads
-    log_lines = lay_out(model, keeps_formats=keeps_formats, aligned=config.distributed.reproducible)
-    random_state = RandomState(config.training.seed, device)
+    in_stages = _in_stages(layout)
+    cuts = _cuts(layout)
+    sharded = cuts or (in_stages and layout.data_parallel_size > 1)
+    log_lines = site.log_lines
+    log_lines += lay_out(
+        model, keeps_formats=not sharded and not layout.spreads, aligned=site.reproducible
+    )
     first = None
     if facts.on_meta and dry_run is None:
         first = FirstValues(model, config.training.seed)
     if in_stages and first is None and dry_run is None:
         log_lines += check_chain(facts)
-    if strategy.keys_random_numbers(device):
-        key_model(facts, random_state, cut=in_stages)
-    log_lines += transform(facts, config, random_state)
+    if strategy_named(layout.strategy).keys_random_numbers(site.device):
+        key_model(facts, site.random_state, cut=in_stages)
+    log_lines += transform(facts, config, site.random_state)
     # Units are read before axes cut layers, so that they are the same ones on any topology, but not
     # before float8, which puts linears of its own in place of some that a wrap policy may pick.
-    units: Named = ()
-    if config.distributed.reproducible or _cuts(strategy, layout) or in_stages:
+    units: Sequence[Unit] = ()
+    if site.reproducible or cuts or in_stages:
         units = units_of(facts, config.distributed.fsdp)
-    if config.distributed.reproducible:
-        join_uses_of_inputs(units)
-        log_lines += switch_on(device)
+    if site.reproducible:
+        join_uses_of_inputs(unit.module for unit in units[:-1])
+        log_lines += switch_on(site.device)
     if first is None and dry_run is None and shared and not broadcast_values(model):
         log_lines.append(
             "the model's values differed between ranks: all took rank 0's (seed ranks alike before"
@@ -279,62 +267,44 @@ def prepared(
     if dry_run is not None:
         mesh = dry_run.mesh
     else:
-        mesh = device_mesh(layout, device.type) if shared else None
+        mesh = device_mesh(layout, site.device.type) if shared else None
     if dry_run is not None and layout.tensor * layout.expert > 1 and facts.on_meta:
         # a parameter on meta can't become a piece that is a fake tensor
         to_empty(model, torch.device("cpu"))
         facts = facts.after_new_parameters()
 
-    site = Site(
-        facts,
-        layout,
-        config,
-        mesh,
-        objective,
-        device,
-        precision,
-        random_state,
-        first,
-        units,
-        log_lines,
-        dry_run,
-        loss=loss,
-    )
-    site = with_axes(site, strategy)
+    ways = site.ways
+    if config.distributed.buffers:
+        ways = buffer_ways(facts, site.loss, config)
+    site = replace(site, facts=facts, mesh=mesh, first=first, units=units, ways=ways)
+    ask_axes(site)
     if first is not None:
         pieces = [axis.piece for axis in site.axes.values()]
         first.keep(pieces[::-1])  # the last one cuts first
-    if loss is not None and dry_run is not None:
-        loss.to_fake()
-    elif loss is not None:
-        log_lines += prepare_loss(loss, site)
-    if config.distributed.buffers:
-        return replace(site, ways=buffer_ways(facts, loss, config))
+    if site.loss is not None and dry_run is not None:
+        site.loss.to_fake()
+    elif site.loss is not None:
+        log_lines += prepare_loss(site.loss, site)
     return site
 
 
-def _in_stages(strategy: Strategy, layout: Layout) -> bool:
-    return strategy.in_stages and not layout.is_one_group
+def _in_stages(layout: Layout) -> bool:
+    return strategy_named(layout.strategy).in_stages and not layout.is_one_group
 
 
-def _cuts(strategy: Strategy, layout: Layout) -> bool:
-    return strategy.cuts_parameters(layout) and not layout.is_one_group
+def _cuts(layout: Layout) -> bool:
+    return strategy_named(layout.strategy).cuts_parameters(layout) and not layout.is_one_group
 
 
-def with_axes(site: Site, strategy: Strategy) -> Site:
-    """Return the site with the axes that do something on it.
-
-    Each has changed the model's layers, and the objective takes what they leave of a batch.
-    """
+def ask_axes(site: Site) -> None:
+    """Fill a site with the axes that do something on it; each has changed the model's layers."""
+    strategy = strategy_named(site.layout.strategy)
     for kind in axes_named((*(strategy.axes or ()), *BY_SIZE)):
         axis = kind.on(site)
         if axis is not None:
             site.axes[kind.name] = axis
-    objective = site.objective
     for axis in site.axes.values():
-        axis.after_others(site)
-        objective = axis.objective(objective)
-    return replace(site, objective=objective)
+        axis.after_others()
 
 
 def transform(facts: ModelFacts, config: StepConfig, random_state: RandomState) -> list[str]:
@@ -443,10 +413,12 @@ def refuse_hooks_outside_segments(facts: ModelFacts) -> None:
 def refuse_scripted(facts: ModelFacts, *, sharded: bool) -> None:
     """Refuse TorchScript in modules that get hooks.
 
-    These are the model, its blocks and segments, and on FSDP all of its modules.
+    These are the model, its blocks and segments, its loss function, and on FSDP all of its modules.
     """
     hooked = [("", facts.model), *facts.blocks, *(facts.segments or ())]
-    looked_at = facts.model.named_modules() if sharded else hooked
+    looked_at = list(facts.model.named_modules()) if sharded else hooked
+    if facts.loss is not None:
+        looked_at.append(("the loss function", facts.loss.module))
     found = [name for name, module in looked_at if isinstance(module, torch.jit.ScriptModule)]
     if found:
         what = f"{found[0] or 'the model'} is TorchScript (torch.jit.script or trace)"

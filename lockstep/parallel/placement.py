@@ -16,7 +16,7 @@ from torch import nn
 from lockstep.data.batches import AssignAnyRank, assign_contiguous, assign_strided
 from lockstep.errors import UsageError
 from lockstep.models.protocol import Objective
-from lockstep.parallel.axes.axis import Site
+from lockstep.parallel.axes.axis import Part
 from lockstep.parallel.axes.rows import RowsAxis
 from lockstep.parallel.comm.compression import Compression
 from lockstep.parallel.executor import Executor, stage_of_model
@@ -27,6 +27,7 @@ from lockstep.parallel.passes import AroundMicroBatch
 from lockstep.parallel.reproducible.determinism import DeterministicKernels
 from lockstep.parallel.reproducible.gradient_trees import ExchangedTree, GradientTree, LocalTree
 from lockstep.parallel.reproducible.tree import assign_tree
+from lockstep.parallel.site import Site
 from lockstep.registry import STRATEGIES, require_call
 
 
@@ -81,12 +82,15 @@ def placed_in_order(site: Site, applied: AppliedStrategy) -> ParallelModel:
     """Return the placed model, which runs a step's micro-batches in order."""
     model = site.model
     _check(applied, site)
-    objective = applied.objective or site.objective
+    objective = site.objective
     stage = stage_of_model(
-        applied.runs or model, objective, site.precision, around_micro_batches(site, applied)
+        applied.runs or model,
+        applied.objective or objective,
+        site.precision,
+        around_micro_batches(site, applied),
     )
     executor = Executor([stage], site.random_state, multiplier=applied.multiplier)
-    alone = ForwardPasses(model, site.objective, site.random_state, site.precision)
+    alone = ForwardPasses(model, objective, site.random_state, site.precision)
     placed = ParallelModel(
         layout=site.layout,
         parts=[model],
@@ -96,7 +100,7 @@ def placed_in_order(site: Site, applied: AppliedStrategy) -> ParallelModel:
         buffers={
             name: buffer for name, buffer in model.named_buffers() if name in site.facts.persistent
         },
-        objective=site.objective,
+        objective=objective,
         random_state=site.random_state,
         assign=partial(applied.assign, rank=site.rank, ranks=site.ranks),
         micro_step=executor.micro_step,
@@ -143,9 +147,9 @@ def around_micro_batches(site: Site, applied: AppliedStrategy) -> list[AroundMic
     if applied.tree is not None:
         # the tree takes the gradients that all others have made
         around += [DeterministicKernels(), applied.tree]
+    part = Part(site.model, False, applied.assign, 1.0 / applied.multiplier)
     for axis in site.axes.values():
-        axis.follow(applied.assign, 1.0 / applied.multiplier)
-        around += axis.around(site.model)
+        around += axis.around(part)
     if applied.compression.powersgd is not None:
         around.append(applied.compression.powersgd)
     around += applied.around

@@ -8,8 +8,7 @@ Tests: tests/checkpoint/test_own_forms.py
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
-from collections.abc import Set as AbstractSet
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import UsageError, listed
-from lockstep.torch_compat.module_state import state_hooks, without_hooks_of_fsdp
+from lockstep.torch_compat.module_state import RegisteredState, without_hooks_of_fsdp
 
 _METHODS = (
     "state_dict",
@@ -50,18 +49,20 @@ class StateForm:
     owners: dict[str, str]
 
     @classmethod
-    def of(cls, model: nn.Module, persistent: AbstractSet[str]) -> "StateForm | None":
-        """Return the form of a model that is to be placed, with these `persistent` buffers.
+    def of(cls, model: nn.Module, registered: RegisteredState) -> "StateForm | None":
+        """Return the form of a model that is to be placed, with what is registered on its modules.
 
         None where torch's own code alone makes its `state_dict`.
         """
         named = dict(model.named_modules())
-        found = [name for name, module in named.items() if _has_own_form(module)]
+        found = [
+            name for name, module in named.items() if _has_own_form(module, registered.hooks[name])
+        ]
         if not found:
             return None
         tensors: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
         buffers = model.named_buffers(remove_duplicate=False)
-        tensors |= {name: buffer for name, buffer in buffers if name in persistent}
+        tensors |= {name: buffer for name, buffer in buffers if name in registered.persistent}
         first: dict[int, str] = {}
         owners = {name: first.setdefault(id(tensor), name) for name, tensor in tensors.items()}
         extra = {name: named[name] for name in found if _is_own(type(named[name]).get_extra_state)}
@@ -142,9 +143,9 @@ class StateForm:
                 setattr(module, name, old)
 
 
-def _has_own_form(module: nn.Module) -> bool:
+def _has_own_form(module: nn.Module, hooks: Sequence[Any]) -> bool:
     own = [vars(module).get(name) or getattr(type(module), name) for name in _METHODS]
-    return any(map(_is_own, (*own, *state_hooks(module))))
+    return any(map(_is_own, (*own, *hooks)))
 
 
 def _is_own(function: Any) -> bool:

@@ -48,7 +48,7 @@ from lockstep.parallel.facts import ModelFacts
 from lockstep.parallel.loss_parallel import cut_token_losses
 from lockstep.parallel.parallel_model import ParallelModel, local
 from lockstep.parallel.tensor_blocks import SEQUENCE, Cut, OnSend
-from lockstep.parallel.tensor_plan import PRODUCTS, Planned, loss_is_planned, module_around
+from lockstep.parallel.tensor_plan import PRODUCTS, TensorPlan
 
 _BUCKET = 1 << 24  # numbers that are summed in one message, and copied for it
 
@@ -130,16 +130,16 @@ def apply_tensor(
         None if mesh is None else mesh["tensor"].get_group(),
         distributed.blocks_of_layers if distributed.reproducible else None,
         sequence=distributed.cuts_sequences_between_layers
-        and {"vocabulary", "sequence", "head"} <= {way for *_, way in plan},
+        and {"vocabulary", "sequence", "head"} <= plan.ways,
         within=within,
-        keeps_logits=own_loss and loss_is_planned(model, plan),
+        keeps_logits=own_loss and plan.has_loss,
         on_send=on_send,
     )
     cuts = TensorCuts(mesh, cut)
-    most = _most_heads(model, plan)
-    for name, module, attribute, way in plan:
+    most = _most_heads(plan)
+    for name, module, attribute, way in plan.layers:
         if way.startswith("fused"):
-            unit = module_around(model, name)[1] if way == "fused_heads" else 1
+            unit = plan.heads[name][1] if way == "fused_heads" else 1
             _fuse(module, name, unit, cut)
             around = model.get_submodule(name.rpartition(".")[0])
             if way == "fused_heads":
@@ -154,7 +154,7 @@ def apply_tensor(
             _MAKE[way](module, cut)
         unit = 1
         if way == "heads":
-            around, unit = module_around(model, name)
+            around, unit = plan.heads[name]
             heads = _weight(module).shape[0] // unit
             copies = _copies(heads, most[around], cut)
             if copies:
@@ -179,12 +179,12 @@ def apply_tensor(
     return cuts
 
 
-def _most_heads(model: nn.Module, plan: list[Planned]) -> dict[nn.Module, int]:
+def _most_heads(plan: TensorPlan) -> dict[nn.Module, int]:
     """Return module → the most heads of a layer in it: those of queries, where keys have fewer."""
     most: dict[nn.Module, int] = {}
-    for name, module, _, way in plan:
+    for name, module, _, way in plan.layers:
         if way == "heads":
-            around, width = module_around(model, name)
+            around, width = plan.heads[name]
             most[around] = max(most.get(around, 0), _weight(module).shape[0] // width)
     return most
 

@@ -18,14 +18,14 @@ Tests: tests/parity/test_tensor.py, tests/parity/test_known_mistakes.py
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from lockstep.errors import UsageError
 from lockstep.models.hf_layers import advice_for_object, hf_tensor_plan, is_transposed
-from lockstep.models.protocol import offered
 
 PRODUCTS = ("column", "heads", "fused", "fused_heads", "row", "vocabulary", "head")
 WAYS = (*PRODUCTS, "loss", "routed", "experts", "scope", "inner", "sequence")
@@ -34,18 +34,39 @@ Planned = tuple[str, nn.Module, str | None, str]
 _PLAIN = (nn.Linear.forward, nn.Embedding.forward)
 
 
-def plan_of(model: nn.Module) -> dict[str, str] | None:
+OwnPlan = Callable[[], Mapping[str, str]]
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """The layers of a model that can be cut."""
+
+    layers: list[Planned]
+    # name of a layer that is cut by heads → the module around it, and the width of a head
+    heads: Mapping[str, tuple[nn.Module, int]]
+    has_loss: bool  # it describes the model's `loss`, too
+
+    @property
+    def ways(self) -> set[str]:
+        """The ways in which it cuts layers."""
+        return {way for *_, way in self.layers}
+
+
+def plan_of(model: nn.Module, own: OwnPlan | None) -> Mapping[str, str] | None:
     """Return a model's plan: its own, or that of transformers for its family; None: it has none."""
-    own = offered(model, "tensor_plan")
     return hf_tensor_plan(model) if own is None else own()
 
 
-def checked_plan(model: nn.Module) -> list[Planned]:
-    """Return what the model's plan names, and check that its layers can be cut in these ways."""
-    plan = list(_planned(model))
+def checked_plan(model: nn.Module, own: OwnPlan | None) -> TensorPlan:
+    """Return what the model's plan names, and check that its layers can be cut in these ways.
+
+    `own`: the model's method `tensor_plan`, if it has one.
+    """
+    plan = list(_planned(model, own))
+    heads: dict[str, tuple[nn.Module, int]] = {}
     for name, module, attribute, way in plan:
-        own = type(module).forward
-        known = hasattr(module, "product") or own in _PLAIN or is_transposed(module)
+        forward = type(module).forward
+        known = hasattr(module, "product") or forward in _PLAIN or is_transposed(module)
         if way in PRODUCTS and attribute is None and not known:
             raise UsageError(
                 f"{name}, a {type(module).__name__}, has a forward pass of its own, of which its"
@@ -76,7 +97,7 @@ def checked_plan(model: nn.Module) -> list[Planned]:
             fix = "say so of nn.RMSNorm, nn.LayerNorm and nn.Dropout only"
             raise UsageError(what, where="distributed.sequence_parallel", fix=fix)
         if way.endswith("heads"):
-            module_around(model, name)
+            heads[name] = _module_around(model, name)
     losses = [name for name, *_, way in plan if way == "loss"]
     if losses and "head" not in {way for *_, way in plan}:
         what = (
@@ -87,7 +108,7 @@ def checked_plan(model: nn.Module) -> list[Planned]:
         raise UsageError(
             what, why=why, fix='say "head" of the output layer, or leave the loss out of the plan'
         )
-    return plan
+    return TensorPlan(plan, heads, has_loss=bool(losses) and _is_for_loss(model, own))
 
 
 def _computed_weight(module: nn.Module, way: str) -> str | None:
@@ -104,24 +125,24 @@ def _computed_weight(module: nn.Module, way: str) -> str | None:
     return "weight" if way in PRODUCTS and not isinstance(weight, nn.Parameter | None) else None
 
 
-def loss_is_planned(model: nn.Module, plan: list[Planned]) -> bool:
-    """Return whether the plan describes the model's `loss`: a subclass may have replaced it."""
-    if "loss" not in {way for *_, way in plan} or "loss" in vars(model):
+def _is_for_loss(model: nn.Module, own: OwnPlan | None) -> bool:
+    """Return whether a plan that names a loss means this one: a subclass may have replaced it."""
+    if "loss" in vars(model):
         return False
     # Of loss and plan, whichever class wrote one last: a loss that came after the plan may want
     # complete logits.
     first = next(
         (each for each in type(model).__mro__ if {"loss", "tensor_plan"} & vars(each).keys()), None
     )
-    return first is None or "tensor_plan" in vars(first) or offered(model, "tensor_plan") is None
+    return first is None or "tensor_plan" in vars(first) or own is None
 
 
-def _planned(model: nn.Module) -> Iterator[Planned]:
+def _planned(model: nn.Module, own: OwnPlan | None) -> Iterator[Planned]:
     """Yield (name, module, attribute, way) for each module or parameter that the plan names.
 
     `attribute` names a parameter of the module, or is None.
     """
-    plan = plan_of(model)
+    plan = plan_of(model, own)
     if plan is None:
         what = f"{type(model).__name__} does not say how its layers are cut"
         fix = (
@@ -152,7 +173,7 @@ def _planned(model: nn.Module) -> Iterator[Planned]:
             yield owner, modules[owner], attribute, way
 
 
-def module_around(model: nn.Module, name: str) -> tuple[nn.Module, int]:
+def _module_around(model: nn.Module, name: str) -> tuple[nn.Module, int]:
     """Return the module around a layer that is cut by heads, and the width of a head."""
     around = model.get_submodule(name.rpartition(".")[0])
     width = getattr(around, "head_width", None) or getattr(around, "head_dim", None)

@@ -32,8 +32,8 @@ def model_size_of(work: Workload, config: Config) -> ModelSize:
     """Return the sizes of a config's model that do not depend on its layout."""
     model = work.description
     facts = work.facts
-    units = units_of(facts, config.distributed.fsdp)
-    held = sum(p.numel() for _, unit in units for p in unit.parameters())
+    *units, _root = units_of(facts, config.distributed.fsdp)
+    held = sum(p.numel() for unit in units for p in unit.module.parameters())
     momentum = config.training.optimizer_args.get("momentum")
     optimizer = 4.0 if momentum else _OPTIMIZER_BYTES.get(config.training.optimizer, 0.0)
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
@@ -123,7 +123,8 @@ def axes_to_plan(
     if long:
         yield long
     tensor = _power_of_two(cluster.per_node, gpus // context)
-    if facts.parameters > LARGE and tensor > 1 and plan_of(work.description) is not None:
+    own = work.facts.methods.get("tensor_plan")
+    if facts.parameters > LARGE and tensor > 1 and plan_of(work.description, own) is not None:
         yield {"distributed.tensor_size": tensor, **long}
     experts = next((p.shape[0] for p in work.facts.parameters_of_experts if p.ndim), 1)
     for size in sorted({math.gcd(experts, cluster.per_node), math.gcd(experts, gpus)} - {1}):

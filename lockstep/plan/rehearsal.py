@@ -26,13 +26,12 @@ from lockstep.data.batches import MicroBatch
 from lockstep.errors import RunError
 from lockstep.layout import Layout
 from lockstep.mesh import device_mesh, expert_mesh
-from lockstep.models.protocol import blocks_of
 from lockstep.optim import build_optimizer
-from lockstep.parallel.axes.axis import DryRun
-from lockstep.parallel.facts import experts_of
+from lockstep.parallel.facts import ModelFacts
 from lockstep.parallel.loss_accumulator import LossAccumulator
 from lockstep.parallel.parallel_model import ParallelModel, local
-from lockstep.parallel.place import place
+from lockstep.parallel.place import place, prepared
+from lockstep.parallel.site import DryRun, Site
 from lockstep.plan.tracker import (
     INDEX_OF_KIND,
     KINDS,
@@ -49,6 +48,7 @@ from lockstep.plan.tracker import (
 )
 from lockstep.plan.workload import REPEATED, Workload, kept_blocks
 from lockstep.precision import Precision, resolve_mode
+from lockstep.randomness import RandomState
 from lockstep.strategy import strategy_named
 from lockstep.torch_compat.fake_tensors import FakeTensorMode
 from lockstep.torch_compat.mesh_caches import forget_meshes
@@ -102,7 +102,8 @@ def rehearse(
     with fake_ranks(layout.world_size), ExitStack() as modes:
         mesh = meshes(layout)
         tracker = modes.enter_context(tracked())
-        placed = _place_model(tracker, model, work, config, layout, mesh, device_type)
+        facts = work.facts_of(model)
+        placed = _place_model(tracker, facts, config, layout, mesh, device_type)
         optimizer = optimizer_of(config, list(placed.parameters.values()))
         batch = work.batch(config.training.batch_size)
         fill_state(optimizer)
@@ -126,13 +127,13 @@ def rehearse(
         if left_out:
             reduces = strategy.in_buckets and layout.replicate > 1
             in_buckets = (
-                set(model.parameters()) - spread_experts(model, layout) if reduces else set()
+                set(model.parameters()) - spread_experts(facts, layout) if reduces else set()
             )
             states: dict[Tensor, Any] = {
                 p: optimizer.state[placed.parameters[n]] for n, p in model.named_parameters()
             }
             start = with_blocks_left_out(
-                start, blocks_of(model)[REPEATED][1], states, left_out, in_buckets
+                start, facts.blocks[REPEATED][1], states, left_out, in_buckets
             )
     in_all = _work_of(regions, sum(start) / max(1, sum(tracker.start)))
     return Rehearsal(peak_over(start, regions), dict(zip(KINDS, start, strict=True)), in_all)
@@ -168,11 +169,9 @@ def with_few_replicas(layout: Layout) -> Layout:
     return replace(layout, replicate=max(few, min(layout.replicate, 2 * few)))
 
 
-def spread_experts(model: nn.Module, layout: Layout) -> set[nn.Parameter]:
+def spread_experts(facts: ModelFacts, layout: Layout) -> set[nn.Parameter]:
     """Return the parameters of experts that are spread over ranks."""
-    if layout.expert == 1:
-        return set()
-    return {parameter for _, module in experts_of(model) for parameter in module.parameters()}
+    return set(facts.parameters_of_experts) if layout.expert > 1 else set()
 
 
 def _work_of(regions: list[Region], grown: float) -> Work:
@@ -227,18 +226,24 @@ def planned(config: StepConfig) -> StepConfig:
     return StepConfig(training, config.precision.model_copy(update={"fp8": "none"}), distributed)
 
 
+def prepared_site(facts: ModelFacts, layout: Layout, config: Config, dry_run: DryRun) -> Site:
+    """Return the site of a model that is to be cut into stages, prepared as for training."""
+    step = planned(config.step)
+    random_state = RandomState(step.training.seed, CPU)
+    return prepared(Site(facts, layout, step, precision_of(config), random_state, dry_run=dry_run))
+
+
 def _place_model(
     tracker: Tracker,
-    model: nn.Module,
-    work: Workload,
+    facts: ModelFacts,
     config: Config,
     layout: Layout,
     mesh: DeviceMesh | None,
     device_type: str,
 ) -> ParallelModel:
     """Place the model as for training, and mark in the tracker where its passes begin."""
-    mark_blocks(tracker, blocks_of(model))
-    objective = work.objective(model)
+    mark_blocks(tracker, facts.blocks)
+    objective = facts.objective
 
     def loss(outputs: Any, batch: Any) -> Tensor:
         value = objective.loss(outputs, batch)
@@ -246,17 +251,17 @@ def _place_model(
         return value
 
     placed = place(
-        model,
+        replace(facts, objective=replace(objective, loss=loss)),
         layout,
         planned(config.step),
-        objective=replace(objective, loss=loss),
         device=CPU,
         precision=precision_of(config),
         dry_run=dry_run_of(tracker, mesh, device_type),
     )
     # The reducer does it under DDP, but for experts.
     reduced = strategy_named(layout.strategy).in_buckets and layout.world_size > 1
-    tag_gradients(tracker, spread_experts(model, layout) if reduced else model.parameters())
+    spread = spread_experts(facts, layout)
+    tag_gradients(tracker, spread if reduced else facts.model.parameters())
     return placed
 
 

@@ -24,12 +24,11 @@ from torch.distributed.fsdp import FSDPModule
 from lockstep.config import Config
 from lockstep.costs.hardware import Cost
 from lockstep.costs.steps import ScheduledPass
-from lockstep.data.batches import MicroBatch
+from lockstep.data.batches import MicroBatch, assign_strided
 from lockstep.layout import Layout
 from lockstep.models.chain import lent, run_segment
 from lockstep.models.protocol import blocks_of
-from lockstep.parallel.axes.axis import DryRun, Site
-from lockstep.parallel.axes.expert import placed_experts
+from lockstep.parallel.axes.expert import ExpertAxis
 from lockstep.parallel.axes.pipeline import LocalStages, around_stage, local_stages
 from lockstep.parallel.executor import Executor, Stage
 from lockstep.parallel.facts import facts_of
@@ -39,7 +38,7 @@ from lockstep.parallel.pipeline.plan import PipelinePlan, plan_of, splits_backwa
 from lockstep.parallel.pipeline.schedules import actions
 from lockstep.parallel.pipeline.stage_module import StageCall, StageModule
 from lockstep.parallel.pipeline.stage_parameters import survey
-from lockstep.parallel.place import prepared
+from lockstep.parallel.site import DryRun, Site
 from lockstep.parallel.transport import Message, Meta, Metas, Rehearsed, Tensors
 from lockstep.plan import rehearsal
 from lockstep.plan.rehearsal import CPU, GROUPED, Rehearsal, Work
@@ -53,7 +52,6 @@ from lockstep.plan.tracker import (
     tag_gradients,
 )
 from lockstep.plan.workload import REPEATED, Workload, block_description, kept_blocks
-from lockstep.strategy import strategy_named
 from lockstep.torch_compat.fake_tensors import FakeTensorMode
 from lockstep.torch_compat.fsdp_state import reduce_gradients
 
@@ -157,12 +155,10 @@ def _shortened(work: Workload, config: Config, layout: Layout, rank: int, most: 
         spans.append(range(begin, begin + len(names) - left_out.get(stage, 0)))
     alike = config.training.gradient_checkpointing not in GROUPED
     short = work.with_blocks(kept) if alike and left_out else None
-    facts = None if short is None else facts_of(short, split=True)
+    facts = None if short is None else facts_of(short)
     if short is None or facts is None or len(facts.required_chain()) != spans[-1].stop:
         model = work.model()
-        return _Shortened(
-            model, plan_of(facts_of(model, split=True), layout.pipeline, config.step), {}, {}
-        )
+        return _Shortened(model, plan_of(facts_of(model), layout.pipeline, config.step), {}, {})
     parts = replace(plan.parts, stages=tuple(spans))
     plan = PipelinePlan(survey(facts), facts.required_chain(), plan.facts, parts)
     return _Shortened(short, plan, repeated, left_out)
@@ -203,17 +199,8 @@ def _metas(
     known: dict[tuple[str, Metas], Any] = {}
     with FakeTensorMode(allow_non_fake_inputs=True), rehearsal.precision_of(config).autocast():
         model.to_empty(device=CPU)
-        facts = facts_of(model, split=True)
-        placement = prepared(
-            facts,
-            strategy_named(layout.strategy),
-            layout,
-            rehearsal.planned(config.step),
-            work.objective(model),
-            CPU,
-            rehearsal.precision_of(config),
-            DryRun(mesh, "cpu"),
-        )
+        facts = work.facts_of(model)
+        placement = rehearsal.prepared_site(facts, layout, config, DryRun(mesh, "cpu"))
         inputs = values, keywords = placement.objective.inputs(
             work.batch(config.training.batch_size)
         )
@@ -251,19 +238,12 @@ def _run(
     plan = short.plan
     batch = work.batch(config.training.batch_size)
     mark_blocks(tracker, blocks_of(short.model))
-    placement = prepared(
-        facts_of(short.model, split=True),
-        strategy_named(layout.strategy),
-        layout,
-        rehearsal.planned(config.step),
-        work.objective(short.model),
-        CPU,
-        rehearsal.precision_of(config),
-        rehearsal.dry_run_of(tracker, mesh, device_type),
-    )
+    dry_run = rehearsal.dry_run_of(tracker, mesh, device_type)
+    placement = rehearsal.prepared_site(work.facts_of(short.model), layout, config, dry_run)
     here = local_stages(placement, mesh, plan)
     own = here.held.named_parameters()
-    experts = placed_experts(placement)
+    expert = placement.axis(ExpertAxis)
+    experts = None if expert is None else expert.held
     # The optimizer takes DTensors or plain tensors, not both.
     trained = {
         parameter: (
@@ -403,7 +383,7 @@ def _executor(placement: Site, here: LocalStages, batch: Any, metas: list[Metas]
     stages = [
         Stage(
             partial(run, part),
-            around_stage(placement, here, part),
+            around_stage(placement, here, part, assign_strided),
             part.index,
             len(here.plan.parts.stages),
         )

@@ -280,7 +280,7 @@ class Tracker(UntracedDispatchMode):
             self._change(entry[1], entry[0] - before)
 
 
-def mark_blocks(tracker: Tracker, blocks: list[tuple[str, nn.Module]]) -> None:
+def mark_blocks(tracker: Tracker, blocks: Sequence[tuple[str, nn.Module]]) -> None:
     """Mark where the forward (F0, F1, …) and backward passes (B…) of blocks begin.
 
     A region includes what FSDP2 gathers for the next block, before that block's hooks run.

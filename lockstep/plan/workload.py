@@ -30,7 +30,7 @@ from lockstep.data import build_data
 from lockstep.errors import UsageError
 from lockstep.models import build_model
 from lockstep.models.chain import lent, run_segment
-from lockstep.models.protocol import Objective, blocks_of, objective_of
+from lockstep.models.protocol import blocks_of
 from lockstep.parallel.facts import ModelFacts, facts_of
 from lockstep.parallel.pipeline.plan import KEY, Partition, balanced_cuts, table
 from lockstep.torch_compat.pytree import tree_map
@@ -80,7 +80,7 @@ class Workload:
     @cached_property
     def facts(self) -> ModelFacts:
         """The description's offers, read once."""
-        return facts_of(self.description, split=True)
+        return self.facts_of(self.description)
 
     @cached_property
     def equal_blocks(self) -> list[str]:
@@ -120,9 +120,9 @@ class Workload:
             return short, number - most
         return self.model(), 0
 
-    def objective(self, model: nn.Module) -> Objective:
-        """Return the loss of a model with its inputs."""
-        return objective_of(model, copy.deepcopy(self.loss_fn))
+    def facts_of(self, model: nn.Module) -> ModelFacts:
+        """Return what a model offers that this makes, with a copy of the loss function."""
+        return facts_of(model, copy.deepcopy(self.loss_fn))
 
     def batch(self, size: int, device: torch.device | None = None) -> Any:
         """Create a micro-batch of `size` samples, all zeros."""
@@ -227,9 +227,9 @@ def measure_segments(
         model = work.make()
     if init_weights := getattr(model, "init_weights", None):
         init_weights()  # uninitialised memory may hold numbers with slow arithmetic
-    facts = facts_of(model, split=True)
+    facts = work.facts_of(model)
     segments = facts.required_chain()
-    objective = work.objective(model)
+    objective = facts.objective
     batch = work.batch(config.training.batch_size, device)
     inputs = values, keywords = objective.inputs(batch)
     found = []

@@ -8,6 +8,7 @@ listed. Seen to work: torch 2.13.0. When gone: AttributeError as a model is plac
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -26,10 +27,22 @@ def persistent_buffers(model: nn.Module) -> set[str]:
     }
 
 
-def state_hooks(module: nn.Module) -> Iterator[Any]:
-    """Yield the functions that run when the module's state is taken or loaded."""
-    for registry in _registries(module):
-        yield from registry.values()
+@dataclass(frozen=True)
+class RegisteredState:
+    """What was registered on a model's modules that decides about its `state_dict`."""
+
+    persistent: frozenset[str]  # names of the buffers that it holds; all names of tied ones
+    # name of a module → functions that run when its state is taken or loaded
+    hooks: dict[str, list[Any]]
+
+
+def registered_state(model: nn.Module) -> RegisteredState:
+    """Return the persistent buffers of a model and the hooks on its state, by name."""
+    hooks = {
+        name: [hook for registry in _registries(module) for hook in registry.values()]
+        for name, module in model.named_modules()
+    }
+    return RegisteredState(frozenset(persistent_buffers(model)), hooks)
 
 
 @contextmanager

@@ -25,9 +25,9 @@ from lockstep.environment import WORLD
 from lockstep.errors import UsageError, refuse
 from lockstep.heartbeat.writer import own_heartbeat, write_limits
 from lockstep.mesh import layout_of
-from lockstep.models.protocol import objective_of
 from lockstep.monitor.callbacks import understood
 from lockstep.optim import PlateauSchedule
+from lockstep.parallel.facts import facts_of
 from lockstep.parallel.loss_weights import refuse_hidden
 from lockstep.parallel.place import place
 from lockstep.precision import Precision, loss_scale_for, resolve_mode
@@ -120,17 +120,12 @@ def assemble(given: TrainerArguments, settings: Mapping[str, Any]) -> RunState:
     layout = layout_of(config.distributed, here.facts)
     mode, why_mode = resolve_mode(config.precision.mode, here.device)
     loss_fn = given.loss_fn or loss_fn_of(config)
-    objective = objective_of(given.model, loss_fn)
-    before = optimizer_setup.Unplaced.of(given.model, objective, loss_fn)
+    facts = facts_of(given.model, loss_fn)
+    before = optimizer_setup.Unplaced.of(facts, loss_fn)
     trained = {p for p in (*given.model.parameters(), *before.of_loss) if p.requires_grad}
     num_trained = sum(p.numel() for p in trained if not is_lazy(p))  # `place` refuses lazy ones
     placed = place(
-        given.model,
-        layout,
-        config.step,
-        device=here.device,
-        precision=Precision(mode, here.device.type),
-        objective=objective,
+        facts, layout, config.step, device=here.device, precision=Precision(mode, here.device.type)
     )
     refuse_hidden(placed, before.hidden)
     if isinstance(loss_fn, WholeBatch):

@@ -17,10 +17,9 @@ from lockstep import optim
 from lockstep.collectives import is_main_process
 from lockstep.config import Config, TrainingConfig
 from lockstep.errors import UsageError, did_you_mean, listed, warn_at_caller
-from lockstep.models.loss_modules import hidden_parameters, own_weights
-from lockstep.models.protocol import Objective
+from lockstep.models.loss_modules import hidden_parameters
 from lockstep.optim import PlateauSchedule, Schedule, TorchSchedule
-from lockstep.parallel.facts import canonical_names
+from lockstep.parallel.facts import ModelFacts
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parallel.strides import lay_states
 from lockstep.trainer.arguments import check_made
@@ -38,10 +37,10 @@ class Unplaced:
     hidden: list[nn.Parameter]  # that a loss function holds which is no module
 
     @classmethod
-    def of(cls, model: nn.Module, objective: Objective, loss_fn: Any) -> "Unplaced":
-        """Return those of a model and a loss function."""
-        names, _ = canonical_names(model)
-        own = {} if objective.module is None else own_weights(objective.module, model)
+    def of(cls, facts: ModelFacts, loss_fn: Any) -> "Unplaced":
+        """Return those of a model and its loss function."""
+        names = dict(facts.names)
+        own = {} if facts.loss is None else facts.loss.weights
         hidden = [p for p in hidden_parameters(loss_fn) if id(p) not in names]
         return cls(names | {id(p): name for name, p in own.items()}, list(own.values()), hidden)
 

@@ -30,7 +30,7 @@ from lockstep.data import StepBatches
 from lockstep.errors import UsageError, warn_at_caller
 from lockstep.heartbeat.writer import called_by_all_ranks, write_limits
 from lockstep.mesh import layout_of
-from lockstep.models.protocol import objective_of
+from lockstep.parallel.facts import facts_of
 from lockstep.parallel.loss_accumulator import at_least, at_most, mean_of, tensor_of
 from lockstep.parallel.loss_weights import refuse_hidden
 from lockstep.parallel.parallel_model import ParallelModel, run_hooks
@@ -123,11 +123,9 @@ def place(
     beside_others = no_effect.beside_others(config, layout)
     no_effect.report(beside_others, no_effect.asked_keys(config, given), is_main=here.facts.is_main)
     loss_fn = loss_fn or loss_fn_of(config)
-    objective = objective_of(model, loss_fn)
-    hidden = Unplaced.of(model, objective, loss_fn).hidden
-    placed = place_over(
-        model, layout, config.step, objective=objective, device=here.device, precision=precision
-    )
+    facts = facts_of(model, loss_fn)
+    hidden = Unplaced.of(facts, loss_fn).hidden
+    placed = place_over(facts, layout, config.step, device=here.device, precision=precision)
     refuse_hidden(placed, hidden)
     for line in placed.warnings() if here.facts.is_main else ():
         warn_at_caller(line.removeprefix("warning: "))

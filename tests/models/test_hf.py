@@ -16,7 +16,7 @@ from lockstep.models.chain import run_segment
 from lockstep.models.hf_layers import ATTENDING
 from lockstep.models.language import generate
 from lockstep.models.protocol import require_segments, segments_of
-from lockstep.parallel import context
+from lockstep.parallel.axes import context
 from lockstep.parallel.facts import facts_of
 from lockstep.parallel.initial import to_empty
 from tests.hosts import REPOSITORY

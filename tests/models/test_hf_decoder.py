@@ -128,7 +128,7 @@ def check_chain(whole: nn.Module) -> None:
     ]
     random_states = [RandomState(7, torch.device("cpu")) for _ in range(2)]
     key_model(facts_of(whole), random_states[0])
-    key_model(facts_of(cut, split=True), random_states[1], cut=True)
+    key_model(facts_of(cut), random_states[1], cut=True)
     for batch in batches():
         for model, random_state in zip((whole, cut), random_states, strict=True):
             model.zero_grad()

@@ -8,15 +8,17 @@ from torch import nn
 
 from lockstep.config import config_from
 from lockstep.config.checks import step_contradictions
+from lockstep.data.batches import assign_contiguous
 from lockstep.errors import UsageError
 from lockstep.layout import Layout
 from lockstep.models.protocol import objective_of
 from lockstep.models.transformer import Transformer
-from lockstep.parallel.axes.axis import Axis, Site
+from lockstep.parallel.axes.axis import Axis, Part
 from lockstep.parallel.axes.context import ContextAxis
 from lockstep.parallel.axes.tensor import TensorAxis
 from lockstep.parallel.facts import facts_of
-from lockstep.parallel.place import placed_on, with_axes
+from lockstep.parallel.place import ask_axes, placed_on
+from lockstep.parallel.site import Site
 from lockstep.precision import Precision
 from lockstep.randomness import RandomState
 from lockstep.registry import AXES, BY_SIZE
@@ -29,20 +31,13 @@ _EXACT = {"distributed.reproducible": True, "distributed.open_axes": ["tensor", 
 def site_of(model: nn.Module, settings: dict[str, Any]) -> Site:
     step = config_from(settings).step
     cpu = torch.device("cpu")
-    return Site(
-        facts_of(model),
-        Layout(),
-        step,
-        None,
-        objective_of(model),
-        cpu,
-        Precision("fp32", "cpu"),
-        RandomState(0, cpu),
-    )
+    return Site(facts_of(model), Layout(), step, Precision("fp32", "cpu"), RandomState(0, cpu))
 
 
 def axes_of(model: nn.Module, settings: dict[str, Any]) -> dict[str, Axis]:
-    return with_axes(site_of(model, settings), strategy_named("single")).axes
+    site = site_of(model, settings)
+    ask_axes(site)
+    return site.axes
 
 
 def test_each_name_of_the_registry_is_the_name_of_its_class() -> None:
@@ -98,13 +93,13 @@ def test_what_an_axis_returns_in_place_of_a_placed_model_is_refused() -> None:
     class Wraps(Axis):
         name = "wraps"
 
-        def place(self, site: Site) -> Any:
-            return site.model
+        def place(self) -> Any:
+            return self.site.model
 
     site = site_of(nn.Linear(2, 2), {})
-    site.axes["wraps"] = Wraps()
+    site.axes["wraps"] = Wraps(site)
     with pytest.raises(UsageError, match="returned a Linear, not a ParallelModel"):
-        placed_on(site, strategy_named("single"))
+        placed_on(site)
 
 
 def test_an_axis_that_writes_nothing_but_on_changes_nothing() -> None:
@@ -113,13 +108,13 @@ def test_an_axis_that_writes_nothing_but_on_changes_nothing() -> None:
 
         @classmethod
         def on(cls, site: Site) -> "Idle":
-            return cls()
+            return cls(site)
 
     model = nn.Linear(2, 2)
-    axis = Idle()
+    axis = Idle.on(site_of(model, {}))
     objective = objective_of(model, nn.MSELoss())
     assert axis.objective(objective) is objective
-    assert list(axis.around(model)) == []
+    assert list(axis.around(Part(model, False, assign_contiguous))) == []
     assert axis.spread == frozenset()
     assert list(Idle.contradictions(config_from({}).step, None)) == []
 

@@ -130,22 +130,22 @@ def test_a_chain_that_forgets_a_part_is_refused_with_the_first_segment_that_diff
         UsageError,
         match=r"segments of Tower .*computes something else[\s\S]*from the segment rungs.0 on",
     ):
-        check_chain(facts_of(Tower(forgets=True), split=True))
+        check_chain(facts_of(Tower(forgets=True)))
     with pytest.raises(
         UsageError, match=r"from the segment head on[\s\S]*let segments\(\) list all"
     ):
-        check_chain(facts_of(Pictures(forgets=True), split=True))
+        check_chain(facts_of(Pictures(forgets=True)))
 
 
 def test_a_sequential_with_a_forward_pass_of_its_own_is_compared() -> None:
     with pytest.raises(UsageError, match="segments of Scaled computes something else"):
-        check_chain(facts_of(Scaled(nn.Linear(3, 4), nn.Linear(4, 2)), split=True))
+        check_chain(facts_of(Scaled(nn.Linear(3, 4), nn.Linear(4, 2))))
     with pytest.raises(
         UsageError, match=r"Scaled is an nn.Sequential with a forward pass of its own"
     ):
-        check_chain(facts_of(Scaled(nn.Bilinear(3, 3, 2)), split=True))
-    check_chain(facts_of(Loop(nn.Linear(3, 4), nn.Linear(4, 2)), split=True))
-    check_chain(facts_of(nn.Sequential(nn.Linear(3, 4)), split=True))
+        check_chain(facts_of(Scaled(nn.Bilinear(3, 3, 2))))
+    check_chain(facts_of(Loop(nn.Linear(3, 4), nn.Linear(4, 2))))
+    check_chain(facts_of(nn.Sequential(nn.Linear(3, 4))))
 
 
 NOT_COMPARED = "the chain of segments was not compared with the model"
@@ -164,7 +164,7 @@ def test_what_is_equal_or_can_not_be_compared_is_not_refused(
     model: nn.Module, reason: str | None
 ) -> None:
     """What can't be compared is told."""
-    lines = check_chain(facts_of(model, split=True))
+    lines = check_chain(facts_of(model))
     assert lines == [] if reason is None else f"{NOT_COMPARED} ({reason}" in lines[0]
 
 
@@ -205,7 +205,7 @@ def test_the_comparison_leaves_no_trace() -> None:
     modes = [module.training for module in model.modules()]
     values = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     before: Any = torch.get_rng_state(), np.random.get_state()[1].copy()  # type: ignore[index]
-    check_chain(facts_of(model, split=True))
+    check_chain(facts_of(model))
     assert [module.training for module in model.modules()] == modes
     assert all(torch.equal(tensor, values[name]) for name, tensor in model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), before[0])
@@ -235,9 +235,9 @@ def test_a_decoder_of_transformers_that_its_owner_has_changed_is_compared() -> N
     }
     config = transformers.LlamaConfig(vocab_size=VOCAB, **sizes)
     model = transformers.LlamaForCausalLM(config)
-    assert check_chain(facts_of(model, split=True)) == []
+    assert check_chain(facts_of(model)) == []
     model.model = Model(config)
     with pytest.raises(
         UsageError, match=r"LlamaForCausalLM computes something else[\s\S]*strategy: ddp or fsdp"
     ):
-        check_chain(facts_of(model, split=True))
+        check_chain(facts_of(model))

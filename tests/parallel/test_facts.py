@@ -77,7 +77,7 @@ def test_facts_keep_no_parameter_alive() -> None:
 
 def test_a_chain_is_asked_for_where_the_model_is_split() -> None:
     with pytest.raises(UsageError, match="can't be cut into stages"):
-        facts_of(nn.Linear(2, 2), split=True).required_chain()
+        facts_of(nn.Linear(2, 2)).required_chain()
 
 
 def calls_while_placed(strategies: list[dict[str, Any]]) -> list[dict[str, int]]:

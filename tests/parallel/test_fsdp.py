@@ -291,11 +291,17 @@ a_partial = partial(transformer_auto_wrap_policy, transformer_layer_cls={nn.Line
 @pytest.mark.parametrize("name", ["module_wrap_policy", "a_policy", "a_partial"])
 def test_policies_of_torch_pick_units(name: str) -> None:
     from lockstep.config import FSDPConfig
-    from lockstep.parallel.fsdp_units import units_of
+    from lockstep.parallel.fsdp_units import in_order, units_of
 
     model = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Sequential(nn.Linear(2, 2)))
     config = FSDPConfig(auto_wrap_policy=f"tests.parallel.test_fsdp:{name}")
-    assert sorted(name for name, _ in units_of(facts_of(model), config)) == ["0", "2.0"]
+    units = units_of(facts_of(model), config)
+    assert [(unit.name, unit.own) for unit in units] == [
+        ("2.0", ("weight", "bias")),
+        ("0", ("weight", "bias")),
+        ("", ()),  # the root, whose units have all parameters
+    ]
+    assert [unit.name for unit in in_order(units)] == ["", "0", "2.0"]
 
 
 def test_a_module_whose_parameter_is_used_outside_is_no_unit() -> None:
@@ -314,13 +320,10 @@ def test_a_module_whose_parameter_is_used_outside_is_no_unit() -> None:
             out: Tensor = self.head(self.body(self.embed(ids)))
             return out
 
-    names = [
-        name
-        for name, _ in units_of(
-            facts_of(Tied()), FSDPConfig(auto_wrap_policy="size", min_num_params=1)
-        )
-    ]
-    assert names == ["body"]
+    policy = FSDPConfig(auto_wrap_policy="size", min_num_params=1)
+    body, root = units_of(facts_of(Tied()), policy)
+    assert (body.name, body.own) == ("body", ("weight", "bias"))
+    assert (root.name, root.own) == ("", ("embed.weight",))
 
 
 @pytest.mark.parametrize(

@@ -131,7 +131,7 @@ def tiny(name: str, **args: object) -> nn.Module:
 def test_weights_that_segments_borrow_count_where_they_are_used() -> None:
     """BDH's layers own nothing: by what they own, all layers would be one stage."""
     config = config_from({"distributed.strategy": "pipeline"})
-    plan = plan_of(facts_of(tiny("bdh"), split=True), 2, config.step)
+    plan = plan_of(facts_of(tiny("bdh")), 2, config.step)
     assert [len(span) for span in plan.parts.stages] == [3, 3]
     assert sorted(plan.model.users["encoder"]) == [f"layers.{i}" for i in range(4)]
     assert "embed … layers.1 (3)" in plan.table()
@@ -142,9 +142,7 @@ def test_tied_weights_are_found_by_identity() -> None:
     other = nn.Linear(8, 8)
     other.weight = shared.weight
     model = nn.Sequential(shared, nn.Tanh(), other)
-    plan = plan_of(
-        facts_of(model, split=True), 2, config_from({"distributed.strategy": "pipeline"}).step
-    )
+    plan = plan_of(facts_of(model), 2, config_from({"distributed.strategy": "pipeline"}).step)
     assert plan.model.users["0.weight"] == ["0", "2"]
     assert set(plan.model.parameters) == {"0.weight", "0.bias", "2.bias"}
 
@@ -157,7 +155,7 @@ def test_a_model_that_is_no_chain_is_told_what_to_offer() -> None:
 
     with pytest.raises(UsageError, match=r"segments\(\)"):
         plan_of(
-            facts_of(Opaque(), split=True),
+            facts_of(Opaque()),
             2,
             config_from({"distributed.strategy": "pipeline"}).step,
         )
@@ -172,16 +170,14 @@ def test_a_stage_without_parameters_is_refused() -> None:
         }
     )
     with pytest.raises(UsageError, match=r"stage 1 \(1\) has no parameters"):
-        plan_of(facts_of(model, split=True), 3, config.step)
+        plan_of(facts_of(model), 3, config.step)
 
 
 def test_a_segment_that_borrows_what_is_not_there() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model.shared_parameters = lambda: {"1": {"weight": "0.wieght"}}  # type: ignore[assignment]
     with pytest.raises(UsageError, match=r"borrows 0\.wieght"):
-        plan_of(
-            facts_of(model, split=True), 2, config_from({"distributed.strategy": "pipeline"}).step
-        )
+        plan_of(facts_of(model), 2, config_from({"distributed.strategy": "pipeline"}).step)
 
 
 # ---- schedules ----

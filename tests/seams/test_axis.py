@@ -80,7 +80,7 @@ class Toy(Axis):
         return cls(EverySecond(site.mesh["replicate"].get_group(), on_send))
 
     def around(self, part):
-        self.step.add(part)
+        self.step.add(part.module)
         return [self.step]
 
 

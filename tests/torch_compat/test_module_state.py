@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.torch_compat.module_state import persistent_buffers, state_hooks
+from lockstep.torch_compat.module_state import persistent_buffers, registered_state
 
 
 def test_persistent_buffers_are_those_of_a_state_dict() -> None:
@@ -17,6 +17,7 @@ def test_persistent_buffers_are_those_of_a_state_dict() -> None:
     model.register_state_dict_post_hook(lambda _model, state, *_: state.clear())
     statistics = {f"0.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")}
     assert persistent_buffers(model) == {*statistics, "1.kept"}
+    assert registered_state(model).persistent == persistent_buffers(model)
 
 
 @pytest.mark.parametrize(
@@ -35,9 +36,9 @@ def test_a_hook_is_found(register: str) -> None:
     def hook(*_: Any) -> None:
         calls.append(True)
 
-    assert not list(state_hooks(module))
+    assert registered_state(module).hooks == {"": []}
     getattr(module, register)(hook)
-    (found,) = state_hooks(module)
+    (found,) = registered_state(module).hooks[""]
     assert found.__module__ == __name__
     module.load_state_dict(module.state_dict())
     assert calls

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks.contestants import CONTESTANTS, EVERY, Net, Rows, Size, Task
-from benchmarks.hops import STRATEGIES, handed_again, walk_of_a_model, walk_of_a_step
+from benchmarks.hops import PLACED, STRATEGIES, handed_again, walk_of_a_model, walk_of_a_step
 from tests.ranks import run_ranks
 
 # steps, of which every tenth is logged
@@ -53,8 +53,6 @@ def calls_of_a_step(name: str, folder: Path) -> float:
 
 # strategy → (jumps, files) that a batch may take from the loader to the update; only ever lowered
 FAR = {"single": (26, 20), "ddp:2": (30, 22), "fsdp:2": (40, 28), "pipeline:2": (37, 28)}
-# strategy → files that are handed the model more than once while it is placed; only ever lowered
-AGAIN = {"single": 3, "ddp:2": 6, "fsdp:2": 8, "pipeline:2": 5}
 
 
 def costs(folder: Path) -> tuple[float, float]:
@@ -65,12 +63,13 @@ def costs(folder: Path) -> tuple[float, float]:
 
 
 def walk(folder: Path, strategy: str) -> None:
-    walk_of_a_step(STRATEGIES[strategy], str(folder / strategy))
-    walk_of_a_model(STRATEGIES[strategy], str(folder / f"{strategy} placed"))
+    if strategy in STRATEGIES:
+        walk_of_a_step(STRATEGIES[strategy], str(folder / strategy))
+    walk_of_a_model(PLACED[strategy], str(folder / f"{strategy} placed"))
 
 
 def walks(folder: Path) -> None:
-    for strategy in FAR:
+    for strategy in PLACED:
         if strategy != "single":
             walk(folder, strategy)
 
@@ -111,11 +110,10 @@ def test_a_batch_goes_through_few_files_from_the_loader_to_the_update(
     assert len(set(found["entries"])) <= most_files, found["entries"]
 
 
-@pytest.mark.parametrize("strategy", AGAIN)
-def test_few_files_are_handed_a_model_more_than_once_while_it_is_placed(
+@pytest.mark.parametrize("strategy", PLACED)
+def test_no_file_is_handed_a_model_more_than_once_while_it_is_placed(
     strategy: str, walked: Path
 ) -> None:
     found = json.loads((walked / f"{strategy} placed").read_text())
     assert found["handed"]["parallel/place.py"] == ["trainer/placed_model.py: place"]
-    again = handed_again(found)
-    assert len(again) <= AGAIN[strategy], again
+    assert not handed_again(found)

@@ -1,7 +1,7 @@
 """`Axis`: what one axis of the mesh does to a model, from its layers to a step's final gradients.
 
-A strategy is a list of axes. `place` reads what the model offers once (`facts`), goes through the
-list, and asks each axis the same questions, in this order:
+A strategy is a list of axes. `place` goes through the list, and asks each axis the same questions,
+in this order. It shows an axis the model once, by its site; the axis keeps what it needs later.
 
     contradictions → settings that it does not go with, when a config is loaded and again here
     on             → the axis on this rank, which has changed the layers; None: nothing to do
@@ -9,7 +9,7 @@ list, and asks each axis the same questions, in this order:
     objective      → how the loss is computed from parts
     piece          → what this rank keeps of a parameter's first value
     place          → the placed model, if this axis holds it: as stages, cut, or as a replica
-    follow, around → what stands around each pass of the model, or of one of its stages
+    around         → what stands around each pass of the model, or of one of its stages
     trained        → the placed model with its finishers, whole parameters, and what a norm counts
     replicas       → ranks along the axis that hold the same, and are compared
 
@@ -26,165 +26,43 @@ Tests: tests/parallel/test_axes.py, tests/seams/test_axis.py
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, ClassVar, Self, TypeVar
+from dataclasses import dataclass
+from typing import ClassVar, Self
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
-from lockstep.config import DDPConfig, StepConfig
+from lockstep.config import StepConfig
 from lockstep.costs.hardware import GpuCluster
 from lockstep.costs.steps import ModelSize, Pieces, Sent, StepTime, all_reduced
 from lockstep.data.batches import AssignAnyRank
 from lockstep.errors import Contradiction, UsageError
 from lockstep.layout import Layout
-from lockstep.mesh import data_parallel_group
 from lockstep.models.protocol import Objective
-from lockstep.parallel.buffers import RunningBuffers
-from lockstep.parallel.combined_buffers import BufferWays
-from lockstep.parallel.facts import ModelFacts, Named, on_meta
-from lockstep.parallel.initial import FirstValues, materialise, to_empty
-from lockstep.parallel.loss_weights import LossWeights
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parallel.passes import AroundMicroBatch
-from lockstep.parallel.tensor_blocks import OnSend
-from lockstep.precision import Precision
-from lockstep.randomness import RandomState
+from lockstep.parallel.site import Site
 from lockstep.registry import AXES, BY_SIZE, require_call, require_methods
 
-Found = TypeVar("Found")
-
 
 @dataclass(frozen=True)
-class DryRun:
-    """The differences where a model is placed without values, on fake tensors (`lockstep plan`)."""
+class Part:
+    """What this rank runs passes of, and how it comes by micro-batches."""
 
-    mesh: DeviceMesh | None  # over a fake process group; None on one rank
-    # the device that the run will have, `cuda` or `cpu`; the fake tensors are on the CPU
-    device_type: str
-    # Makes the replacement for DDP's reducer, which refuses fake tensors.
-    reducer: Callable[[nn.Module, DDPConfig], AroundMicroBatch] = lambda _model, _config: (
-        AroundMicroBatch()
-    )
-    # (axis, bytes) of each message along it
-    sends: Callable[[str, int], None] = lambda _axis, _size: None
-
-
-@dataclass(frozen=True)
-class Site:
-    """The site of a placement: the model, the ranks, and the axes that are on them."""
-
-    facts: ModelFacts  # what the model offers, as it was before anything was changed
-    layout: Layout  # the number of ranks along each axis
-    config: StepConfig  # the sections that say how a step is made
-    mesh: DeviceMesh | None  # the ranks; None on one
-    objective: Objective  # how a batch becomes a loss
-    device: torch.device  # of this rank
-    precision: Precision  # of the forward pass
-    random_state: RandomState  # what random numbers depend on
-    first: FirstValues | None = None  # makes the first values; None where the model has them
-    # What FSDP2 gathers at once, without the root, inner ones first; read where it is needed.
-    units: Named = ()
-    log_lines: list[str] = field(default_factory=list)  # logged at start; axes add theirs
-    dry_run: DryRun | None = None  # set where the model has no values, and gets none
-    # By name, of `Axis`: those that do something here, in order, as far as they have been asked.
-    axes: dict[str, Any] = field(default_factory=dict)
-    loss: LossWeights | None = None  # of a loss function that is a module
-    # how buffers combine that forward passes write
-    ways: BufferWays = field(default_factory=lambda: BufferWays({}))
-    # of the model, or its stages, and the loss function
-    running: list[RunningBuffers] = field(default_factory=list)
-
-    @property
-    def model(self) -> nn.Module:
-        """The model, keyed and transformed; axes change it in place."""
-        return self.facts.model
-
-    @property
-    def device_type(self) -> str:
-        """The type of the device of the run, also where a plan has fake tensors."""
-        return self.device.type if self.dry_run is None else self.dry_run.device_type
-
-    @property
-    def has_values(self) -> bool:
-        """Whether the model's parameters have values."""
-        return self.first is None and self.dry_run is None
-
-    @property
-    def reproducible(self) -> bool:
-        """Whether the step is to be the same in every bit on any layout."""
-        return self.config.distributed.reproducible
-
-    @property
-    def rank(self) -> int:
-        """The number of this process among those that share out micro-batches."""
-        if self.mesh is None:
-            return 0
-        return dist.get_rank() // self.layout.same_batch_size % self.ranks
-
-    @property
-    def ranks(self) -> int:
-        """The number of ranks (under a pipeline: of pipelines) that share out micro-batches."""
-        return self.layout.data_parallel_size
-
-    @property
-    def dp_group(self) -> dist.ProcessGroup | None:
-        """The data-parallel ranks that hold the same pieces; None: all ranks."""
-        if self.mesh is None or self.ranks == self.layout.world_size:
-            return None
-        return data_parallel_group(self.mesh)
-
-    def axis(self, kind: type[Found]) -> Found | None:
-        """Return the axis of a class; None where it does nothing on this rank."""
-        return next((axis for axis in self.axes.values() if isinstance(axis, kind)), None)
-
-    def on_send(self, axis: str) -> OnSend | None:
-        """Return what is told the bytes of each message along an axis; None but in a dry run.
-
-        `axis` is the name of the class, whose `sent` says what these bytes cost.
-        """
-        return None if self.dry_run is None else partial(self.dry_run.sends, axis)
-
-    def materialise(self) -> None:
-        """Bring the model to its device.
-
-        A model on meta gets storage and, except in a dry run, its first values.
-        """
-        if self.has_values:
-            self.model.to(self.device)
-            return
-        if self.dry_run is not None and not on_meta(self.model):
-            return  # it has storage already
-        to_empty(self.model, self.device)
-        if self.first is not None:
-            materialise(self.model, self.first)
-
-    def running_buffers(
-        self, model: nn.Module, ranks: int, group: dist.ProcessGroup | None, *, row: int = 1
-    ) -> RunningBuffers:
-        """Return `RunningBuffers` of a model or a stage, which `ranks` ranks of a group hold."""
-        made = RunningBuffers(
-            model,
-            ranks,
-            group,
-            reproducible=self.reproducible,
-            row=row,
-            random_state=self.random_state,
-            ways=self.ways,
-            has_values=self.dry_run is None,
-            looks_every=self.config.distributed.divergence_check_steps or 100,
-        )
-        self.running.append(made)
-        return made
+    module: nn.Module  # the model, or a stage of it
+    is_stage: bool
+    assign: AssignAnyRank  # the micro-batches of any rank
+    # what gradients are multiplied by where the reduction takes a mean
+    scale: float = 1.0
 
 
 class Axis:
-    """An axis of one placed model, on this rank. What a subclass does not write, it does not do."""
+    """An axis of one placed model, on this rank. What a subclass does not write, it does not do.
+
+    It keeps its site for the questions that come after `on`.
+    """
 
     name: ClassVar[str]  # where it has a size: as in `distributed.{name}_size`
     # Of the axes of `BY_SIZE` and `pipeline`, the names of those beside which it works.
@@ -193,6 +71,9 @@ class Axis:
     # DistributedDataParallel reduces gradients: `distributed.ddp` applies
     in_buckets: ClassVar[bool] = False
     in_threads: ClassVar[bool] = False  # threads of one process run parts of a micro-batch
+
+    def __init__(self, site: Site) -> None:
+        self.site = site
 
     @classmethod
     def contradictions(cls, config: StepConfig, layout: Layout | None) -> Iterator[Contradiction]:
@@ -210,7 +91,7 @@ class Axis:
         """
         raise NotImplementedError
 
-    def after_others(self, site: Site) -> None:
+    def after_others(self) -> None:
         """Change what has to wait until all axes have changed their layers."""
 
     def objective(self, objective: Objective) -> Objective:
@@ -221,7 +102,7 @@ class Axis:
         """Return what this rank keeps of a parameter's value, in memory of its own."""
         return value
 
-    def place(self, site: Site) -> ParallelModel | None:
+    def place(self) -> ParallelModel | None:
         """Return the placed model, if it is this axis that brings it to the device.
 
         One axis does, the first of the list that returns a model. Where none does, each rank holds
@@ -229,14 +110,7 @@ class Axis:
         """
         return None
 
-    def follow(self, assign: AssignAnyRank, scale: float) -> None:
-        """Learn how micro-batches go to ranks, before `around` is asked.
-
-        `assign`: what is assigned to any rank. `scale`: what gradients are multiplied by where the
-        reduction takes a mean.
-        """
-
-    def around(self, part: nn.Module) -> Sequence[AroundMicroBatch]:
+    def around(self, part: Part) -> Sequence[AroundMicroBatch]:
         """Return what stands around each pass of the model, or of a stage, outermost first."""
         return ()
 

@@ -14,13 +14,18 @@ import torch.distributed as dist
 
 from lockstep.costs.hardware import GpuCluster
 from lockstep.costs.steps import Sent, parts_sent
+from lockstep.errors import UsageError
 from lockstep.layout import Layout
+from lockstep.models.attention import Attend
+from lockstep.models.hf_layers import advice_for_object
 from lockstep.models.protocol import Objective
-from lockstep.parallel.axes.axis import Axis, Site
-from lockstep.parallel.context import apply_context, cut_objective, plan_of
+from lockstep.parallel.axes.axis import Axis
+from lockstep.parallel.context import apply_context, cut_objective
 from lockstep.parallel.context_attention import SequenceCut
+from lockstep.parallel.facts import ModelFacts
 from lockstep.parallel.parallel_model import ParallelModel, local
 from lockstep.parallel.passes import within
+from lockstep.parallel.site import Site
 from lockstep.parallel.tensor_cuts import sum_over_ranks
 
 _FLOAT = 4  # bytes of a number of a gradient
@@ -31,7 +36,8 @@ class ContextAxis(Axis):
 
     name: ClassVar[str] = "context"
 
-    def __init__(self, cut: SequenceCut, plan: Mapping[str, int]) -> None:
+    def __init__(self, site: Site, cut: SequenceCut, plan: Mapping[str, int]) -> None:
+        super().__init__(site)
         self.cut = cut
         self._plan = plan  # name of a batch's part → the dim of its sequence
 
@@ -45,12 +51,12 @@ class ContextAxis(Axis):
             return None
         plan = plan_of(site.facts)
         group = site.mesh["context"].get_group() if site.mesh is not None and several else None
-        return cls(
-            SequenceCut(group, blocks, distributed.context_method, site.on_send(cls.name)), plan
-        )
+        cut = SequenceCut(group, blocks, distributed.context_method, site.on_send(cls.name))
+        return cls(site, cut, plan)
 
-    def after_others(self, site: Site) -> None:
-        apply_context(site.facts, self.cut)  # dropout knows by then whether its layer is cut, too
+    def after_others(self) -> None:
+        # dropout knows by then whether its layer is cut, too
+        apply_context(self.site.facts, self.cut)
 
     def objective(self, objective: Objective) -> Objective:
         return cut_objective(objective, self.cut, self._plan)
@@ -86,3 +92,28 @@ class ContextAxis(Axis):
     @classmethod
     def sent(cls, size: float, layout: Layout, cluster: GpuCluster) -> Sent:
         return parts_sent(cls.name, size, layout, cluster)
+
+
+def plan_of(facts: ModelFacts) -> Mapping[str, int]:
+    """Return name of a batch's part → the dim of its sequence.
+
+    The model must have a plan and a module that attends; else this is a UsageError.
+    """
+    model = facts.model
+    plan = facts.context_plan
+    if plan and any(isinstance(module, Attend) for module in model.modules()):
+        return plan
+    missing = (
+        "does not say how its sequences are cut"
+        if plan is None
+        else "has no lockstep.models.attention.Attend"
+    )
+    what = f"sequences of {type(model).__name__} can't be cut over ranks: it {missing}"
+    why = "each rank has a part of every sequence, and positions meet in attention"
+    fix = (
+        "let its attention be self.attend = Attend(), called as self.attend(q, k, v), and give it"
+        " context_plan() "
+    )
+    fix += '-> {"input_ids": 1, "targets": 1}: the dims of a batch along which its sequences lie'
+    fix = advice_for_object(model, "context") or fix
+    raise UsageError(what, where="distributed.context_size", why=why, fix=fix)

@@ -11,21 +11,21 @@ from dataclasses import replace
 from typing import ClassVar, Self
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lockstep.config import StepConfig
 from lockstep.config.checks import excluded, ranks_along
 from lockstep.costs.hardware import GpuCluster, group_of
 from lockstep.costs.steps import ModelSize, Sent
-from lockstep.data.batches import AssignAnyRank
 from lockstep.errors import Contradiction
 from lockstep.layout import Layout
-from lockstep.parallel.axes.axis import Axis, Site
+from lockstep.parallel.axes.axis import Axis, Part
 from lockstep.parallel.axes.tensor import TensorAxis
 from lockstep.parallel.expert import PlacedExperts, apply_experts
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parallel.passes import AroundMicroBatch
+from lockstep.parallel.site import Site
 from lockstep.parallel.tensor_cuts import train_whole
 from lockstep.strategy import AUTO, strategy_named
 
@@ -35,9 +35,9 @@ class ExpertAxis(Axis):
 
     name: ClassVar[str] = "expert"
 
-    def __init__(self, held: PlacedExperts, model: nn.Module, replicas: dist.ProcessGroup) -> None:
+    def __init__(self, site: Site, held: PlacedExperts, replicas: dist.ProcessGroup) -> None:
+        super().__init__(site)
         self.held = held
-        self._model = model
         self._replicas = replicas  # of the axis `replicate`
         self._trains_others = True  # whole DTensors for plain parameters, which `tensor` makes else
 
@@ -103,11 +103,11 @@ class ExpertAxis(Axis):
         if held is None:
             return None
         assert site.mesh is not None
-        return cls(held, site.model, site.mesh["replicate"].get_group())
+        return cls(site, held, site.mesh["replicate"].get_group())
 
-    def after_others(self, site: Site) -> None:
+    def after_others(self) -> None:
         """Take this rank's pieces: the axis `tensor` deals out experts first."""
-        tensor = site.axis(TensorAxis)
+        tensor = self.site.axis(TensorAxis)
         cuts = None if tensor is None else tensor.cuts
         self._trains_others = cuts is None or cuts.cut.group is None
         self.held.take_pieces(cuts)
@@ -115,12 +115,10 @@ class ExpertAxis(Axis):
     def piece(self, name: str, value: Tensor) -> Tensor:
         return self.held.piece(name, value)
 
-    def follow(self, assign: AssignAnyRank, scale: float) -> None:
-        self.held.follow(assign, scale)
-
-    def around(self, part: nn.Module) -> Sequence[AroundMicroBatch]:
-        is_stage = part is not self._model  # the trees of stages take what would stand around them
-        return [self.held] if self.held.exact and not is_stage else []
+    def around(self, part: Part) -> Sequence[AroundMicroBatch]:
+        self.held.follow(part.assign, part.scale)
+        # the trees of stages take what would stand around them
+        return [self.held] if self.held.exact and not part.is_stage else []
 
     def trained(self, placed: ParallelModel) -> ParallelModel:
         """Train DTensors for experts, and count each of their elements once."""
@@ -169,9 +167,3 @@ class ExpertAxis(Axis):
             layout.expert * layout.same_batch_size,
         )
         return Sent(group.all_reduce(held), *group.bytes_sent(2 * held))
-
-
-def placed_experts(site: Site) -> PlacedExperts | None:
-    """Return the experts that are spread over ranks; None where the axis `expert` has one."""
-    axis = site.axis(ExpertAxis)
-    return None if axis is None else axis.held

@@ -10,7 +10,7 @@ stages until a step's end. Any other one stands around the passes of each stage.
 Tests: tests/parallel/test_pipeline.py, tests/parity/test_pipeline.py, tests/seams/test_axis.py
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import ClassVar, Self
@@ -25,14 +25,13 @@ from lockstep.config import StepConfig
 from lockstep.data.batches import AssignAnyRank, assign_strided
 from lockstep.errors import Contradiction
 from lockstep.layout import Layout
-from lockstep.parallel.axes.axis import Axis, Site
-from lockstep.parallel.axes.expert import placed_experts
+from lockstep.parallel.axes.axis import Axis, Part
+from lockstep.parallel.axes.expert import ExpertAxis
 from lockstep.parallel.axes.shard import ShardAxis
 from lockstep.parallel.axes.tensor import TensorAxis
-from lockstep.parallel.facts import Named
 from lockstep.parallel.fsdp_calls import UnitCalls
 from lockstep.parallel.fsdp_order import UnitOrder
-from lockstep.parallel.fsdp_units import explain_mixing, sharded_units, used_elsewhere
+from lockstep.parallel.fsdp_units import Unit, explain_mixing, used_elsewhere
 from lockstep.parallel.loss_weights import train_loss_weights
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parallel.passes import AroundMicroBatch, Explain, Explains, explained, within
@@ -46,6 +45,7 @@ from lockstep.parallel.pipeline.stage_sync import StageSync
 from lockstep.parallel.pipeline.trees import StageTrees
 from lockstep.parallel.reproducible.determinism import explain_kernel
 from lockstep.parallel.reproducible.tree import assign_tree
+from lockstep.parallel.site import Site
 from lockstep.registry import BY_SIZE
 
 
@@ -94,10 +94,10 @@ class PipelineAxis(Axis):
 
     @classmethod
     def on(cls, site: Site) -> Self | None:
-        return None if site.layout.is_one_group else cls()
+        return None if site.layout.is_one_group else cls(site)
 
-    def place(self, site: Site) -> ParallelModel | None:
-        return place_stages(site)
+    def place(self) -> ParallelModel | None:
+        return place_stages(self.site)
 
 
 @dataclass
@@ -139,17 +139,16 @@ def place_stages(site: Site) -> ParallelModel:
     finish: Callable[[], None] = partial(stage_parameters.sum_shared, cut.held, groups)
     assign: AssignAnyRank = assign_strided
     trees = None
-    experts = placed_experts(site)
+    expert = site.axis(ExpertAxis)
+    experts = None if expert is None else expert.held
     if site.reproducible:
         here = [part.index for part in cut.parts]
         pipelines = _parallel_pipelines(site)
         trees = StageTrees(cut.held, uses, here, site.device, mesh, pipelines, groups, experts)
         finish = trees.finish
         assign = partial(assign_tree, even=True)
-    for axis in site.axes.values():
-        axis.follow(assign, 1.0)
 
-    runner = _runner(site, cut, trees, group, halves=halves, together=experts is not None)
+    runner = _runner(site, cut, trees, assign, group, halves=halves)
     placed = ParallelModel(
         layout=layout,
         parts=list(cut.parts),
@@ -200,14 +199,13 @@ def local_stages(site: Site, mesh: DeviceMesh, plan: PipelinePlan) -> LocalStage
     several = site.layout.shard > 1
     strategy = site.config.distributed.fsdp.sharding_strategy
     frees = several and strategy in ("full_shard", "hybrid_shard")
-    unit, lines = shard_stages(parts, held, site.units, partial(shard.cut_stage, site), frees)
+    inner = [(unit.name, unit.module) for unit in site.units[:-1]]
+    unit, sharded, lines = shard_stages(parts, held, inner, shard.cut_stage, frees)
     site.log_lines.extend(lines)
-    for part in parts:
-        holds = several and site.dry_run is None
-        shards = mesh["shard"].get_group() if holds else None
-        units = sharded_units(part)
-        order = None if shards is None else _one_order(part, units, shards, site.device)
-        UnitCalls(part, units, order=order)
+    shards = mesh["shard"].get_group() if several and site.dry_run is None else None
+    for units in sharded:
+        order = None if shards is None else _one_order(units, shards, site.device)
+        UnitCalls(units, order=order)
     return LocalStages(plan, held, parts, shard, frees, unit)
 
 
@@ -219,14 +217,16 @@ def explanations_of(site: Site) -> list[Explain]:
     return found
 
 
-def around_stage(site: Site, cut: LocalStages, part: StageModule) -> list[AroundMicroBatch]:
+def around_stage(
+    site: Site, cut: LocalStages, part: StageModule, assign: AssignAnyRank
+) -> list[AroundMicroBatch]:
     """Return what stands around the passes of a stage, outermost first.
 
     The order is decided here alone.
     """
     around: list[AroundMicroBatch] = [Explains(explain) for explain in explanations_of(site)]
     for axis in site.axes.values():
-        around += axis.around(part)
+        around += axis.around(Part(part, True, assign))
     # without values there is no exchange
     if site.dry_run is None:
         buffers = site.running_buffers(part, site.ranks, _parallel_pipelines(site))
@@ -245,26 +245,23 @@ def _parallel_pipelines(site: Site) -> dist.ProcessGroup | None:
     return site.dp_group if site.ranks > 1 else None
 
 
-def _one_order(
-    part: StageModule, units: Named, shards: dist.ProcessGroup, device: torch.device
-) -> UnitOrder:
+def _one_order(units: Sequence[Unit], shards: dist.ProcessGroup, device: torch.device) -> UnitOrder:
     """Return what makes it an error if some ranks' data leave out a unit that others gather."""
-    named = [(part.name_in_model(name), unit) for name, unit in units]
-    return UnitOrder(named, device, {True: shards, False: shards}, shards, joins=False)
+    return UnitOrder(units, device, {True: shards, False: shards}, shards, joins=False)
 
 
 def _runner(
     site: Site,
     cut: LocalStages,
     trees: StageTrees | None,
+    assign: AssignAnyRank,
     group: dist.ProcessGroup,
     *,
     halves: bool,
-    together: bool,
 ) -> Runner:
     """Return what runs this rank's stages, over the ranks of its pipeline.
 
-    `halves`, `together`: see `Runner` and `Shapes`.
+    `halves`: see `Runner`.
     """
     plan = cut.plan
     parts = cut.parts
@@ -277,14 +274,14 @@ def _runner(
     rank = dist.get_rank(group)
     runner = Runner(
         parts,
-        {part.index: around_stage(site, cut, part) for part in parts},
+        {part.index: around_stage(site, cut, part, assign) for part in parts},
         site.objective,
         site.random_state,
         plan.parts.ranks,
         group,
         site.device,
         objects_on,
-        Shapes(site.rank, site.ranks, knows_batches, objects_on, together=together),
+        Shapes(site.rank, site.ranks, knows_batches, objects_on, together=bool(site.spread)),
         program=lambda count: program_of(*schedule, count, rank),
         forward_program=lambda count: forward_program_of(*schedule, count, rank),
         padded=cache(partial(plan.facts.padded, ranks=site.layout.pipeline, stages=stages)),

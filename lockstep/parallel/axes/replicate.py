@@ -6,8 +6,8 @@ told when, and what its errors mean, is in `lockstep.parallel.ddp`.
 Tests: tests/parity/test_data_parallel.py
 """
 
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import ClassVar, Self
 
@@ -22,8 +22,7 @@ from lockstep.costs.steps import Pieces, StepTime, replicated_step
 from lockstep.data.batches import AssignAnyRank, assign_contiguous, assign_strided
 from lockstep.errors import Contradiction
 from lockstep.layout import Layout
-from lockstep.parallel.axes.axis import Axis, Site
-from lockstep.parallel.axes.expert import placed_experts
+from lockstep.parallel.axes.axis import Axis
 from lockstep.parallel.axes.rows import RowsAxis
 from lockstep.parallel.comm.compression import Compression, compress
 from lockstep.parallel.ddp import DDPSync, wrapped_by_ddp
@@ -31,6 +30,7 @@ from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parallel.placement import AppliedStrategy, placed_in_order
 from lockstep.parallel.reproducible.gradient_trees import ReplicaTree
 from lockstep.parallel.reproducible.tree import assign_tree
+from lockstep.parallel.site import Site
 from lockstep.registry import BY_SIZE
 
 
@@ -55,7 +55,7 @@ class ReplicateAxis(Axis):
 
     @classmethod
     def on(cls, site: Site) -> Self | None:
-        return None if site.layout.is_one_group else cls()
+        return None if site.layout.is_one_group else cls(site)
 
     def wrap(
         self, model: nn.Module, config: StepConfig, group: dist.ProcessGroup
@@ -63,21 +63,21 @@ class ReplicateAxis(Axis):
         """Wrap a whole model, on its device, its values already equal on all ranks of the group."""
         return wrapped_by_ddp(model, config, group)
 
-    def place(self, site: Site) -> ParallelModel | None:
+    def place(self) -> ParallelModel | None:
         """Wrap the model for DDP, with the assignment and the reduction of the config."""
+        site = self.site
         site.materialise()
         if site.dry_run is not None:
             return _rehearsed(site)
         assert site.mesh is not None
         compression = _compressed(site)
         replicas = site.mesh["replicate"].get_group()
-        experts = placed_experts(site)
-        with nullcontext() if experts is None else experts.hidden():
+        with _untrained(site.spread_parameters):  # their own axis sums their gradients
             wrapped = self.wrap(site.model, site.config, replicas)
             if compression.hook is not None:
                 wrapped.register_comm_hook(None, compression.hook)
             applied = AppliedStrategy(
-                _assignment(site, spread=experts is not None),
+                _assignment(site),
                 runs=wrapped,
                 gradient_sync=DDPSync(wrapped),
                 compression=compression,
@@ -111,12 +111,25 @@ class ReplicateAxis(Axis):
         )
 
 
-def _assignment(site: Site, *, spread: bool) -> AssignAnyRank:
+@contextmanager
+def _untrained(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Hide parameters, in the block, from code that collects trainable ones."""
+    hidden = [parameter for parameter in parameters if parameter.requires_grad]
+    for parameter in hidden:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in hidden:
+            parameter.requires_grad_(True)
+
+
+def _assignment(site: Site) -> AssignAnyRank:
     """Return how micro-batches go to ranks.
 
-    Where ranks exchange rows in each micro-batch, they run the same number. `spread`: experts are.
+    Where ranks exchange rows in each micro-batch, they run the same number.
     """
-    if spread:
+    if site.spread:
         return partial(assign_tree, even=True) if site.reproducible else assign_strided
     if site.axis(RowsAxis) is not None:
         return assign_strided
@@ -126,8 +139,7 @@ def _assignment(site: Site, *, spread: bool) -> AssignAnyRank:
 def _rehearsed(site: Site) -> ParallelModel:
     """Place a replica without values, with a stand-in for DDP, which refuses fake tensors."""
     assert site.dry_run is not None
-    experts = placed_experts(site)
-    with nullcontext() if experts is None else experts.hidden():
+    with _untrained(site.spread_parameters):
         reducer = site.dry_run.reducer(site.model, site.config.distributed.ddp)
     applied = AppliedStrategy(
         assign_contiguous, gradient_sync=reducer, multiplier=float(site.ranks)

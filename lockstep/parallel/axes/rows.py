@@ -6,11 +6,10 @@ Tests: tests/parallel/test_buffers.py
 from collections.abc import Sequence
 from typing import ClassVar, Self
 
-from torch import nn
-
-from lockstep.parallel.axes.axis import Axis, Site
+from lockstep.parallel.axes.axis import Axis, Part
 from lockstep.parallel.batch_norm_rows import BatchNormRows, apply_batch_norm_rows
 from lockstep.parallel.passes import AroundMicroBatch
+from lockstep.parallel.site import Site
 
 
 class RowsAxis(Axis):
@@ -30,5 +29,5 @@ class RowsAxis(Axis):
         )
         return None if rows is None else cls(rows)
 
-    def around(self, part: nn.Module) -> Sequence[AroundMicroBatch]:
+    def around(self, part: Part) -> Sequence[AroundMicroBatch]:
         return [self.rows]

@@ -12,6 +12,8 @@ from typing import ClassVar, Self
 
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from lockstep.config import StepConfig
 from lockstep.costs.hardware import GpuCluster
@@ -19,19 +21,19 @@ from lockstep.costs.steps import Pieces, StepTime, sharded_step
 from lockstep.data.batches import AssignAnyRank, assign_strided
 from lockstep.errors import UsageError, listed
 from lockstep.layout import Layout
-from lockstep.parallel.axes.axis import Axis, Site
-from lockstep.parallel.axes.expert import placed_experts
+from lockstep.parallel.axes.axis import Axis
 from lockstep.parallel.comm.gloo import GlooMessages
 from lockstep.parallel.facts import Named
-from lockstep.parallel.fsdp import Scalars, apply_fsdp, scalars_of
+from lockstep.parallel.fsdp import Scalars, apply_fsdp
 from lockstep.parallel.fsdp_calls import UnitCalls
 from lockstep.parallel.fsdp_order import UnitOrder
-from lockstep.parallel.fsdp_units import UnitUsage, contained_units, sharded_units
+from lockstep.parallel.fsdp_units import Unit, UnitUsage, contained_units, in_order
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parallel.passes import AroundMicroBatch
 from lockstep.parallel.placement import AppliedStrategy, placed_in_order
 from lockstep.parallel.reproducible.gradient_trees import ShardTree
 from lockstep.parallel.reproducible.tree import assign_in_groups
+from lockstep.parallel.site import Site
 from lockstep.registry import BY_SIZE
 
 
@@ -46,42 +48,43 @@ class ShardAxis(Axis):
 
     @classmethod
     def on(cls, site: Site) -> Self | None:
-        return None if site.layout.data_parallel_size == 1 else cls()
+        return None if site.layout.data_parallel_size == 1 else cls(site)
 
-    def place(self, site: Site) -> ParallelModel | None:
+    def place(self) -> ParallelModel | None:
         """Shard the model by FSDP2, with what stands around its passes."""
+        site = self.site
+        model = site.model
         mesh = site.mesh
         layout = site.layout
         options = site.config.distributed.fsdp
         assert mesh is not None
         if site.has_values:
-            site.model.to(site.device)  # a shard is cut on the device that it stays on
-        experts = placed_experts(site)
+            model.to(site.device)  # a shard is cut on the device that it stays on
+        scalars = _without_a_dim(model)
         lines = apply_fsdp(
-            site.model,
+            site.units,
             mesh,
             options,
-            site.units,
+            foreign=site.spread_parameters | set(scalars.values()),
             param_dtype=site.config.precision.param_dtype,
             replicas_apart=site.reproducible,
-            foreign=None if experts is None else set(experts.parameters),
             device_type=site.device_type,
         )
         site.log_lines.extend(lines)
         if not site.has_values:
             site.materialise()
         shards = mesh["shard"].get_group() if layout.shard > 1 else None
-        scalars = Scalars(site.model)
+        whole = Scalars(_without_a_dim(model), _mesh_of(model)) if scalars else None
         counted = None
-        if scalars.placed and site.rank % layout.shard:  # of what all shards hold, the first does
-            counted = {name for name, _ in site.model.named_parameters()} - set(scalars.placed)
-        assign, groups = _assignment(site, spread=experts is not None)
+        if whole is not None and site.rank % layout.shard:  # the first shard counts them
+            counted = {name for name, _ in model.named_parameters()} - set(scalars)
+        assign, groups = _assignment(site)
         applied = AppliedStrategy(
             assign,
-            around=[*([scalars] if scalars.placed else []), *_exchanges(site, shards)],
-            tree=ShardTree(site.model, mesh, groups) if site.reproducible else None,
+            around=[*([] if whole is None else [whole]), *_exchanges(site, shards)],
+            tree=ShardTree(model, mesh, groups) if site.reproducible else None,
             norm_groups=[shards] if shards is not None else [],
-            parameters=scalars.placed,
+            parameters={} if whole is None else whole.placed,
             counted=counted,
         )
         return placed_in_order(site, applied)
@@ -110,47 +113,54 @@ class ShardAxis(Axis):
         )
 
     def cut_stage(
-        self,
-        site: Site,
-        stage: nn.Module,
-        units: Named,
-        foreign: set[nn.Parameter],
-        frees: bool,
-    ) -> list[str]:
-        """Cut a pipeline's stage, or what stages share, and return lines to log.
+        self, stage: nn.Module, inner: Named, foreign: set[nn.Parameter], frees: bool
+    ) -> tuple[list[Unit], list[str]]:
+        """Cut a pipeline's stage, or what stages share.
 
-        Units were chosen before the model was cut. `foreign` parameters stay as they are.
+        Return its units, in order, and lines to log. `inner` ones were chosen before the model was
+        cut. `foreign` parameters stay as they are.
         """
+        site = self.site
         assert site.mesh is not None
-        scalars = scalars_of(stage)
+        scalars = _without_a_dim(stage)
         if scalars:
             what = f"the parameter {listed(list(scalars))} has no dim, so FSDP can't cut it"
             fix = "give it one, torch.ones(1) for torch.ones(()), or write strategy: fsdp or ddp"
             raise UsageError(what, where="distributed.strategy: pipeline", fix=fix)
-        experts = placed_experts(site)
+        units = contained_units(stage, inner)
         lines = apply_fsdp(
-            stage,
+            units,
             site.mesh,
             site.config.distributed.fsdp,
-            contained_units(stage, units),
+            foreign=foreign | site.spread_parameters,
             param_dtype=site.config.precision.param_dtype,
             reshard_after_forward=frees,
-            foreign=foreign if experts is None else foreign | set(experts.parameters),
             device_type=site.device_type,
         )
+        units = in_order(units)
         if site.device_type == "cpu":
-            GlooMessages(sharded_units(stage))
-        return lines
+            GlooMessages(units)
+        return units, lines
+
+
+def _without_a_dim(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return name → parameter, of those that FSDP2 can't cut."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.ndim == 0}
+
+
+def _mesh_of(model: nn.Module) -> DeviceMesh:
+    """Return the mesh over which a model's parameters are cut."""
+    return next(p.device_mesh for p in model.parameters() if isinstance(p, DTensor))
 
 
 def _exchanges(site: Site, shards: dist.ProcessGroup | None) -> Sequence[AroundMicroBatch]:
     """Return what stands around calls of units, and what carries messages of gloo."""
-    units = sharded_units(site.model)
+    units = in_order(site.units)
     usage = None
     order = None
     # ranks compare what they use, and without values there is nothing to compare
     if site.dry_run is None:
-        usage = UnitUsage(site.model, units, site.device)
+        usage = UnitUsage(units, site.device)
         exchanging: dict[bool, dist.ProcessGroup | None] = (
             {} if shards is None else {True: shards, False: shards}
         )
@@ -158,7 +168,7 @@ def _exchanges(site: Site, shards: dist.ProcessGroup | None) -> Sequence[AroundM
             exchanging[True] = site.dp_group
         order = UnitOrder(units, site.device, exchanging, site.dp_group)
     accumulate = site.config.distributed.fsdp.accumulate
-    calls = UnitCalls(site.model, units, usage, order, accumulate=accumulate)
+    calls = UnitCalls(units, usage, order, accumulate=accumulate)
     around: list[AroundMicroBatch] = [calls]
     if site.device_type == "cpu":
         # else a sum follows on what FSDP2 is given
@@ -168,15 +178,12 @@ def _exchanges(site: Site, shards: dist.ProcessGroup | None) -> Sequence[AroundM
     return around
 
 
-def _assignment(site: Site, *, spread: bool) -> tuple[AssignAnyRank, int]:
-    """Return how micro-batches go to ranks, and the groups of a replica that run whole nodes.
-
-    `spread`: ranks share out experts.
-    """
+def _assignment(site: Site) -> tuple[AssignAnyRank, int]:
+    """Return how micro-batches go to ranks, and the groups of a replica that run whole nodes."""
     layout = site.layout
     if not site.reproducible:
         return assign_strided, 1
-    if not spread:
+    if not site.spread:
         return partial(assign_in_groups, groups=layout.replicate), 1
     # ranks that share out experts run whole nodes, which are the sums that they send
     groups = layout.shard // layout.expert if layout.shard % layout.expert == 0 else 1

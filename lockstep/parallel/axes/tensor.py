@@ -21,11 +21,12 @@ from lockstep.costs.steps import Sent, parts_sent
 from lockstep.errors import Contradiction, UsageError
 from lockstep.layout import Layout
 from lockstep.models.protocol import Objective
-from lockstep.parallel.axes.axis import Axis, Site
+from lockstep.parallel.axes.axis import Axis
 from lockstep.parallel.axes.context import ContextAxis
 from lockstep.parallel.loss_parallel import with_whole_logits
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parallel.passes import within
+from lockstep.parallel.site import Site
 from lockstep.parallel.tensor_cuts import TensorCuts, apply_tensor, sum_over_ranks, train_whole
 
 
@@ -34,9 +35,9 @@ class TensorAxis(Axis):
 
     name: ClassVar[str] = "tensor"
 
-    def __init__(self, cuts: TensorCuts, elsewhere: AbstractSet[str]) -> None:
+    def __init__(self, site: Site, cuts: TensorCuts) -> None:
+        super().__init__(site)
         self.cuts = cuts
-        self._elsewhere = elsewhere  # names of parameters that another axis trains whole
 
     @classmethod
     def contradictions(cls, config: StepConfig, layout: Layout | None) -> Iterator[Contradiction]:
@@ -88,10 +89,10 @@ class TensorAxis(Axis):
             site.mesh if several else None,
             site.config,
             None if context is None else context.cut,
-            own_loss=site.objective.of_model,
+            own_loss=site.facts.objective.of_model,
             on_send=site.on_send(cls.name),
         )
-        return cls(cuts, {name for axis in site.axes.values() for name in axis.spread})
+        return cls(site, cuts)
 
     def objective(self, objective: Objective) -> Objective:
         return with_whole_logits(objective, self.cuts.cut)
@@ -106,12 +107,12 @@ class TensorAxis(Axis):
         if group is None:
             return placed
         own = placed.parameters
+        elsewhere = self.site.spread  # another axis trains them whole
         incomplete = [own[name] for name in sorted(cuts.partial & set(own))]
         names = [
             name
             for name, parameter in own.items()
-            if name not in self._elsewhere
-            and (name in cuts.dims or not isinstance(parameter, DTensor))
+            if name not in elsewhere and (name in cuts.dims or not isinstance(parameter, DTensor))
         ]
         counted = placed.counted
         if cuts.cut.rank:  # of what all ranks along the axis hold whole, the first counts it

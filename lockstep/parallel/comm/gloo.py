@@ -25,8 +25,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lockstep.parallel.comm import MESSAGE, all_gather_flat
-from lockstep.parallel.facts import Named
-from lockstep.parallel.fsdp_units import own_parameters
+from lockstep.parallel.fsdp_units import Unit
 from lockstep.parallel.passes import AroundMicroBatch, MicroBatchPass
 
 
@@ -35,24 +34,25 @@ class GlooMessages(AroundMicroBatch):
 
     Every rank makes the same calls in the same order.
 
-    `units`: of the model, the root first. `may_wait`: gradients may be complete only after the
+    `units`: sharded, the root first. `may_wait`: gradients may be complete only after the
     micro-batch; then it is one of the steps around it.
     """
 
-    def __init__(self, units: Named, *, may_wait: bool = False) -> None:
-        _, model = units[0]
-        self._dtypes = {parameter.dtype for parameter in model.parameters()}
+    def __init__(self, units: Sequence[Unit], *, may_wait: bool = False) -> None:
+        self._dtypes = {parameter.dtype for parameter in units[0].module.parameters()}
         # with what it becomes
         self._under_way: tuple[AllToAll, Tensor, Sequence[nn.Parameter]] | None = None
         # over the step's micro-batches, all but the last
         self._sums: dict[nn.Parameter, DTensor] = {}
         self._may_wait = may_wait
         self._last = True
-        for _, unit in units:
-            assert isinstance(unit, FSDPModule)
-            sharded = [p for p in own_parameters(unit) if isinstance(p, DTensor)]
-            unit.set_custom_all_gather(_Gather())  # type: ignore[arg-type]
-            unit.set_custom_reduce_scatter(_ReduceScatter(self, sharded))  # type: ignore[arg-type]
+        for unit in units:
+            module = unit.module
+            assert isinstance(module, FSDPModule)
+            sharded = [p for p in unit.parameters() if isinstance(p, DTensor)]
+            reduces = _ReduceScatter(self, sharded)
+            module.set_custom_all_gather(_Gather())  # type: ignore[arg-type]
+            module.set_custom_reduce_scatter(reduces)  # type: ignore[arg-type]
 
     def before(self, passing: MicroBatchPass) -> None:
         self._last = passing.last

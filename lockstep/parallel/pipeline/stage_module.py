@@ -19,6 +19,7 @@ from torch.nn import Parameter
 from lockstep.models.chain import run_segment
 from lockstep.models.observed import LossCalls
 from lockstep.parallel.facts import Named
+from lockstep.parallel.fsdp_units import Unit
 from lockstep.parallel.pipeline.plan import PipelinePlan
 from lockstep.parallel.pipeline.stage_parameters import Registration, StageParameters
 from lockstep.parallel.strides import copied_to
@@ -156,8 +157,10 @@ class _Copied(torch.autograd.Function):
         return gradients[0]
 
 
-Shard = Callable[[nn.Module, Named, set[nn.Parameter], bool], list[str]]
-"""(root, its units, other roots' parameters, free them after each forward pass) → lines to log."""
+Shard = Callable[[nn.Module, Named, set[nn.Parameter], bool], tuple[list[Unit], list[str]]]
+"""(root, units inside of it, other roots' parameters, free them after each forward pass) → units in
+order, lines to log.
+"""
 
 
 def stage_module_of(
@@ -213,11 +216,12 @@ class SharedUnit(nn.Module):
 
 
 def shard_stages(
-    parts: list[StageModule], held: StageParameters, units: Named, shard: Shard, frees: bool
-) -> tuple[nn.Module | None, list[str]]:
-    """Apply FSDP2 to each stage.
+    parts: list[StageModule], held: StageParameters, inner: Named, shard: Shard, frees: bool
+) -> tuple[nn.Module | None, list[list[Unit]], list[str]]:
+    """Apply FSDP2 to each stage, whose units are among the `inner` ones of the model.
 
-    Parameters that several stages share become a unit of their own.
+    Parameters that several stages share become a unit of their own. Return it, the units of each
+    stage in order, and lines to log.
     """
     doubled = sorted(held.doubled & set(held.parameters))
     unit: nn.Module | None = None
@@ -233,10 +237,13 @@ def shard_stages(
         unit()  # FSDP2 prepares a root in its first forward pass
         unit.reshard()
     shared = {held.parameters[name][0].tensor() for name in doubled}
+    units: list[list[Unit]] = []
     for part in parts:
         inside = {id(module) for module in part.modules()}
         own = [
-            (n, m) for n, m in units if id(m) in inside and not shared.issuperset(m.parameters())
+            (n, m) for n, m in inner if id(m) in inside and not shared.issuperset(m.parameters())
         ]
-        log_lines += [line for line in shard(part, own, shared, frees) if line not in log_lines]
-    return unit, log_lines
+        of_part, lines = shard(part, own, shared, frees)
+        units.append(of_part)
+        log_lines += [line for line in lines if line not in log_lines]
+    return unit, units, log_lines

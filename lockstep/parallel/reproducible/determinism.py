@@ -70,9 +70,9 @@ def explain_kernel(error: BaseException) -> UsageError | None:
     return UsageError(what, where="distributed.reproducible", fix=fix)
 
 
-def join_uses_of_inputs(units: Iterable[tuple[str, nn.Module]]) -> None:
+def join_uses_of_inputs(units: Iterable[nn.Module]) -> None:
     """Make each FSDP2 unit add up its uses of an input before any outside of it, in place."""
-    for _, unit in units:
+    for unit in units:
         unit.register_forward_pre_hook(_join, with_kwargs=True)
 
 
