@@ -43,10 +43,10 @@ from torch import Tensor
 from lockstep.errors import UsageError
 from lockstep.models.attention import Attend
 from lockstep.parallel.changes import replace_method
-from lockstep.parallel.tensor_blocks import SEQUENCE, Cut, OnSend, with_backward
+from lockstep.parallel.tensor_blocks import SEQUENCE, LayerCut, OnSend, with_backward
 
 
-class SequenceCut(Cut):
+class SequenceCut(LayerCut):
     """The cut of each sequence: `blocks` chunks where bits count, else two chunks for each rank."""
 
     def __init__(

@@ -148,10 +148,10 @@ class WorkersAxis(Axis):
         config = site.config.distributed.diloco
         total = site.layout.workers or site.ranks
         mine = _workers_of(site.rank, site.ranks, total)
-        assert placed.micro_step is not None
+        assert placed.run_micro_batch is not None
         group = site.mesh["replicate"].get_group() if site.mesh is not None else None
         all_reduce = QuantizedAllReduce(config.send_as, group)
-        workers = LocalWorkers(placed, placed.micro_step, mine, total, config, all_reduce)
+        workers = LocalWorkers(placed, placed.run_micro_batch, mine, total, config, all_reduce)
         numbers = sum(p.numel() for p in placed.parameters.values() if p.requires_grad)
         each = numbers * (total // site.ranks) * bytes_each(config.send_as)
         sent = 2 * (site.ranks - 1) / site.ranks * each / config.inner_steps
@@ -166,7 +166,7 @@ class WorkersAxis(Axis):
             placed,
             local_training=workers,
             passes=workers.forward_backward,
-            micro_step=workers.micro_step,
+            run_micro_batch=workers.run_micro_batch,
             evaluate=within(workers.on_common, placed.evaluate),
             forward=within(workers.on_common, placed.forward),
             buffers=workers.buffers,

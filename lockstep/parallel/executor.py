@@ -248,7 +248,7 @@ class Executor:
 
     # ---- a model that is one stage ----
 
-    def micro_step(
+    def run_micro_batch(
         self, micro_batch: MicroBatch, accumulator: LossAccumulator, factor: float, last: bool
     ) -> Loss:
         """Run one micro-batch forward and backward through a model that is one stage."""
@@ -272,7 +272,7 @@ class Executor:
         """Run the micro-batches of a step one after the other through a model that is one stage."""
         count = len(micro_batches)
         for number, micro_batch in enumerate(micro_batches, start=1):
-            self.micro_step(micro_batch, accumulator, factor, number == count)
+            self.run_micro_batch(micro_batch, accumulator, factor, number == count)
             self._went_forward()
 
     # ---- passes ----

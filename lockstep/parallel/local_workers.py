@@ -33,7 +33,7 @@ from lockstep.errors import UsageError
 from lockstep.parallel.comm import all_gather_flat
 from lockstep.parallel.loss_accumulator import Loss, LossAccumulator, Number, number
 from lockstep.parallel.parallel_model import ModelUpdate, ParallelModel
-from lockstep.parallel.passes import MicroStep
+from lockstep.parallel.passes import RunMicroBatch
 from lockstep.precision import DTYPES
 
 BLOCK = 256  # numbers that share a scale
@@ -322,7 +322,7 @@ class LocalWorkers:
     def __init__(
         self,
         placed: ParallelModel,
-        micro_step: MicroStep,
+        run_micro_batch: RunMicroBatch,
         mine: range,
         total: int,
         config: DiLoCoConfig,
@@ -330,7 +330,7 @@ class LocalWorkers:
     ) -> None:
         self.total = total
         self._placed = placed
-        self._micro_step = micro_step
+        self._run_micro_batch = run_micro_batch
         self._parameters = {name: p for name, p in placed.parameters.items() if p.requires_grad}
         self._live_buffers = dict(placed.buffers)
         require_one_type(self._parameters)
@@ -375,7 +375,7 @@ class LocalWorkers:
                     self._run(worker, next(left), accumulator, factor, place == count)
 
     @property
-    def micro_step(self) -> MicroStep | None:
+    def run_micro_batch(self) -> RunMicroBatch | None:
         """Forward and backward of one micro-batch of the only worker.
 
         None where there are several.
@@ -393,7 +393,7 @@ class LocalWorkers:
         last: bool,
     ) -> Loss:
         """Run a micro-batch of a worker; its last one makes the update that is due."""
-        loss = self._micro_step(micro_batch, accumulator, factor, last)
+        loss = self._run_micro_batch(micro_batch, accumulator, factor, last)
         if micro_batch.real:
             self._count = self._count + loss.targets
         worker.update = None

@@ -25,10 +25,10 @@ from torch import Tensor
 
 from lockstep.models.language import logits_in
 from lockstep.models.protocol import IGNORED_TARGET, Objective
-from lockstep.parallel.tensor_blocks import Cut, in_blocks
+from lockstep.parallel.tensor_blocks import LayerCut, in_blocks
 
 
-def cut_token_losses(logits: Tensor, targets: Tensor, cut: Cut) -> Tensor:
+def cut_token_losses(logits: Tensor, targets: Tensor, cut: LayerCut) -> Tensor:
     """Return the cross entropy of each target in nats, float32 [B·T]; 0 if it does not count.
 
     `logits` are this rank's part of the vocabulary, [B, T, V / ranks]; a target outside of the
@@ -37,7 +37,7 @@ def cut_token_losses(logits: Tensor, targets: Tensor, cut: Cut) -> Tensor:
     return _TokenLosses.apply(logits, targets.flatten(), cut)  # type: ignore[no-untyped-call,no-any-return]
 
 
-def with_whole_logits(objective: Objective, cut: Cut) -> Objective:
+def with_whole_logits(objective: Objective, cut: LayerCut) -> Objective:
     """Return an objective that shows metrics and predictions all logits of the vocabulary."""
     if cut.group is None or not cut.keeps_logits:
         return objective
@@ -53,7 +53,7 @@ class _TokenLosses(torch.autograd.Function):
     """The loss of each position, and its gradient for the logits that are here."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, cut: Cut) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, cut: LayerCut) -> Tensor:
         """Return each position's loss, from two numbers that each rank gathers."""
         width = logits.shape[-1]
         blocks = in_blocks(logits, cut.blocks_of(width))

@@ -33,7 +33,7 @@ from lockstep.parallel.loss_accumulator import (
     Number,
     tensor_of,
 )
-from lockstep.parallel.passes import AroundPasses, Evaluate, ForwardBackward, MicroStep
+from lockstep.parallel.passes import AroundPasses, Evaluate, ForwardBackward, RunMicroBatch
 from lockstep.parallel.reproducible.exact_norm import exact_norm, gradient_norm
 from lockstep.parallel.state_form import StateForm
 from lockstep.randomness import RandomState
@@ -149,7 +149,8 @@ class ParallelModel:
     evaluate: Evaluate
     # the model's forward pass outside of the step, for sampling from it
     forward: Callable[..., Any]
-    micro_step: MicroStep | None = None  # None where micro-batches can't be run one at a time
+    # None where micro-batches can't be run one at a time
+    run_micro_batch: RunMicroBatch | None = None
     # canonical name → others, of tied weights
     aliases: dict[str, list[str]] = field(default_factory=dict)
     # canonical name → persistent buffer, of this rank

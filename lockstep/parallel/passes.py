@@ -42,7 +42,7 @@ AroundPasses = Callable[[ForwardBackward, Sequence[MicroBatch], LossAccumulator,
 
 # (micro-batch, accumulator, factor, last): runs forward and backward; `last` reduces the gradients
 # over ranks.
-MicroStep = Callable[[MicroBatch, LossAccumulator, float, bool], Loss]
+RunMicroBatch = Callable[[MicroBatch, LossAccumulator, float, bool], Loss]
 Evaluate = Callable[[Sequence[MicroBatch], LossAccumulator], None]  # runs forward passes only
 # → a clearer error for one of torch's; None: it knows none
 Explain = Callable[[BaseException], Exception | None]

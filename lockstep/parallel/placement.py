@@ -103,7 +103,7 @@ def placed_in_order(site: Site, applied: AppliedStrategy) -> ParallelModel:
         objective=objective,
         random_state=site.random_state,
         assign=partial(applied.assign, rank=site.rank, ranks=site.ranks),
-        micro_step=executor.micro_step,
+        run_micro_batch=executor.run_micro_batch,
         passes=executor.in_order,
         evaluate=alone.evaluate,
         forward=alone.forward,

@@ -66,7 +66,7 @@ SEQUENCE = 1  # the dim of activations [B, T, …] that sequence parallel cuts
 OnSend = Callable[[int], None]  # called with the bytes that this rank sends, in a dry run
 
 
-class Cut:
+class LayerCut:
     """The way in which layers are cut, and the messages between their ranks.
 
     `blocks` in a complete layer; None: each rank's part is one product, and sums are plain.
@@ -79,7 +79,7 @@ class Cut:
         blocks: int | None,
         *,
         sequence: bool,
-        within: "Cut | None" = None,
+        within: "LayerCut | None" = None,
         keeps_logits: bool = False,
         on_send: OnSend | None = None,
     ) -> None:
@@ -263,7 +263,7 @@ def _tree_sum(parts: Tensor) -> Tensor:
     return partials.single()
 
 
-def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, cut: Cut) -> Tensor:
+def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, cut: LayerCut) -> Tensor:
     """Return this rank's columns of x Wᵀ + b.
 
     Shapes: x [B, T, K], weight [N / ranks, K] → [B, T, N / ranks].
@@ -271,7 +271,7 @@ def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, cut: Cut) -> T
     return _Column.apply(*_autocast(cut.enter(x), weight, bias), cut)  # type: ignore[no-untyped-call,no-any-return]
 
 
-def repeated_heads(weight: Tensor, heads: int, copies: int, cut: Cut) -> Tensor:
+def repeated_heads(weight: Tensor, heads: int, copies: int, cut: LayerCut) -> Tensor:
     """Return this rank's heads, with `copies` of each, of a weight [heads · width, …].
 
     Two heads of keys for eight of queries on four ranks: with two copies of each, [k0, k0, k1, k1],
@@ -302,7 +302,7 @@ def repeated_heads(weight: Tensor, heads: int, copies: int, cut: Cut) -> Tensor:
     return with_backward(repeat, pull_back, weight)
 
 
-def fused_rows(weight: Tensor, sizes: Sequence[int], parts: int, cut: Cut) -> Tensor:
+def fused_rows(weight: Tensor, sizes: Sequence[int], parts: int, cut: LayerCut) -> Tensor:
     """Return this rank's parts of a weight [Σ sizes, …] that holds several layers.
 
     A part has some rows of every layer. Of queries, keys and values with sizes 4, 2 and 2 in a
@@ -312,7 +312,7 @@ def fused_rows(weight: Tensor, sizes: Sequence[int], parts: int, cut: Cut) -> Te
     return repeated_heads(torch.cat(layers, 1).flatten(0, 1), parts, 1, cut)
 
 
-def row_linear(x: Tensor, weight: Tensor, cut: Cut) -> Tensor:
+def row_linear(x: Tensor, weight: Tensor, cut: LayerCut) -> Tensor:
     """Return x Wᵀ, summed over ranks.
 
     Shapes: x [B, T, K / ranks], weight [N, K / ranks] → [B, T, N] or a part of it.
@@ -322,7 +322,7 @@ def row_linear(x: Tensor, weight: Tensor, cut: Cut) -> Tensor:
 
 
 def vocabulary_lookup(
-    ids: Tensor, weight: Tensor, cut: Cut, padding_idx: int | None = None
+    ids: Tensor, weight: Tensor, cut: LayerCut, padding_idx: int | None = None
 ) -> Tensor:
     """Return rows of the complete table; ids outside of it give nan.
 
@@ -356,7 +356,7 @@ def vocabulary_lookup(
     )
 
 
-def head_linear(x: Tensor, weight: Tensor, bias: Tensor | None, cut: Cut) -> Tensor:
+def head_linear(x: Tensor, weight: Tensor, bias: Tensor | None, cut: LayerCut) -> Tensor:
     """Return x Wᵀ + b, or this rank's part of it for a loss that takes parts.
 
     Shapes: x [B, T, K], weight [N / ranks, K] → [B, T, N].
@@ -369,7 +369,7 @@ def head_linear(x: Tensor, weight: Tensor, bias: Tensor | None, cut: Cut) -> Ten
     )
 
 
-def enter_heads(x: Tensor, heads: int, cut: Cut) -> Tensor:
+def enter_heads(x: Tensor, heads: int, cut: LayerCut) -> Tensor:
     """Return x for each of this rank's heads, [B, T, D] → [heads, B · T, D].
 
     Gradients are summed over all heads.
@@ -382,7 +382,7 @@ def enter_heads(x: Tensor, heads: int, cut: Cut) -> Tensor:
     )
 
 
-def leave_heads(parts: Tensor, cut: Cut) -> Tensor:
+def leave_heads(parts: Tensor, cut: LayerCut) -> Tensor:
     """Return the sum over the heads of all ranks, in float32: [heads, …] → […]."""
     heads = parts.shape[0]
     dtype = parts.dtype
@@ -391,7 +391,7 @@ def leave_heads(parts: Tensor, cut: Cut) -> Tensor:
 
 
 def experts_apart(
-    run: Callable[[Tensor, list[int]], Tensor], rows: Tensor, counts: list[int], cut: Cut
+    run: Callable[[Tensor, list[int]], Tensor], rows: Tensor, counts: list[int], cut: LayerCut
 ) -> Tensor:
     """Return run(rows, counts), where each rank runs its own experts.
 
@@ -422,7 +422,7 @@ def by_pieces(
     run: Callable[..., Tensor],
     x: Tensor | Sequence[Tensor],
     weights: Sequence[Tensor],
-    cut: Cut,
+    cut: LayerCut,
     dim: int,
 ) -> Tensor:
     """Return run(*x, *weights), piece by piece along `dim`.
@@ -443,7 +443,7 @@ def by_pieces(
     )
 
 
-def spread(x: Tensor, cut: Cut, count: int) -> tuple[Tensor, ...]:
+def spread(x: Tensor, cut: LayerCut, count: int) -> tuple[Tensor, ...]:
     """Return x, which is complete on all ranks, for each of `count` pieces.
 
     Its gradient is summed over the pieces of all ranks.
@@ -455,7 +455,7 @@ def spread(x: Tensor, cut: Cut, count: int) -> tuple[Tensor, ...]:
     )
 
 
-def cut_dropout(module: nn.Dropout, cuts: Sequence[tuple[Cut, int]], *, by: str) -> None:
+def cut_dropout(module: nn.Dropout, cuts: Sequence[tuple[LayerCut, int]], *, by: str) -> None:
     """Make a dropout on this rank's part of a tensor draw the full tensor's random numbers.
 
     `cuts`: how the tensor is cut, and along which dim.
@@ -496,7 +496,7 @@ class _Column(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, cut: Cut) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, cut: LayerCut) -> Tensor:
         """Return [B, T, N / ranks]: one product, or one for each block."""
         if cut.blocks is not None:
             weight = weight.contiguous()  # a transposed one's strides would depend on the ranks
@@ -550,7 +550,7 @@ class _Row(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, cut: Cut) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, cut: LayerCut) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.cut = cut
         ctx.count = cut.blocks_of(weight.shape[1])
@@ -604,11 +604,11 @@ def in_blocks(x: Tensor, count: int) -> Tensor:
     return x.reshape(-1, count, x.shape[-1] // count).transpose(0, 1).contiguous()
 
 
-def _left(gradient: Tensor, cut: Cut) -> Tensor:
+def _left(gradient: Tensor, cut: LayerCut) -> Tensor:
     """Return the complete gradient of what left cut layers, of which a rank may have its tokens."""
     return cut.gathered(gradient) if cut.sequence and cut.group is not None else gradient
 
 
-def _over_heads(parts: Tensor, cut: Cut, dtype: torch.dtype | None = None) -> Tensor:
+def _over_heads(parts: Tensor, cut: LayerCut, dtype: torch.dtype | None = None) -> Tensor:
     blocks = parts.unflatten(0, (cut.blocks_of(parts.shape[0]), -1))  # type: ignore[no-untyped-call]
     return cut.sum(blocks.sum(1, dtype=dtype))

@@ -47,7 +47,7 @@ from lockstep.parallel.changes import replace_method
 from lockstep.parallel.facts import ModelFacts
 from lockstep.parallel.loss_parallel import cut_token_losses
 from lockstep.parallel.parallel_model import ParallelModel, local
-from lockstep.parallel.tensor_blocks import SEQUENCE, Cut, OnSend
+from lockstep.parallel.tensor_blocks import SEQUENCE, LayerCut, OnSend
 from lockstep.parallel.tensor_plan import PRODUCTS, TensorPlan
 
 _BUCKET = 1 << 24  # numbers that are summed in one message, and copied for it
@@ -58,7 +58,7 @@ class TensorCuts:
     """The parameters that are cut over the axis `tensor`."""
 
     mesh: DeviceMesh | None  # the whole mesh; None where one rank computes in blocks
-    cut: Cut  # how
+    cut: LayerCut  # how
     dims: dict[str, int] = field(default_factory=dict)  # canonical name → the dim that is cut
     # canonical name → the complete shape
     shapes: dict[str, torch.Size] = field(default_factory=dict)
@@ -108,7 +108,7 @@ def apply_tensor(
     facts: ModelFacts,
     mesh: DeviceMesh | None,
     config: StepConfig,
-    within: Cut | None = None,
+    within: LayerCut | None = None,
     *,
     own_loss: bool = True,
     on_send: OnSend | None = None,
@@ -126,7 +126,7 @@ def apply_tensor(
     plan = facts.tensor_plan
     if mesh is not None:
         refuse_attention_dropout(model)
-    cut = Cut(
+    cut = LayerCut(
         None if mesh is None else mesh["tensor"].get_group(),
         distributed.blocks_of_layers if distributed.reproducible else None,
         sequence=distributed.cuts_sequences_between_layers
@@ -189,7 +189,7 @@ def _most_heads(plan: TensorPlan) -> dict[nn.Module, int]:
     return most
 
 
-def _copies(heads: int, most: int, cut: Cut) -> int:
+def _copies(heads: int, most: int, cut: LayerCut) -> int:
     """Return how often each head of keys and values is computed, or 0 for no repetition.
 
     Heads are repeated where they are fewer than the parts.
@@ -200,7 +200,7 @@ def _copies(heads: int, most: int, cut: Cut) -> int:
     return parts // heads if heads < parts and parts % heads == 0 and most % cut.ranks == 0 else 0
 
 
-def _repeat_heads(module: nn.Module, width: int, copies: int, cut: Cut) -> None:
+def _repeat_heads(module: nn.Module, width: int, copies: int, cut: LayerCut) -> None:
     """Keep a layer of few heads complete on each rank; compute heads that its queries attend to."""
 
     def forward(self: Any, x: Tensor, *given: Tensor) -> Tensor:
@@ -214,7 +214,7 @@ def _repeat_heads(module: nn.Module, width: int, copies: int, cut: Cut) -> None:
     _replace(module, forward)
 
 
-def _fuse(module: Any, name: str, unit: int, cut: Cut) -> None:
+def _fuse(module: Any, name: str, unit: int, cut: LayerCut) -> None:
     """Keep a weight of several layers complete on each rank; compute this rank's part of each."""
     # As many parts as all of its layers have: queries of 8 heads, keys and values of 2 have two.
     parts = math.gcd(*(size // unit for size in module.fused_sizes))
@@ -243,7 +243,7 @@ def _weight(module: Any) -> Tensor:
     return weight.t() if is_transposed(module) else weight
 
 
-def _check_divides(name: str, size: int, unit: int, cut: Cut) -> None:
+def _check_divides(name: str, size: int, unit: int, cut: LayerCut) -> None:
     if size % (unit * cut.ranks) == 0:
         return
     parts = f"{size // unit} heads" if unit > 1 else f"{size} rows or columns"
@@ -268,7 +268,7 @@ def _cut_parameters(
             yield module.bias, 0  # type: ignore[misc]
 
 
-def _partial_parameters(module: nn.Module, way: str, cut: Cut) -> Iterator[nn.Parameter]:
+def _partial_parameters(module: nn.Module, way: str, cut: LayerCut) -> Iterator[nn.Parameter]:
     """Yield complete parameters that see only a part of the heads, or of the sequence.
 
     One process sees all of it.
@@ -280,11 +280,11 @@ def _partial_parameters(module: nn.Module, way: str, cut: Cut) -> Iterator[nn.Pa
 
 
 def _linear(
-    product: Callable[[Tensor, Tensor, Tensor | None, Cut], Tensor],
-) -> Callable[[nn.Module, Cut], None]:
+    product: Callable[[Tensor, Tensor, Tensor | None, LayerCut], Tensor],
+) -> Callable[[nn.Module, LayerCut], None]:
     """Return what makes a linear layer multiply by `product`, on this rank's part of the weight."""
 
-    def make(module: nn.Module, cut: Cut) -> None:
+    def make(module: nn.Module, cut: LayerCut) -> None:
         def forward(self: Any, x: Tensor, *given: Tensor) -> Tensor:
             return (
                 product(x, given[0], None, cut)
@@ -297,7 +297,7 @@ def _linear(
     return make
 
 
-def _row(module: nn.Module, cut: Cut) -> None:
+def _row(module: nn.Module, cut: LayerCut) -> None:
     """Let a layer whose inputs are shared out multiply: ranks' products are parts of a sum.
 
     x [B, T, K / ranks] by weight [N, K / ranks] → [B, T, N], once the ranks have added theirs.
@@ -317,7 +317,7 @@ def _row(module: nn.Module, cut: Cut) -> None:
     _replace(module, forward)
 
 
-def _vocabulary(module: nn.Module, cut: Cut) -> None:
+def _vocabulary(module: nn.Module, cut: LayerCut) -> None:
     def forward(self: Any, ids: Tensor, *given: Tensor) -> Tensor:
         weight = given[0] if given else self.weight
         return tensor_blocks.vocabulary_lookup(ids, weight, cut, getattr(self, "padding_idx", None))
@@ -325,7 +325,7 @@ def _vocabulary(module: nn.Module, cut: Cut) -> None:
     _replace(module, forward)
 
 
-def _loss(module: nn.Module, cut: Cut) -> None:
+def _loss(module: nn.Module, cut: LayerCut) -> None:
     def forward(_self: nn.Module, logits: Tensor, targets: Tensor) -> Tensor:
         return cut_token_losses(logits, targets, cut)
 
@@ -333,7 +333,7 @@ def _loss(module: nn.Module, cut: Cut) -> None:
         replace_method(module, MethodType(forward, module), by="tensor")
 
 
-def _experts(module: nn.Module, cut: Cut) -> None:
+def _experts(module: nn.Module, cut: LayerCut) -> None:
     if cut.group is None:
         return
     before: Callable[..., Tensor] = module.forward.__func__  # type: ignore[attr-defined]  # its self may be a stand-in
@@ -344,7 +344,7 @@ def _experts(module: nn.Module, cut: Cut) -> None:
     replace_method(module, MethodType(forward, module), by="tensor")
 
 
-def _routed(module: nn.Module, cut: Cut) -> None:
+def _routed(module: nn.Module, cut: LayerCut) -> None:
     """Give each rank the experts of a Hugging Face mixture that it holds."""
 
     def run(self: Any, rows: Tensor, counts: list[int]) -> Tensor:
@@ -366,7 +366,7 @@ def _routed(module: nn.Module, cut: Cut) -> None:
     replace_method(module, MethodType(forward, module), by="tensor")
 
 
-def _scope(module: nn.Module, cut: Cut) -> None:
+def _scope(module: nn.Module, cut: LayerCut) -> None:
     """Let a module enter and leave its heads by those of this rank."""
 
     def enter(_self: Any, x: Tensor, heads: int) -> Tensor:
@@ -382,7 +382,7 @@ def _scope(module: nn.Module, cut: Cut) -> None:
             _dropout(inner, cut, 0)
 
 
-def _sequence(module: nn.Module, cut: Cut) -> None:
+def _sequence(module: nn.Module, cut: LayerCut) -> None:
     if not cut.sequence:
         return
     if isinstance(module, nn.Dropout):
@@ -391,7 +391,7 @@ def _sequence(module: nn.Module, cut: Cut) -> None:
         _by_pieces(module, cut, SEQUENCE)
 
 
-def _by_pieces(module: nn.Module, cut: Cut, dim: int) -> None:
+def _by_pieces(module: nn.Module, cut: LayerCut, dim: int) -> None:
     """Make a norm run piece by piece where bits count.
 
     So a weight's gradient is the same sum over pieces on any number of ranks.
@@ -410,7 +410,7 @@ def _by_pieces(module: nn.Module, cut: Cut, dim: int) -> None:
     replace_method(module, MethodType(forward, module), by="tensor")
 
 
-def _dropout(module: nn.Dropout, cut: Cut, dim: int) -> None:
+def _dropout(module: nn.Dropout, cut: LayerCut, dim: int) -> None:
     cuts = [] if cut.group is None else [(cut, dim)]
     if cut.within is not None:
         cuts.append((cut.within, getattr(module, "sequence_dim", SEQUENCE)))
@@ -426,7 +426,7 @@ def _replace(module: nn.Module, run: Callable[..., Tensor]) -> None:
     replace_method(module, MethodType(run, module), by="tensor", method=method)
 
 
-_MAKE: dict[str, Callable[[nn.Module, Cut], None]] = {
+_MAKE: dict[str, Callable[[nn.Module, LayerCut], None]] = {
     "column": _linear(tensor_blocks.column_linear),
     "heads": _linear(tensor_blocks.column_linear),
     "row": _row,

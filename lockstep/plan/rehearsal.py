@@ -114,11 +114,12 @@ def rehearse(
         accumulator = LossAccumulator(
             count * layout.data_parallel_size, CPU, shared=layout.world_size > 1
         )
-        assert placed.micro_step is not None
+        assert placed.run_micro_batch is not None
         with placed.random_state.running("train", 0):
             for index in range(count):
                 tracker.mark("forward")
-                placed.micro_step(MicroBatch(index, batch), accumulator, 1.0, index == count - 1)
+                last = index == count - 1
+                placed.run_micro_batch(MicroBatch(index, batch), accumulator, 1.0, last)
         tracker.mark("update")
         placed.finish_gradients()
         update(optimizer)

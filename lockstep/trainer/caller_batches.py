@@ -72,7 +72,7 @@ class StepWindow:
         run = self._run
         step = self._run.step
         opened = self.open_step
-        if step.placed.micro_step is None:
+        if step.placed.run_micro_batch is None:
             raise UsageError(
                 f"{self._why_not()} micro-batches can't be run one at a time",
                 fix="use Trainer.steps(data)",
@@ -148,11 +148,11 @@ class StepWindow:
         """Run a micro-batch forward and backward, as the number that this rank's next one has."""
         placed = self._run.step.placed
         step = self._run.step
-        assert placed.micro_step is not None
+        assert placed.run_micro_batch is not None
         assert self._accumulator is not None
         index, _ = placed.assign(self._micro_batches_per_step)[self.open_step.calls]
         with placed.random_state.running("train", step.progress.step):
-            return placed.micro_step(
+            return placed.run_micro_batch(
                 MicroBatch(index, batch, real, num_tokens(batch)),
                 self._accumulator,
                 step.factor,

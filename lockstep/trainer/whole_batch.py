@@ -53,7 +53,7 @@ class WholeBatch:
 def with_whole_batch_loss(placed: ParallelModel, loss: WholeBatch) -> ParallelModel:
     """Return the placed model with steps whose loss is over all of their samples."""
     steps = WholeBatchSteps(placed, loss)
-    return replace(placed, passes=steps.forward_backward, micro_step=None)
+    return replace(placed, passes=steps.forward_backward, run_micro_batch=None)
 
 
 class WholeBatchSteps:

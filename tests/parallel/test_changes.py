@@ -75,6 +75,6 @@ def test_nobody_assigns_to_a_placed_model() -> None:
     model = nn.Linear(2, 2)
     placed = lockstep.Trainer(model, loss_fn=nn.MSELoss(), batch_size=2, global_batch_size=2).placed
     with pytest.raises(dataclasses.FrozenInstanceError):
-        placed.micro_step = None  # type: ignore[misc]
+        placed.run_micro_batch = None  # type: ignore[misc]
     with pytest.raises(dataclasses.FrozenInstanceError):
         placed.parameters = {"weight": nn.Parameter(torch.zeros(1))}  # type: ignore[misc]

@@ -48,7 +48,7 @@ from lockstep.parallel.local_workers import (
 from lockstep.parallel.loss_accumulator import Loss, LossAccumulator
 from lockstep.parallel.reproducible.exact_norm import exact_norm
 from lockstep.parallel.reproducible.tree import TreeReduceScatter
-from lockstep.parallel.tensor_blocks import Cut
+from lockstep.parallel.tensor_blocks import LayerCut
 from lockstep.parallel.tensor_cuts import apply_tensor
 from tests.ranks import run_ranks
 
@@ -121,14 +121,14 @@ def cut_layers() -> dict[str, Any]:
     x = torch.tensor([[[1.0, 0, 2], [0, 1, 1]]], requires_grad=True)
     up = torch.tensor([[1.0, 0, 0], [0, 1, 0], [0, 0, 1], [1, 1, 1]])
     down = torch.tensor([[1.0, 0, 0, 1], [0, 1, 0, 1], [0, 0, 1, 1]])
-    cut = Cut(group, None, sequence=False)
+    cut = LayerCut(group, None, sequence=False)
     hidden = tensor_blocks.column_linear(x, cut.part(up, 0), None, cut)
     part = hidden.detach() @ cut.part(down, 1).t()
     y = tensor_blocks.row_linear(hidden, cut.part(down, 1), cut)
     y.sum().backward()
     assert torch.equal(y, x @ up.t() @ down.t())
 
-    parted = Cut(group, None, sequence=True)
+    parted = LayerCut(group, None, sequence=True)
     mine = tensor_blocks.row_linear(hidden.detach(), cut.part(down, 1), parted)
     assert x.grad is not None
     looked_up = tensor_blocks.vocabulary_lookup(
@@ -180,7 +180,7 @@ def pieces() -> dict[str, list[int]]:
 
 
 def cut_losses() -> dict[str, Any]:
-    cut = Cut(dist.group.WORLD, None, sequence=False, keeps_logits=True)
+    cut = LayerCut(dist.group.WORLD, None, sequence=False, keeps_logits=True)
     whole = torch.tensor([[[1.0, 2, 3, 4], [0, 0, 0, 0]]])
     part = cut.part(whole, -1).requires_grad_()
     targets = torch.tensor([[2, IGNORED_TARGET]])

@@ -19,7 +19,7 @@ from lockstep.layout import Layout
 from lockstep.models.transformer import Transformer
 from lockstep.parallel.facts import facts_of
 from lockstep.parallel.loss_parallel import cut_token_losses
-from lockstep.parallel.tensor_blocks import Cut
+from lockstep.parallel.tensor_blocks import LayerCut
 from lockstep.parallel.tensor_cuts import apply_tensor
 from lockstep.strategy import resolve
 from tests.parity.axes import by_turns, check_against_one_process, every, uneven
@@ -374,13 +374,13 @@ def sent_and_widest(loss_fn: Any = None) -> tuple[int, int, int]:
     the widest tensor.
     """
     sent: list[int] = []
-    first = Cut.__init__
+    first = LayerCut.__init__
 
-    def counted(self: Cut, *args: Any, **kwargs: Any) -> None:
+    def counted(self: LayerCut, *args: Any, **kwargs: Any) -> None:
         first(self, *args, **kwargs)
         self.on_send = sent.append
 
-    Cut.__init__ = counted  # type: ignore[method-assign]
+    LayerCut.__init__ = counted  # type: ignore[method-assign]
     settings = {
         "distributed.reproducible": False,
         "training.max_steps": 1,
@@ -389,7 +389,7 @@ def sent_and_widest(loss_fn: Any = None) -> tuple[int, int, int]:
     args = {"n_layer": 3, "n_kv_head": 4, "vocab_size": 1024}
     with WidestOutput() as seen:
         list(trainer_for("tensor:4", "transformer", settings, loss_fn, **args).steps(Tokens(16)))
-    Cut.__init__ = first  # type: ignore[method-assign]
+    LayerCut.__init__ = first  # type: ignore[method-assign]
     activation = 2 * 16 * 32 * 4
     positions = 2 * 16
     # two numbers of each rank; or whole
@@ -469,7 +469,7 @@ def test_cut_losses_of_one_rank(blocks: int | None, dtype: torch.dtype) -> None:
     targets[0, :3] = -100
     ours = (torch.randn(2, 8, 64) * 3).to(dtype).requires_grad_()
     theirs = ours.detach().clone().requires_grad_()
-    losses = cut_token_losses(ours, targets, Cut(None, blocks, sequence=False))
+    losses = cut_token_losses(ours, targets, LayerCut(None, blocks, sequence=False))
     expected = F.cross_entropy(theirs.flatten(0, 1).float(), targets.flatten(), reduction="none")
     torch.testing.assert_close(losses, expected)
     losses.sum().backward()  # type: ignore[no-untyped-call]
@@ -479,6 +479,6 @@ def test_cut_losses_of_one_rank(blocks: int | None, dtype: torch.dtype) -> None:
 
 def test_a_target_outside_of_the_vocabulary_is_no_silent_zero() -> None:
     losses = cut_token_losses(
-        torch.zeros(1, 2, 8), torch.tensor([[3, 8]]), Cut(None, 2, sequence=False)
+        torch.zeros(1, 2, 8), torch.tensor([[3, 8]]), LayerCut(None, 2, sequence=False)
     )
     assert losses.isnan().tolist() == [False, True]
