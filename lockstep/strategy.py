@@ -26,9 +26,8 @@ if TYPE_CHECKING:
     from lockstep.config import DistributedConfig, StepConfig
     from lockstep.costs.hardware import GpuCluster
     from lockstep.costs.steps import ModelSize, Pieces, StepTime
-    from lockstep.parallel.axes.axis import Axis
+    from lockstep.parallel.axes.axis import Axis, Site
     from lockstep.parallel.parallel_model import ParallelModel
-    from lockstep.parallel.site import Site
 
 AUTO = "auto"
 # the strategies of layouts without an axis that shares out micro-batches

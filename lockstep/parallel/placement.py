@@ -16,7 +16,7 @@ from torch import nn
 from lockstep.data.batches import AssignAnyRank, assign_contiguous, assign_strided
 from lockstep.errors import UsageError
 from lockstep.models.protocol import Objective
-from lockstep.parallel.axes.axis import Part
+from lockstep.parallel.axes.axis import PartOfModel
 from lockstep.parallel.axes.rows import RowsAxis
 from lockstep.parallel.comm.compression import Compression
 from lockstep.parallel.executor import Executor, stage_of_model
@@ -147,7 +147,7 @@ def around_micro_batches(site: Site, applied: AppliedStrategy) -> list[AroundMic
     if applied.tree is not None:
         # the tree takes the gradients that all others have made
         around += [DeterministicKernels(), applied.tree]
-    part = Part(site.model, False, applied.assign, 1.0 / applied.multiplier)
+    part = PartOfModel(site.model, False, applied.assign, 1.0 / applied.multiplier)
     for axis in site.axes.values():
         around += axis.around(part)
     if applied.compression.powersgd is not None:

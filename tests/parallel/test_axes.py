@@ -13,7 +13,7 @@ from lockstep.errors import UsageError
 from lockstep.layout import Layout
 from lockstep.models.protocol import objective_of
 from lockstep.models.transformer import Transformer
-from lockstep.parallel.axes.axis import Axis, Part
+from lockstep.parallel.axes.axis import Axis, PartOfModel
 from lockstep.parallel.axes.context import ContextAxis
 from lockstep.parallel.axes.tensor import TensorAxis
 from lockstep.parallel.facts import facts_of
@@ -114,7 +114,7 @@ def test_an_axis_that_writes_nothing_but_on_changes_nothing() -> None:
     axis = Idle.on(site_of(model, {}))
     objective = objective_of(model, nn.MSELoss())
     assert axis.objective(objective) is objective
-    assert list(axis.around(Part(model, False, assign_contiguous))) == []
+    assert list(axis.around(PartOfModel(model, False, assign_contiguous))) == []
     assert axis.spread == frozenset()
     assert list(Idle.contradictions(config_from({}).step, None)) == []
 

@@ -43,12 +43,12 @@ from lockstep.layout import Layout
 from lockstep.models.protocol import Objective
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parallel.passes import AroundMicroBatch
-from lockstep.parallel.site import Site
+from lockstep.parallel.site import Site as Site  # which `Strategy.place` is given, too
 from lockstep.registry import AXES, BY_SIZE, require_call, require_methods
 
 
 @dataclass(frozen=True)
-class Part:
+class PartOfModel:
     """What this rank runs passes of, and how it comes by micro-batches."""
 
     module: nn.Module  # the model, or a stage of it
@@ -110,7 +110,7 @@ class Axis:
         """
         return None
 
-    def around(self, part: Part) -> Sequence[AroundMicroBatch]:
+    def around(self, part: PartOfModel) -> Sequence[AroundMicroBatch]:
         """Return what stands around each pass of the model, or of a stage, outermost first."""
         return ()
 

@@ -20,7 +20,7 @@ from lockstep.costs.hardware import GpuCluster, group_of
 from lockstep.costs.steps import ModelSize, Sent
 from lockstep.errors import Contradiction
 from lockstep.layout import Layout
-from lockstep.parallel.axes.axis import Axis, Part
+from lockstep.parallel.axes.axis import Axis, PartOfModel
 from lockstep.parallel.axes.tensor import TensorAxis
 from lockstep.parallel.expert import PlacedExperts, apply_experts
 from lockstep.parallel.parallel_model import ParallelModel
@@ -115,7 +115,7 @@ class ExpertAxis(Axis):
     def piece(self, name: str, value: Tensor) -> Tensor:
         return self.held.piece(name, value)
 
-    def around(self, part: Part) -> Sequence[AroundMicroBatch]:
+    def around(self, part: PartOfModel) -> Sequence[AroundMicroBatch]:
         self.held.follow(part.assign, part.scale)
         # the trees of stages take what would stand around them
         return [self.held] if self.held.exact and not part.is_stage else []

@@ -25,7 +25,7 @@ from lockstep.config import StepConfig
 from lockstep.data.batches import AssignAnyRank, assign_strided
 from lockstep.errors import Contradiction
 from lockstep.layout import Layout
-from lockstep.parallel.axes.axis import Axis, Part
+from lockstep.parallel.axes.axis import Axis, PartOfModel
 from lockstep.parallel.axes.expert import ExpertAxis
 from lockstep.parallel.axes.shard import ShardAxis
 from lockstep.parallel.axes.tensor import TensorAxis
@@ -226,7 +226,7 @@ def around_stage(
     """
     around: list[AroundMicroBatch] = [Explains(explain) for explain in explanations_of(site)]
     for axis in site.axes.values():
-        around += axis.around(Part(part, True, assign))
+        around += axis.around(PartOfModel(part, True, assign))
     # without values there is no exchange
     if site.dry_run is None:
         buffers = site.running_buffers(part, site.ranks, _parallel_pipelines(site))

@@ -6,7 +6,7 @@ Tests: tests/parallel/test_buffers.py
 from collections.abc import Sequence
 from typing import ClassVar, Self
 
-from lockstep.parallel.axes.axis import Axis, Part
+from lockstep.parallel.axes.axis import Axis, PartOfModel
 from lockstep.parallel.batch_norm_rows import BatchNormRows, apply_batch_norm_rows
 from lockstep.parallel.passes import AroundMicroBatch
 from lockstep.parallel.site import Site
@@ -29,5 +29,5 @@ class RowsAxis(Axis):
         )
         return None if rows is None else cls(rows)
 
-    def around(self, part: Part) -> Sequence[AroundMicroBatch]:
+    def around(self, part: PartOfModel) -> Sequence[AroundMicroBatch]:
         return [self.rows]
