@@ -67,31 +67,37 @@ class DrawlessModules:
     """Drawless modules, and what is to be done once one of them may draw.
 
     That is when it has got a hook, another class, or another attribute (such as a `forward` of its
-    own). All are compared in C: some 5 µs for fifty modules.
+    own). All are looked at in C: some 3 µs for fifty modules.
     """
 
     def __init__(self) -> None:
         self._modules: list[nn.Module] = []
         self._classes: list[type] = []
-        self._members: list[Sized] = list(global_hooks())  # hooks and attributes
-        self._sizes: list[int] = [0] * len(self._members)
+        self._without: list[Sized] = list(global_hooks())  # hooks: there are none
+        self._members: list[Sized] = []  # attributes, and hooks where there are some
+        self._sizes: list[int] = []  # of the members
         self._when_changed: list[Callable[[], None]] = []
 
     def add(self, module: nn.Module, when_changed: Callable[[], None]) -> None:
         """Watch a drawless module and those inside of it, as they are now."""
         for each in module.modules():
-            members: list[Sized] = [*hooks_on(each), vars(each)]
             self._modules.append(each)
             self._classes.append(type(each))
-            self._members += members
-            self._sizes += map(len, members)
+            of_module: list[Sized] = [*hooks_on(each), vars(each)]
+            for members in of_module:
+                if members:
+                    self._members.append(members)
+                    self._sizes.append(len(members))
+                else:
+                    self._without.append(members)
         self._when_changed.append(when_changed)
 
     def check(self) -> None:
         """Do for each module what was asked for, once, if one of them may draw now."""
-        if not self._modules or (
-            list(map(len, self._members)) == self._sizes
-            and list(map(type, self._modules)) == self._classes
+        if not self._modules or not (
+            any(self._without)
+            or list(map(len, self._members)) != self._sizes
+            or list(map(type, self._modules)) != self._classes
         ):
             return
         self._modules = []

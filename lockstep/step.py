@@ -426,8 +426,10 @@ class Step:
     def _check_requires_grad(self) -> None:
         """Reject `requires_grad_` between steps if a strategy depends on its value at placement."""
         placed = self.placed
+        if placed.layout.world_size == 1 and not placed.reproducible:
+            return
         now = [parameter.requires_grad for parameter in placed.parameters.values()]
-        if now == self._trained or (placed.layout.world_size == 1 and not placed.reproducible):
+        if now == self._trained:
             return
         names = [
             n

@@ -165,7 +165,8 @@ class Reader(Dataset[Any]):
         Seeding Python's and NumPy's generators and restoring them takes 10 µs a sample and 70 µs a
         micro-batch, and most data draw from neither. If the first micro-batch of this process has
         not, they are left alone, until a micro-batch has drawn from one after all: it is read
-        again, with seeds, as all that follow. torch's generator costs little, and is always seeded.
+        again, with seeds, as all that follow. torch's generator is always seeded: it costs little,
+        and `torch.initial_seed()` shows to code of the data what it was seeded with.
         """
         if self._drew_on_host is False and not self._own:
             before = host_generators()

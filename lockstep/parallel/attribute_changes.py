@@ -12,7 +12,7 @@ Tests: tests/parallel/test_state_between_calls.py
 
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from itertools import chain, compress, islice, repeat
+from itertools import chain, compress
 from operator import is_not
 from typing import Any
 
@@ -42,27 +42,24 @@ class AttributeChanges:
 
     def has_new(self) -> bool:
         """Return whether something has been replaced that never was before."""
-        # written out, as each call counts here
-        now = list(chain.from_iterable(map(islice, self._views, self._skipped, repeat(None))))
-        if len(now) != self._size:
+        if any(self._empty.values()) or sum(map(len, self._views)) != self._size:
             return True
-        changed = set(compress(self._places, map(is_not, now, self._values)))
+        is_other = map(is_not, chain.from_iterable(self._views), self._values)
+        changed = set(compress(self._places, is_other))
         return not changed <= self._passed_over
 
     def take_as_known(self) -> None:
         """Take what is there now as known; what has changed is not asked about again."""
         begin = 0
-        for kept, view, skipped, size in zip(
-            self._kept, self._views, self._skipped, self._sizes, strict=True
-        ):
+        for key, view, size in zip(self._keys, self._views, self._sizes, strict=True):
             before = self._values[begin : begin + size]
-            now = list(islice(view, skipped, None))
-            if len(now) == size:
-                changed = compress(range(size), map(is_not, now, before))
-                self._known.update((id(kept), place) for place in changed)
-            elif not isinstance(kept, nn.Module):
-                self._resized.add(id(kept))
+            if len(view) == size:
+                changed = compress(range(size), map(is_not, view, before))
+                self._known.update((key, place) for place in changed)
+            elif not isinstance(self._found[key][0], nn.Module):
+                self._resized.add(key)
             begin += size
+        self._resized.update(key for key, view in self._empty.items() if view)
         self._read()
 
     def _read(self) -> None:
@@ -80,23 +77,19 @@ class AttributeChanges:
                         found.setdefault(id(kept), (kept, view))
         for known in self._resized:
             found.pop(known, None)
-        self._kept = [kept for kept, _ in found.values()]
-        self._views = [view for _, view in found.values()]
-        self._skipped = [_of_torch(kept) for kept in self._kept]
-        self._sizes = [
-            len(view) - skipped for view, skipped in zip(self._views, self._skipped, strict=True)
-        ]
-        self._slots: list[_Slot] = [
+        self._found = found
+        self._empty = {key: view for key, (_, view) in found.items() if not view}
+        filled = {key: view for key, (_, view) in found.items() if view}
+        self._keys = list(filled)
+        self._views = list(filled.values())
+        self._sizes = list(map(len, self._views))
+        slots: list[_Slot] = [
             (key, place)
-            for key, size in zip(found, self._sizes, strict=True)
+            for key, size in zip(self._keys, self._sizes, strict=True)
             for place in range(size)
         ]
-        self._places = range(len(self._slots))
-        values = [
-            member
-            for view, skipped in zip(self._views, self._skipped, strict=True)
-            for member in islice(view, skipped, None)
-        ]
+        self._places = range(len(slots))
+        values = list(chain.from_iterable(self._views))
         self._size = len(values)
         tensors = {
             place
@@ -104,7 +97,9 @@ class AttributeChanges:
             if isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
         }
         self._values = [None if place in tensors else v for place, v in enumerate(values)]
-        changed = {place for place, slot in enumerate(self._slots) if slot in self._known}
+        of_torch = {(key, place) for key in self._keys for place in range(_of_torch(found[key][0]))}
+        expected = self._known | of_torch
+        changed = {place for place, slot in enumerate(slots) if slot in expected}
         self._passed_over = tensors | changed
 
 

@@ -285,9 +285,13 @@ class ParallelModel:
 
         Writing to them changes `.grad`.
         """
-        found = [p.grad for p in self.parameters.values() if p.grad is not None]
-        # in each step: no needless calls
-        return [local(grad) if isinstance(grad, DTensor) else grad for grad in found]
+        found = [grad for p in self.parameters.values() if (grad := p.grad) is not None]
+        return [local(gradient) for gradient in found] if self._holds_pieces else found
+
+    @cached_property
+    def _holds_pieces(self) -> bool:
+        """Whether parameters are DTensors."""
+        return any(isinstance(parameter, DTensor) for parameter in self.parameters.values())
 
     def counted_gradients(self) -> list[Tensor]:
         """Return the gradients that this rank counts for the norm.
