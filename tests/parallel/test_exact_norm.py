@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.parallel.reproducible.exact_norm import exact_norm
+from lockstep.parallel.reproducible.exact_norm import exact_norm, gradient_norm
 
 CPU = torch.device("cpu")
 
@@ -55,3 +55,12 @@ def test_what_is_no_number_is_seen(bad: float) -> None:
 def test_nothing_has_the_norm_zero() -> None:
     assert exact_norm([], [], CPU, 5).item() == 0.0
     assert exact_norm([torch.zeros(5)], [], CPU, 5).item() == 0.0
+
+
+@pytest.mark.parametrize("others", [[], [torch.full((7,), 3 + 4j)], [torch.full((3, 5), 0.5)]])
+def test_many_small_gradients_have_the_norm_of_one(others: list[torch.Tensor]) -> None:
+    """In float32, the sum of their squares is 1e-6 off."""
+    small = [uneven(seed, 0.0)[:900].reshape(30, 30) for seed in range(200)]
+    gradients = [*small, *others, torch.randn(100, 100, generator=torch.Generator().manual_seed(0))]
+    true = math.sqrt(math.fsum(abs(x) ** 2 for g in gradients for x in g.flatten().tolist()))
+    assert gradient_norm(gradients, [], CPU).item() == pytest.approx(true, rel=2**-22)

@@ -134,6 +134,7 @@ def gradient_norm(
             # in float64: a float32 sum of so many squares is less exact than that of their norms
             with torch.inference_mode():  # views are cheaper there
                 flat = foreach.flatten(small)
+                flat = torch.view_as_real(flat) if flat.is_complex() else flat
                 norms.append(torch.linalg.vector_norm(flat, dtype=torch.float64).float())
     if gradients:
         norms += foreach.norm(gradients)
