@@ -15,6 +15,10 @@ A model is placed twice: the second time, which counts, everything is imported a
 met. A file is *handed the model* where another one calls it with the model, with what was read of
 it (`ModelFacts`) or with the site of its placement. An object that holds the model does not count.
 
+None is handed it twice but that of the loop, and of a model on meta those in `ON_META`: it is asked
+for `init_weights` before anything is done, and filled when all is done, since no rank has room for
+its values before its share is laid out.
+
 Calls are traced (`sys.setprofile`), so the numbers are exact and the same on every machine. What
 other threads do (the loader's, which read ahead) is left out.
 """
@@ -50,7 +54,9 @@ PLACED: dict[str, dict[str, Any]] = {
     **STRATEGIES,
     "tensor:2": {"distributed": {"strategy": "tensor"}},
     "context:2": {"distributed": {"strategy": "context"}},
+    "fsdp:2 on meta": {"distributed": {"strategy": "fsdp"}, "meta": True},
 }
+ON_META = {"models/protocol.py", "parallel/facts.py", "parallel/initial.py"}
 
 
 class Jumps:
@@ -150,8 +156,11 @@ def walk_of_a_step(settings: dict[str, Any], result: str) -> None:
 def walk_of_a_model(settings: dict[str, Any], result: str) -> None:
     """Place a model, and write the jumps, on rank 0."""
     distributed = settings.get("distributed", {})
-    lockstep.place(_model(), **distributed)
-    model = _model()
+    device = "meta" if settings.get("meta") else "cpu"
+    with torch.device(device):
+        models = [_model(), _model()]
+    lockstep.place(models[0], **distributed)
+    model = models[1]
     with Jumps(model) as jumps:
         lockstep.place(model, **distributed)
     _write(jumps, result)
@@ -176,7 +185,7 @@ def _write(jumps: Jumps, result: str) -> None:
 
 def count(walk: Callable[[dict[str, Any], str], None], strategy: str) -> dict[str, Any]:
     """Run a walk on the ranks of a strategy, and return what rank 0 wrote."""
-    ranks = int(strategy.partition(":")[2] or 1)
+    ranks = 2 if ":2" in strategy else 1
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder, "jumps.json")
         lockstep.spawn(walk, (PLACED[strategy], str(result)), nprocs=ranks)
@@ -235,6 +244,8 @@ def _write_page() -> None:
             "the third step goes from the loader to the update, and while a model is placed.",
             "A file is entered again where a call comes into it after others were entered. It is",
             "handed the model where another one calls it with the model, its facts or its site.",
+            "A model on meta comes to three files again: it is asked for `init_weights` before",
+            "anything is done, and filled when its share has been laid out.",
         ],
         "| strategy | a step | placing a model |",
         rows,

@@ -31,7 +31,6 @@ from lockstep.models.loss_modules import refuse_shared
 from lockstep.parallel import divergence, side_effects
 from lockstep.parallel.activation import apply_activation_checkpointing
 from lockstep.parallel.axes.axis import axes_named
-from lockstep.parallel.axes.context import ContextAxis
 from lockstep.parallel.buffers import keeping, refuse_synchronised
 from lockstep.parallel.chain_check import check_chain
 from lockstep.parallel.changes import replace_method
@@ -175,15 +174,6 @@ def prepare_loss(loss: LossWeights, site: Site) -> list[str]:
 
     Returns lines to log.
     """
-    context = site.axis(ContextAxis)
-    in_chunks = context is not None and context.cut.blocks is not None
-    if loss.any and in_chunks:
-        what = f"the loss function has weights of its own: {listed(list(loss.own))}"
-        why = "under reproducible the gradient of each parameter is a sum over chunks of sequences"
-        fix = (
-            "let the model hold them and compute loss(outputs, batch), or write reproducible: false"
-        )
-        raise UsageError(what, where="distributed.context_blocks", why=why, fix=fix)
     loss.module.to(site.device)
     if site.layout.world_size > 1:
         refuse_synchronised(loss.module)

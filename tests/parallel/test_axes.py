@@ -1,5 +1,6 @@
 """Each axis is one class with one protocol, and `place` asks all of them alike."""
 
+import ast
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from lockstep.precision import Precision
 from lockstep.randomness import RandomState
 from lockstep.registry import AXES, BY_SIZE
 from lockstep.strategy import strategy_named
+from tests import house
 
 _SIZES = {"n_layer": 2, "n_head": 2, "n_embd": 16, "vocab_size": 8, "block_size": 8}
 _EXACT = {"distributed.reproducible": True, "distributed.open_axes": ["tensor", "context"]}
@@ -45,6 +47,44 @@ def test_each_name_of_the_registry_is_the_name_of_its_class() -> None:
         kind = AXES.load(name)
         assert issubclass(kind, Axis)
         assert kind.name == name
+
+
+# axis → files of the package whose code names it: its class, its size, or its name as a key. Who
+# wants to know all about an axis reads these, the rest of the package asks each axis alike. Only
+# ever lowered.
+FILES = {
+    "pipeline": 19,
+    "replicate": 20,
+    "shard": 22,
+    "context": 18,
+    "tensor": 21,
+    "expert": 16,
+    "batch_norm": 7,
+}
+
+
+def _words(module: str) -> set[str]:
+    """Return the strings and names in a module's code, and attributes: `.attr`, `owner.attr`."""
+    words: set[str] = set()
+    for node in ast.walk(house.tree(module)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            words.add(repr(node.value))
+        elif isinstance(node, ast.Name):
+            words.add(node.id)
+        elif isinstance(node, ast.Attribute):
+            held = getattr(node.value, "attr", getattr(node.value, "id", ""))
+            words |= {f".{node.attr}", f"{held}.{node.attr}"}
+    return words
+
+
+def test_few_files_name_an_axis() -> None:
+    words = {module: _words(module) for module in house.files()}
+    for axis, most in FILES.items():
+        keys = {repr(key) for key in (axis, f"{axis}_size", f"distributed.{axis}_size")}
+        keys |= {f".{axis}_size", f"layout.{axis}", AXES.load(axis).__name__}
+        found = sorted(module for module, said in words.items() if keys & said)
+        assert len(found) <= most, (axis, found)
+    assert FILES.keys() == set(AXES.shipped)
 
 
 _ALL = ["batch_norm", "context", "expert", "tensor"]

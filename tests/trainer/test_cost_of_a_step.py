@@ -11,7 +11,14 @@ from typing import Any
 import pytest
 
 from benchmarks.contestants import CONTESTANTS, EVERY, Net, Rows, Size, Task
-from benchmarks.hops import PLACED, STRATEGIES, handed_again, walk_of_a_model, walk_of_a_step
+from benchmarks.hops import (
+    ON_META,
+    PLACED,
+    STRATEGIES,
+    handed_again,
+    walk_of_a_model,
+    walk_of_a_step,
+)
 from tests.ranks import run_ranks
 
 # steps, of which every tenth is logged
@@ -116,4 +123,4 @@ def test_no_file_is_handed_a_model_more_than_once_while_it_is_placed(
 ) -> None:
     found = json.loads((walked / f"{strategy} placed").read_text())
     assert found["handed"]["parallel/place.py"] == ["trainer/placed_model.py: place"]
-    assert not handed_again(found)
+    assert set(handed_again(found)) == (ON_META if "meta" in strategy else set())

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from lockstep.costs.hardware import GpuCluster
 from lockstep.costs.steps import Sent, parts_sent
-from lockstep.errors import UsageError
+from lockstep.errors import UsageError, listed
 from lockstep.layout import Layout
 from lockstep.models.attention import Attend
 from lockstep.models.hf_layers import advice_for_object
@@ -23,6 +23,7 @@ from lockstep.parallel.axes.axis import Axis
 from lockstep.parallel.context import apply_context, cut_objective
 from lockstep.parallel.context_attention import SequenceCut
 from lockstep.parallel.facts import ModelFacts
+from lockstep.parallel.loss_weights import LossWeights
 from lockstep.parallel.parallel_model import ParallelModel, local
 from lockstep.parallel.passes import within
 from lockstep.parallel.site import Site
@@ -50,6 +51,8 @@ class ContextAxis(Axis):
         if not several and blocks in (None, 1):
             return None
         plan = plan_of(site.facts)
+        if blocks is not None and site.loss is not None:
+            _refuse_weights(site.loss)
         group = site.mesh["context"].get_group() if site.mesh is not None and several else None
         cut = SequenceCut(group, blocks, distributed.context_method, site.on_send(cls.name))
         return cls(site, cut, plan)
@@ -117,3 +120,13 @@ def plan_of(facts: ModelFacts) -> Mapping[str, int]:
     fix += '-> {"input_ids": 1, "targets": 1}: the dims of a batch along which its sequences lie'
     fix = advice_for_object(model, "context") or fix
     raise UsageError(what, where="distributed.context_size", why=why, fix=fix)
+
+
+def _refuse_weights(loss: LossWeights) -> None:
+    """Refuse a loss function with weights of its own, which sees complete sequences."""
+    if not loss.any:
+        return
+    what = f"the loss function has weights of its own: {listed(list(loss.own))}"
+    why = "under reproducible the gradient of each parameter is a sum over chunks of sequences"
+    fix = "let the model hold them and compute loss(outputs, batch), or write reproducible: false"
+    raise UsageError(what, where="distributed.context_blocks", why=why, fix=fix)
