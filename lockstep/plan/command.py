@@ -30,7 +30,7 @@ from lockstep.costs.hardware import GIB, GPUS, LINKS, Gpu, GpuCluster, Link, clu
 from lockstep.costs.steps import ModelSize
 from lockstep.environment import rank_facts
 from lockstep.errors import UsageError
-from lockstep.plan import calculate_resources
+from lockstep.plan import calculate_resources, chosen
 from lockstep.plan.candidates import (
     Candidate,
     ValuesNeededError,
@@ -40,7 +40,7 @@ from lockstep.plan.candidates import (
     micro_batches,
 )
 from lockstep.plan.layouts import layout_of, model_size_of
-from lockstep.plan.workload import workload_of
+from lockstep.plan.workload import Workload, workload_of
 from lockstep.run_files import exists_already, write_result
 from lockstep.strategy import REPLICAS, SINGLE
 
@@ -480,21 +480,28 @@ def choose(
     cluster = cluster or _cluster_here(config, world_size, local_world_size)
     work = workload_of(config)
     facts = model_size_of(work, config)
+    before = chosen.recall(config, cluster, facts)
+    changes, reason = before or _chosen(config, cluster, work, facts)
+    if before is None:
+        chosen.remember(config, cluster, facts, (changes, reason))
+    return Choice(config.replaced(changes), reason)
+
+
+def _chosen(config: Config, cluster: GpuCluster, work: Workload, facts: ModelSize) -> chosen.Chosen:
+    """Return the changes that name the strategy for these ranks, and the reason."""
     asked = {"training.gradient_checkpointing": config.training.gradient_checkpointing}
     shows = rank_facts().is_main
-    replicated = config.replaced({"distributed.strategy": REPLICAS})
-    layout = layout_of(config, cluster, {"distributed.strategy": REPLICAS})
+    replicated = {"distributed.strategy": REPLICAS}
+    layout = layout_of(config, cluster, replicated)
     # numbers that contradict each other are no reason for another layout
-    micro_batches(replicated, layout)
+    micro_batches(config.replaced(replicated), layout)
     try:
-        replicas = evaluate_layout(
-            work, config, cluster, {"distributed.strategy": REPLICAS, **asked}, facts
-        )
+        replicas = evaluate_layout(work, config, cluster, {**replicated, **asked}, facts)
     except ValuesNeededError as error:
-        return Choice(replicated, f"{REPLICAS}, unless you name another; {error.what}")
+        return replicated, f"{REPLICAS}, unless you name another; {error.what}"
     needs = f"{_size(replicas)} of {replicas.limit / GIB:.1f} GiB"
     if replicas.fits and replicas.needed <= _COMFORTABLE * replicas.limit:
-        return Choice(replicated, f"{replicas.layout}: {needs} a rank, nothing need be sharded")
+        return replicated, f"{replicas.layout}: {needs} a rank, nothing need be sharded"
     found = [
         c
         for c in candidates(work, config, cluster, low=False, pipelines=False, shows=shows)
@@ -505,7 +512,7 @@ def choose(
     ]
     if not found:
         raise UsageError(
-            f"no layout of this model fits {world_size} ranks of {cluster.gpu.name}",
+            f"no layout of this model fits {cluster.num_gpus} ranks of {cluster.gpu.name}",
             where="distributed.strategy: auto",
             why=f"ddp: {replicas.refused}" if replicas.refused else None,
             fix="`lockstep plan` says by how much; use more ranks or a smaller training.batch_size",
@@ -517,10 +524,7 @@ def choose(
     lacking = "" if replicas.fits else f"ddp needs {needs}; "
     lacking = f"ddp: {replicas.refused}; " if replicas.refused else lacking
     changes = {key: value for key, value in best.changes.items() if value is not None}
-    return Choice(
-        config.replaced(changes),
-        f"{best.name()}: {lacking}{_size(best)} a rank, the fastest that fits",
-    )
+    return changes, f"{best.name()}: {lacking}{_size(best)} a rank, the fastest that fits"
 
 
 def _size(candidate: Candidate) -> str:

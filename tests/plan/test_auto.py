@@ -1,3 +1,6 @@
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -5,7 +8,10 @@ from torch.utils.data import TensorDataset
 
 from lockstep.config import config_from
 from lockstep.costs.hardware import cluster_of
+from lockstep.environment import MEMORY
 from lockstep.errors import UsageError
+from lockstep.plan import command
+from lockstep.plan.candidates import Candidate, evaluate_layout
 from lockstep.plan.command import choose
 
 SMALL = {"n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 64, "block_size": 16}
@@ -95,3 +101,23 @@ def test_numbers_that_contradict_each_other_are_no_reason_for_another_layout() -
         UsageError, match="batch_size 2 × gradient_accumulation_steps 4 × data-parallel size 2 = 16"
     ):
         choose(config(SMALL).replaced(numbers), 2, 2)
+
+
+def test_a_restart_chooses_what_was_chosen_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the trial; a model of another size, and another number of ranks, are tried."""
+    monkeypatch.setenv(MEMORY, str(tmp_path))
+    first = choose(config(SMALL), 2, 2)
+    tried = []
+
+    def trial(*given: Any, **more: Any) -> Candidate:
+        tried.append(given)
+        return evaluate_layout(*given, **more)
+
+    monkeypatch.setattr(command, "evaluate_layout", trial)
+    again = choose(config(SMALL), 2, 2)
+    assert (again, tried) == (first, [])
+    for count, (args, ranks) in enumerate([({**SMALL, "n_layer": 3}, 2), (SMALL, 4)], start=1):
+        choose(config(args), ranks, ranks)
+        assert len(tried) == count
