@@ -26,6 +26,8 @@ from lockstep.environment import rank_facts
 from lockstep.errors import EXIT_USAGE, UsageError
 from lockstep.heartbeat.writer import own_heartbeat
 from lockstep.launch.failures import Failure, first_cause, from_exception, from_exit_code, read_all
+from lockstep.launch.forked_rank import ForkedRank, can_be_awaited
+from lockstep.launch.prepared import own_prepared_process
 from lockstep.launch.worker import FAILURES, LAUNCHER_PID, die_with_parent, environment_with
 from lockstep.network import DEFAULT_PORT
 from lockstep.paths import local_path
@@ -33,7 +35,9 @@ from lockstep.report.read import read_run
 from lockstep.report.sketch import sketch
 from lockstep.scratch import remove, scratch_folder
 
+# how ranks start, beside the other methods of `multiprocessing`
 _FORKSERVER = "forkserver"
+_PREPARED = "prepared"
 _DRAWING_SECONDS = 1.0  # between two drawings of `plot`
 _CAUSE_SECONDS = 5.0  # how long to wait for the cause when only consequences are known
 
@@ -90,14 +94,20 @@ def spawn_again(
 
     A single rank is a process of its own, too.
 
-    With `preload`, names of modules, ranks are forks of a server process, which imports them once:
-    from then on a rank starts in 0.1 s of a core, in place of 3 to 4. The server uses no GPU, so
-    its forks can. A rank has its own variables when `fn` is called; what is imported to find `fn`
-    and its arguments sees those of the server.
+    With `preload`, names of modules, ranks are forks of a process that imports them once: from then
+    on a rank starts in 0.1 s of a core, in place of 3 to 4. That is this command's prepared
+    process, or else a server of `multiprocessing`. It uses no GPU, so its forks can. A rank has its
+    own variables when `fn` is called; what is imported to find `fn` and its arguments sees those of
+    the server.
     """
     _check_not_importing_main()
-    method = _FORKSERVER if preload is not None else _start_method(fn)
-    if preload is not None:
+    prepared = own_prepared_process()
+    if preload is None:
+        method = _start_method(fn)
+    elif prepared is not None and prepared.why_not(os.environ) is None and can_be_awaited():
+        method = _PREPARED
+    else:
+        method = _FORKSERVER
         multiprocessing.get_context(_FORKSERVER).set_forkserver_preload(list(preload))
     _run_ranks(fn, args, method, None, nprocs)
 
@@ -118,22 +128,19 @@ def _run_ranks(
     common, store = _rendezvous_variables(nprocs, nnodes, node_rank, master_addr, master_port)
     ranks = range(node_rank * nprocs, (node_rank + 1) * nprocs)
     figure = None if plot is None else LivePlot(plot)
-    context: Any = multiprocessing.get_context(method)
     folder = scratch_folder("failures")
     common |= {FAILURES: str(folder), LAUNCHER_PID: str(os.getpid())}
-    processes: list[BaseProcess] = []
+    processes: list[BaseProcess | ForkedRank] = []
     try:
         for local, rank in enumerate(ranks):
             environment = common | {"RANK": str(rank), "LOCAL_RANK": str(local)}
             with environment_with(environment):  # for what the child imports before `_run`
-                # The server's environment is that of its start, so its forks are given the whole of
+                # A server's environment is that of its start, so its forks are given the whole of
                 # it.
-                own = dict(os.environ) if method == _FORKSERVER else environment
-                process = context.Process(
-                    target=_run, args=(fn, tuple(args), own, method), name=f"rank-{rank}"
-                )
-                process.start()
-            processes.append(process)
+                whole = method in (_FORKSERVER, _PREPARED)
+                own = dict(os.environ) if whole else environment
+                work = (fn, tuple(args), own, method)
+                processes.append(_start(work, method, folder / f"work-{rank}"))
         _wait(processes, figure)
         cause = _cause(processes, ranks, int(common["WORLD_SIZE"]), folder)
     finally:
@@ -145,11 +152,25 @@ def _run_ranks(
             if process.exitcode is None:
                 process.kill()
                 process.join()
+            process.close()
         remove(folder)
         del store  # the ranks needed it
     if cause is not None:
         sys.stderr.write(cause.traceback)
         raise cause.error()
+
+
+def _start(
+    work: tuple[Callable[..., Any], tuple[Any, ...], dict[str, str], str], method: str, file: Path
+) -> BaseProcess | ForkedRank:
+    """Start a rank that runs `run_rank(*work)`, which `file` may hand over to it."""
+    prepared = own_prepared_process() if method == _PREPARED else None
+    if prepared is not None:
+        return ForkedRank(prepared, work, work[2], file)
+    context: Any = multiprocessing.get_context(method)
+    process: BaseProcess = context.Process(target=run_rank, args=work, name=file.name)
+    process.start()
+    return process
 
 
 def _check_arguments(fn: Any, args: Any, nprocs: Any) -> None:
@@ -285,7 +306,7 @@ def _check_not_importing_main() -> None:
     os._exit(EXIT_USAGE)
 
 
-def _run(
+def run_rank(
     fn: Callable[..., Any], args: tuple[Any, ...], environment: dict[str, str], method: str
 ) -> None:
     """Prepare a rank's process, and run the function in it as a worker."""
@@ -303,7 +324,7 @@ def _run(
         threading.Thread(target=end_with_caller, daemon=True).start()
     else:
         die_with_parent()
-    if method != "spawn":
+    if method in ("fork", _FORKSERVER):
         import torch
 
         # OpenMP's threads do not survive a fork, and waiting for them never ends; the server has
@@ -327,7 +348,7 @@ def _run(
         os._exit(failure.exit_code)  # skip the shutdown, which may wait for peers that are gone
 
 
-def _wait(processes: Sequence[BaseProcess], plot: "LivePlot | None") -> None:
+def _wait(processes: Sequence[BaseProcess | ForkedRank], plot: "LivePlot | None") -> None:
     """Wait until all processes have ended well, or one has not; draw the plot meanwhile."""
     while True:
         # read once per round: they change meanwhile
@@ -343,7 +364,7 @@ def _wait(processes: Sequence[BaseProcess], plot: "LivePlot | None") -> None:
 
 
 def _cause(
-    processes: Sequence[BaseProcess], ranks: Sequence[int], world: int, folder: Path
+    processes: Sequence[BaseProcess | ForkedRank], ranks: Sequence[int], world: int, folder: Path
 ) -> Failure | None:
     """Return the failure to report, if any.
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from lockstep.config import load_config, require_runnable
 from lockstep.errors import EXIT_DONE, EXIT_FAILED, UsageError
+from lockstep.launch import fork_server
 from lockstep.launch.spawn import spawn_again
 from lockstep.report.page import require_replaceable
 from lockstep.scratch import temporary
@@ -38,6 +39,7 @@ def run(
     if page is not None:
         require_replaceable(page)  # before minutes of work
     config = load_config(path, overrides)
+    fork_server.split_off(compiles=True)
     require_runnable(config)
     topologies = (
         None if against is None else [part.strip() for part in against.split(",") if part.strip()]
@@ -98,6 +100,7 @@ def run_script(
         raise UsageError(
             "one process is what others are compared with", fix="write --nproc-per-node 1,2"
         )
+    fork_server.split_off(compiles=True)
     outcomes = verify_script(
         script, arguments, numbers, steps=_DEFAULT_STEPS_OF_SCRIPT if steps is None else steps
     )

@@ -251,6 +251,7 @@ _AGAIN = """
 import json, os, signal, subprocess, sys, time
 import torch
 import lockstep
+from lockstep.launch import fork_server
 from lockstep.launch.spawn import spawn_again
 
 def look(number):
@@ -267,8 +268,11 @@ def sleeps():
     open(f"pid-{os.environ['RANK']}", "w").write(str(os.getpid()))
     time.sleep(600)
 
-if __name__ == "__main__":
+def main():
     import script
+    if "prepared" in sys.argv:
+        fork_server.split_off()
+    json.dump(os.getpid(), open("caller.json", "w"))
     if "killed" in sys.argv:
         spawn_again(script.sleeps, (), 2, preload=[])
     for number in (2, 3):
@@ -278,14 +282,19 @@ if __name__ == "__main__":
         spawn_again(script.fails, (), 2, preload=[])
     except lockstep.UsageError as error:
         print(str(error).splitlines()[0])
+    return 0
+
+if __name__ == "__main__":
+    sys.exit(fork_server.run(main))
 """
 
 
-def test_ranks_that_are_started_again_are_forks_of_one_server(tmp_path: Path) -> None:
+@pytest.mark.parametrize("server", ["of multiprocessing", "prepared"])
+def test_ranks_that_are_started_again_are_forks_of_one_server(server: str, tmp_path: Path) -> None:
     """With the variables of now, and a world of their own each time; the first error is raised
-    once.
+    once. A command's prepared process makes its ranks children of the command.
     """
-    ended = run_script(tmp_path, _AGAIN)
+    ended = run_script(tmp_path, _AGAIN, server)
     assert ended.code == 0, ended.err
     assert ended.out.splitlines()[-1] == "bad mesh"
     seen = [
@@ -294,6 +303,8 @@ def test_ranks_that_are_started_again_are_forks_of_one_server(tmp_path: Path) ->
         for rank in range(number)
     ]
     assert len({one["parent"] for one in seen}) == 1, "one server"
+    caller = json.loads((tmp_path / "caller.json").read_text())
+    assert (seen[0]["parent"] == caller) == (server == "prepared")
     assert [(one["variable"], one["world"]) for one in seen] == [("2", 2)] * 2 + [("3", 3)] * 3
     assert {one["threads"] for one in seen} == {1}
 
@@ -330,10 +341,11 @@ def test_a_number_of_threads_that_is_none_is_no_reason_to_stop(
     assert ended.returncode == 0, ended.stderr
 
 
-def test_they_end_with_the_process_that_started_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize("server", ["of multiprocessing", "prepared"])
+def test_they_end_with_the_process_that_started_them(server: str, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(_AGAIN)
     process = subprocess.Popen(
-        [sys.executable, "script.py", "killed"], cwd=tmp_path, env=environment()
+        [sys.executable, "script.py", "killed", server], cwd=tmp_path, env=environment()
     )
     files = [tmp_path / f"pid-{rank}" for rank in range(2)]
     wait_for(lambda: all(file.exists() and file.read_text() for file in files))

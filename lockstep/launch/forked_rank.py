@@ -1,0 +1,87 @@
+"""A rank of `spawn_again` as a fork of this command's prepared process.
+
+    python -m lockstep.launch.forked_rank FILE
+
+The fork reads from `FILE` which function it runs, with which arguments.
+
+Tests: tests/launch/test_spawn.py
+"""
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from lockstep.launch.prepared import ForkedChild, ForkRequest, PreparedProcess
+
+
+class ForkedRank(ForkedChild):
+    """A rank as `multiprocessing` shows a process.
+
+    Args:
+        prepared: whose fork it is.
+        work: the function, and what `run_rank` needs beside it; they are pickled.
+        environment: all its variables.
+        file: where `work` is handed over; it is removed with its folder.
+    """
+
+    def __init__(
+        self,
+        prepared: PreparedProcess,
+        work: Sequence[Any],
+        environment: Mapping[str, str],
+        file: Path,
+    ) -> None:
+        file.write_bytes(pickle.dumps((sys.path, pickle.dumps(work))))
+        request = ForkRequest(
+            module=__name__,
+            arguments=[str(file)],
+            environment=environment,
+            folder=os.getcwd(),
+            parent=os.getpid(),
+            blocked=signal.pthread_sigmask(signal.SIG_BLOCK, ()),
+        )
+        sys.stdout.flush()
+        sys.stderr.flush()
+        super().__init__(prepared.fork(request, (0, 1, 2)))
+        self.sentinel = os.pidfd_open(self.pid)  # readable once it has ended
+
+    @property
+    def exitcode(self) -> int | None:
+        """The exit code, negative for a signal; None while it runs."""
+        return self.poll()
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait for its end, for so many seconds at most."""
+        with suppress(subprocess.TimeoutExpired):
+            self.wait(timeout)
+
+    def close(self) -> None:
+        """Forget how to wait for its end."""
+        os.close(self.sentinel)
+
+
+def can_be_awaited() -> bool:
+    """Return whether this system can wait for one of several processes to end (Linux 5.3)."""
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except (AttributeError, OSError):
+        return False
+    return True
+
+
+def main(run_rank: Callable[..., None]) -> None:
+    """Run what the file says, with the folders of modules of the process that asked."""
+    sys.path[:], work = pickle.loads(Path(sys.argv[1]).read_bytes())
+    run_rank(*pickle.loads(work))
+
+
+if __name__ == "__main__":
+    from lockstep.launch.spawn import run_rank
+
+    main(run_rank)
