@@ -274,6 +274,53 @@ def test_it_is_said_why_ranks_are_fresh(tmp_path: Path) -> None:
     assert not found(tmp_path, 0)["is_fork"]
 
 
+def test_a_module_that_was_edited_is_another_one_after_a_restart(tmp_path: Path) -> None:
+    """Ranks import what is the user's themselves, each time; rank 1 edits it and fails."""
+    (tmp_path / "own.py").write_text("VALUE = 'before'\n")
+    script = """
+import os, pathlib
+import torch
+import own
+attempt, me = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]
+pathlib.Path(f"saw-{attempt}-{me}").write_text(own.VALUE)
+if attempt == "0" and me == "1":
+    while not pathlib.Path("saw-0-0").exists():
+        pass
+    pathlib.Path("own.py").write_text("VALUE = 'after it was edited'\\n")
+    raise ValueError("the module must be edited")
+"""
+    code, _, err = launched(tmp_path, script, "--max-restarts", "1", fresh=True)
+    assert code == 0, err
+    seen = {path.name: path.read_text() for path in tmp_path.glob("saw-*")}
+    after = "after it was edited"
+    assert seen == {"saw-0-0": "before", "saw-0-1": "before", "saw-1-0": after, "saw-1-1": after}
+
+
+def test_a_thread_of_what_python_runs_first_makes_ranks_fresh(tmp_path: Path) -> None:
+    """A launcher that has a thread can't be forked safely: one line says so, and all goes on."""
+    own = tmp_path / "site"
+    own.mkdir()
+    (own / "sitecustomize.py").write_text(
+        "import threading\n"
+        "ends = threading.Event()\n"
+        "threading.Thread(target=ends.wait, daemon=True).start()\n"
+    )
+    (tmp_path / "script.py").write_text(FACTS)
+    process = start(
+        tmp_path,
+        "launch",
+        "--nproc-per-node",
+        "2",
+        "script.py",
+        fresh=True,
+        PYTHONPATH=os.pathsep.join([str(own), environment()["PYTHONPATH"]]),
+    )
+    _, err = process.communicate(timeout=200)
+    line = "lockstep: ranks are started as fresh processes: what was imported has started 1 thread"
+    assert (process.returncode, err.splitlines()) == (0, [line])
+    assert not any(found(tmp_path, rank)["is_fork"] for rank in (0, 1))
+
+
 def test_nothing_is_left_of_a_prepared_process(tmp_path: Path) -> None:
     """It ends with its launcher, also when that one is killed."""
     (tmp_path / "script.py").write_text(
