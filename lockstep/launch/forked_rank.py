@@ -1,8 +1,6 @@
 """A rank of `spawn_again` as a fork of this command's prepared process.
 
-    python -m lockstep.launch.forked_rank FILE
-
-The fork reads from `FILE` which function it runs, with which arguments.
+The fork runs a module with the name of a file, from which it reads its work.
 
 Tests: tests/launch/test_spawn.py
 """
@@ -12,7 +10,7 @@ import pickle
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -25,7 +23,8 @@ class ForkedRank(ForkedChild):
 
     Args:
         prepared: whose fork it is.
-        work: the function, and what `run_rank` needs beside it; they are pickled.
+        module: what the fork runs; it asks for the work that was `handed_over`.
+        work: is pickled.
         environment: all its variables.
         file: where `work` is handed over; it is removed with its folder.
     """
@@ -33,13 +32,14 @@ class ForkedRank(ForkedChild):
     def __init__(
         self,
         prepared: PreparedProcess,
+        module: str,
         work: Sequence[Any],
         environment: Mapping[str, str],
         file: Path,
     ) -> None:
         file.write_bytes(pickle.dumps((sys.path, pickle.dumps(work))))
         request = ForkRequest(
-            module=__name__,
+            module=module,
             arguments=[str(file)],
             environment=environment,
             folder=os.getcwd(),
@@ -75,13 +75,7 @@ def can_be_awaited() -> bool:
     return True
 
 
-def main(run_rank: Callable[..., None]) -> None:
-    """Run what the file says, with the folders of modules of the process that asked."""
+def handed_over() -> Any:
+    """Return the work of this process, with the folders of modules of the one that asked."""
     sys.path[:], work = pickle.loads(Path(sys.argv[1]).read_bytes())
-    run_rank(*pickle.loads(work))
-
-
-if __name__ == "__main__":
-    from lockstep.launch.spawn import run_rank
-
-    main(run_rank)
+    return pickle.loads(work)

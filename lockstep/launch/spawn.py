@@ -26,7 +26,7 @@ from lockstep.environment import rank_facts
 from lockstep.errors import EXIT_USAGE, UsageError
 from lockstep.heartbeat.writer import own_heartbeat
 from lockstep.launch.failures import Failure, first_cause, from_exception, from_exit_code, read_all
-from lockstep.launch.forked_rank import ForkedRank, can_be_awaited
+from lockstep.launch.forked_rank import ForkedRank, can_be_awaited, handed_over
 from lockstep.launch.prepared import own_prepared_process
 from lockstep.launch.worker import FAILURES, LAUNCHER_PID, die_with_parent, environment_with
 from lockstep.network import DEFAULT_PORT
@@ -35,6 +35,7 @@ from lockstep.report.read import read_run
 from lockstep.report.sketch import sketch
 from lockstep.scratch import remove, scratch_folder
 
+_MODULE = "lockstep.launch.spawn"  # this one, also where it is `__main__`
 # how ranks start, beside the other methods of `multiprocessing`
 _FORKSERVER = "forkserver"
 _PREPARED = "prepared"
@@ -166,7 +167,7 @@ def _start(
     """Start a rank that runs `run_rank(*work)`, which `file` may hand over to it."""
     prepared = own_prepared_process() if method == _PREPARED else None
     if prepared is not None:
-        return ForkedRank(prepared, work, work[2], file)
+        return ForkedRank(prepared, _MODULE, work, work[2], file)
     context: Any = multiprocessing.get_context(method)
     process: BaseProcess = context.Process(target=run_rank, args=work, name=file.name)
     process.start()
@@ -412,3 +413,7 @@ class LivePlot:
             if run.start.get("time", 0.0) >= self._begun:
                 return sketch(run)
         return f"<p>{self._run.name}: starting</p>"
+
+
+if __name__ == "__main__":
+    run_rank(*handed_over())

@@ -121,6 +121,7 @@ class _StandIn(ModuleType):
 
 
 def _load() -> ModuleType:
+    """Import the compiler in place of its stand-in, and tell it what it must not compile."""
     import torch
 
     with _loading:
