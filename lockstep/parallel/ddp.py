@@ -20,6 +20,7 @@ from lockstep.costs.hardware import GpuCluster
 from lockstep.costs.steps import ModelSize
 from lockstep.errors import RunError, UsageError, listed
 from lockstep.monitor.meters import watch_ddp
+from lockstep.parallel.loss_accumulator import CarriedFigures
 from lockstep.parallel.passes import AroundMicroBatch, MicroBatchPass
 from lockstep.registry import STRATEGIES
 from lockstep.strategy import Strategy
@@ -30,6 +31,7 @@ _NEW_NAME = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.
 _BUFFERS_STAY: dict[str, Any] = {
     "forward_sync_buffers" if _NEW_NAME else "broadcast_buffers": False
 }
+_FIGURES = "lockstep_figures"  # name of a module while DDP looks for parameters
 
 
 class DDP(Strategy):
@@ -46,14 +48,26 @@ class DDP(Strategy):
 
 
 def wrapped_by_ddp(
-    model: nn.Module, config: StepConfig, group: dist.ProcessGroup
+    model: nn.Module,
+    config: StepConfig,
+    group: dist.ProcessGroup,
+    figures: CarriedFigures | None = None,
 ) -> DistributedDataParallel:
-    """Wrap a model, whose values are equal on all ranks, with the options of the config."""
+    """Wrap a model, whose values are equal on all ranks, with the options of the config.
+
+    `figures` are reduced with the model's gradients; the model does not keep them.
+    """
     device = next(model.parameters()).device
     settings = ddp_settings(config) | _BUFFERS_STAY
     if device.type != "cpu":
         settings["device_ids"] = [device.index]
-    wrapped = DistributedDataParallel(model, process_group=group, init_sync=False, **settings)
+    if figures is not None:
+        model.add_module(_FIGURES, figures)  # the last one: other parameters keep their numbers
+    try:
+        wrapped = DistributedDataParallel(model, process_group=group, init_sync=False, **settings)
+    finally:
+        if figures is not None:
+            delattr(model, _FIGURES)
     watch_ddp(wrapped)
     return wrapped
 

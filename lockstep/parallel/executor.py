@@ -256,7 +256,7 @@ class Executor:
         try:
             loss = self.forward(passing, accumulator)
             if last:
-                accumulator.start_reduce()
+                accumulator.before_last_backward()
             self.backward(_BACKWARD)
             if last:
                 self.after_step(passing.micro_batches_per_step)

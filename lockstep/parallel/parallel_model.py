@@ -28,6 +28,8 @@ from lockstep.models.protocol import Objective
 from lockstep.parallel.changes import ModuleChange, changes_of
 from lockstep.parallel.context_attention import SequenceCut
 from lockstep.parallel.loss_accumulator import (
+    CarriedFigures,
+    CarriedLossAccumulator,
     HostLossAccumulator,
     LossAccumulator,
     Number,
@@ -185,6 +187,8 @@ class ParallelModel:
     loss: "LossWeights | None" = None  # the weights of a loss function that is a module
     # of ranks that run the same micro-batches, the first adds their losses
     adds_losses: bool = True
+    # carries losses and counts with the gradients; None: they take an all-reduce of their own
+    carried_figures: CarriedFigures | None = None
 
     def forward_backward(
         self, micro_batches: Sequence[MicroBatch], accumulator: LossAccumulator, factor: float
@@ -223,6 +227,10 @@ class ParallelModel:
         """
         if self.local_training is not None:
             return self.local_training.loss_accumulator
+        if self.carried_figures is not None:
+            return partial(
+                CarriedLossAccumulator, carrier=self.carried_figures, adds=self.adds_losses
+            )
         device = self.random_state.device
         shared = self.layout.world_size > 1
         if device.type == "cpu" or accelerator.widest_float(device) is not torch.float64:

@@ -20,6 +20,7 @@ from lockstep.parallel.axes.axis import PartOfModel
 from lockstep.parallel.axes.rows import RowsAxis
 from lockstep.parallel.comm.compression import Compression
 from lockstep.parallel.executor import Executor, stage_of_model
+from lockstep.parallel.loss_accumulator import CarriedFigures
 from lockstep.parallel.loss_weights import train_loss_weights
 from lockstep.parallel.one_stage import ForwardPasses
 from lockstep.parallel.parallel_model import ParallelModel
@@ -55,6 +56,8 @@ class AppliedStrategy:
     counted: set[str] | None = None  # see `ParallelModel.counted`
     # in place of the model's own, by name
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
+    # see `ParallelModel.carried_figures`
+    carried_figures: CarriedFigures | None = None
     # ranks whose running statistics are one; None: all that share out a step
     statistics_over: int | None = None
 
@@ -115,6 +118,7 @@ def placed_in_order(site: Site, applied: AppliedStrategy) -> ParallelModel:
         later_log_lines=applied.compression.later_log_lines,
         state=applied.compression.state,
         reproducible=site.reproducible,
+        carried_figures=applied.carried_figures,
     )
     if site.loss is None:
         return placed

@@ -26,6 +26,7 @@ from lockstep.parallel.axes.axis import Axis
 from lockstep.parallel.axes.rows import RowsAxis
 from lockstep.parallel.comm.compression import Compression, compress
 from lockstep.parallel.ddp import DDPSync, wrapped_by_ddp
+from lockstep.parallel.loss_accumulator import CarriedFigures
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parallel.placement import AppliedStrategy, placed_in_order
 from lockstep.parallel.reproducible.gradient_trees import ReplicaTree
@@ -40,6 +41,8 @@ class ReplicateAxis(Axis):
     name: ClassVar[str] = "replicate"
     goes_with: ClassVar[frozenset[str]] = frozenset(BY_SIZE)
     in_buckets: ClassVar[bool] = True
+
+    _figures: CarriedFigures | None = None  # that gradients carry
 
     @classmethod
     def contradictions(cls, config: StepConfig, layout: Layout | None) -> Iterator[Contradiction]:
@@ -61,7 +64,8 @@ class ReplicateAxis(Axis):
         self, model: nn.Module, config: StepConfig, group: dist.ProcessGroup
     ) -> DistributedDataParallel:
         """Wrap a whole model, on its device, its values already equal on all ranks of the group."""
-        return wrapped_by_ddp(model, config, group)
+        self._figures = _carried_figures(self.site, group)
+        return wrapped_by_ddp(model, config, group, self._figures)
 
     def place(self) -> ParallelModel | None:
         """Wrap the model for DDP, with the assignment and the reduction of the config."""
@@ -84,6 +88,7 @@ class ReplicateAxis(Axis):
                 # the tree is a sum; DDP's own reduction is a mean
                 tree=ReplicaTree(wrapped, replicas) if site.reproducible else None,
                 multiplier=1.0 if site.reproducible else float(site.ranks),
+                carried_figures=self._figures,
             )
         return placed_in_order(site, applied)
 
@@ -122,6 +127,28 @@ def _untrained(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     finally:
         for parameter in hidden:
             parameter.requires_grad_(True)
+
+
+def _carried_figures(site: Site, group: dist.ProcessGroup) -> CarriedFigures | None:
+    """Return what lets gradients carry losses and counts; None where they can't.
+
+    They can where DDP itself adds the gradients of all ranks, unchanged: not those of some of them,
+    nor compressed ones, and not where it looks for the parameters that a loss depends on.
+    """
+    ddp = site.config.distributed.ddp
+    changes = site.reproducible or ddp.compression.kind != "none"
+    looks = ddp.find_unused_parameters or ddp.static_graph
+    ranks = site.layout.world_size
+    in_float32 = any(p.requires_grad and p.dtype is torch.float32 for p in site.model.parameters())
+    if (
+        site.device.type == "cpu"
+        and site.ranks == group.size() == ranks
+        and ranks & (ranks - 1) == 0
+        and in_float32
+        and not (changes or looks)
+    ):
+        return CarriedFigures(site.rank, ranks)
+    return None
 
 
 def _assignment(site: Site) -> AssignAnyRank:
