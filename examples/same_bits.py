@@ -5,7 +5,10 @@ examples/same_bits.py [TOPOLOGY …]
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
+
+import torch
 
 from lockstep import checkpoint
 from lockstep.strategy import parse_topology
@@ -26,10 +29,21 @@ TOPOLOGIES = (
 )
 
 
-def digest_of(topology: str, folder: Path) -> str:
+def device_for(topologies: Sequence[str]) -> str:
+    """The device on which all of them run: an accelerator where each rank has one of its own."""
+    most = max(parse_topology(topology)[1] for topology in topologies)
+    found = torch.accelerator.device_count()
+    if 0 < found < most:
+        print(f"on the CPU: {most} ranks need a device each, {found} visible", flush=True)
+        return "cpu"
+    return "auto"
+
+
+def digest_of(topology: str, device: str, folder: Path) -> str:
     """The SHA-256 of the parameters after training on a topology."""
     settings, ranks = parse_topology(topology)
     overrides = [f"distributed.{key}={value}" for key, value in settings.items()]
+    overrides.append(f"distributed.device={device}")
     run = folder / topology.replace(":", "-").replace("*", "-")
     command = [
         sys.executable,
@@ -52,10 +66,12 @@ def digest_of(topology: str, folder: Path) -> str:
 
 
 def main(topologies: list[str]) -> int:
+    asked = topologies or TOPOLOGIES
+    device = device_for(asked)
     digests = set()
     with tempfile.TemporaryDirectory() as folder:
-        for topology in topologies or TOPOLOGIES:
-            digest = digest_of(topology, Path(folder))
+        for topology in asked:
+            digest = digest_of(topology, device, Path(folder))
             digests.add(digest)
             print(f"{topology:20} {digest}", flush=True)
     print("one digest" if len(digests) == 1 else f"{len(digests)} digests")

@@ -202,6 +202,15 @@ def object_device(device: torch.device) -> torch.device:
     return torch.device("cpu") if "cpu:" in config or "gloo" in config else device
 
 
+def message_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:
+    """Return where tensors of `device` lie while one rank sends them to another.
+
+    It is the host's memory under gloo: given memory of a GPU, its sends end the process.
+    """
+    serves = dist.get_backend_config(group).split(",")
+    return torch.device("cpu") if f"{device.type}:gloo" in serves else device
+
+
 def leave_world(*, destroy: bool) -> None:
     """Leave the process group, and destroy it if that is wanted.
 

@@ -49,7 +49,10 @@ def _mesh(
 ) -> DeviceMesh:
     parts = (getattr(layout, axis) for axis in SAME_BATCH)
     sizes = (layout.pipeline, replicas, neighbours, *parts)
-    ranks = torch.arange(layout.world_size, dtype=torch.int).view(sizes).movedim(2, -1)
+    moved = torch.arange(layout.world_size, dtype=torch.int).view(sizes).movedim(2, -1)
+    # A fresh copy: axes of one rank else keep the strides that they had, by which DeviceMesh judges
+    # the order of axes before torch 2.12.
+    ranks = moved.clone(memory_format=torch.contiguous_format)
     return create_once(
         ("mesh", device_type, names, sizes), lambda: _mesh_of(ranks, device_type, names)
     )
@@ -76,7 +79,7 @@ def _mesh_of(ranks: torch.Tensor, device_type: str, names: tuple[str, ...]) -> D
             make = partial(new_group, members, use_local_synchronization=True)
             group = create_once(("along", *members), make)
         groups.append(group)
-    return DeviceMesh.from_group(groups, device_type, ranks.contiguous(), mesh_dim_names=names)
+    return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=names)
 
 
 def data_parallel_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:

@@ -23,6 +23,8 @@ from tests import forked
 _MARK = "LOCKSTEP_TEST_SESSION"  # in the environment of everything that the tests start
 _NO_PROCESSES = "LOCKSTEP_TESTS_START_NO_PROCESSES"  # in the environment under --no-processes
 _PATIENCE_SECONDS = 10.0
+# The tests are of CPUs: with a GPU, `device: auto` would take it, and two ranks have but one.
+_ACCELERATORS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 
 # Files that run in one worker, as they share the results of one launch of ranks
 # (`tests.parallel.pipeline_launch`).
@@ -132,7 +134,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def _hides_accelerators(config: pytest.Config) -> bool:
+    return str(config.option.markexpr) != "gpu"
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    if _hides_accelerators(config):
+        return "accelerators: hidden from these tests; `make gpu` runs what needs one"
+    return None
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    if _hides_accelerators(config):  # before torch is imported, here and in what the tests start
+        os.environ.update(dict.fromkeys(_ACCELERATORS, ""))
     if not config.getoption("no_processes"):
         return
     os.environ[_NO_PROCESSES] = "1"

@@ -14,6 +14,7 @@ import os
 import signal
 import subprocess
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -34,7 +35,12 @@ def _prepared() -> PreparedProcess:
         return own
     if not _started:
         path = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
-        environment = {**os.environ, "PYTHONPATH": path}
+        # with its own pool, pyarrow starts a thread as it is imported, in some of its versions
+        environment = {
+            **os.environ,
+            "PYTHONPATH": path,
+            "ARROW_DEFAULT_MEMORY_POOL": "system",
+        }
         _started.append(
             prepared.start("tests.forked", folder=str(REPOSITORY), environment=environment)
         )
@@ -102,9 +108,18 @@ class Forked(subprocess.Popen[str]):
             self.pid = server.fork(
                 request, [own if side == -1 else side for own, side in enumerate(child)]
             )
-            self._child_created = True
-        finally:
+        except prepared.CannotForkError as error:
+            if self._host is not None:
+                raise
+            # some library starts threads as it is imported: slower, and right all the same
+            warnings.warn(f"fresh processes, not forks: {error}", stacklevel=2)
+            super()._execute_child(*given)  # type: ignore[misc]
+            return
+        except BaseException:
             self._close_pipe_fds(*sides)  # type: ignore[attr-defined]
+            raise
+        self._child_created = True
+        self._close_pipe_fds(*sides)  # type: ignore[attr-defined]
 
 
 def lockstep(

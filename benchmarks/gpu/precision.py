@@ -4,10 +4,11 @@ NCCL.
     python -m benchmarks.gpu.precision [--steps 100]
     python -m benchmarks.gpu.precision --device cpu --tiny --steps 8
 
-Each precision trains the same transformer from the same values on the same tokens, by itself and as
-`ddp` in a process group of one rank (NCCL on a GPU, gloo on a CPU): the two must agree, and end
-near fp32. On one rank a strategy has nothing to send, so that group's collectives are also called
-by themselves, in each dtype.
+Each precision trains the same transformer from the same values on the same tokens, by itself, by
+itself again, and as `ddp` in a process group of one rank (NCCL on a GPU, gloo on a CPU). A GPU adds
+in another order each time: the group must be no further off than a run is from itself, and each
+precision must end near fp32. On one rank a strategy has nothing to send, so that group's
+collectives are also called by themselves, in each dtype. (`benchmarks.gpu.parity` compares bits.)
 """
 
 import os
@@ -24,7 +25,9 @@ from lockstep.config import config_from
 from lockstep.trainer import Trainer
 
 MODES = ("fp32", "bf16", "fp16")
-NEAR = {"fp32": 1e-5, "bf16": 0.02, "fp16": 0.02}  # of fp32's loss, relative
+NEAR = {"fp32": 2e-3, "bf16": 0.02, "fp16": 0.02}  # of fp32's loss, relative to the first loss
+SAME = 2e-3  # losses that may be so far apart in any case, relative to the first loss
+TIMES = 3.0  # what two runs may be apart, in distances of a run from itself
 
 
 def losses(work: Workload, mode: str, steps: int, strategy: str) -> list[float]:
@@ -35,6 +38,7 @@ def losses(work: Workload, mode: str, steps: int, strategy: str) -> list[float]:
             "training.batch_size": work.batch,
             "training.max_steps": steps,
             "training.learning_rate": 3e-4,
+            "training.warmup_steps": steps // 5,
             "precision.mode": mode,
             "distributed.strategy": strategy,
         }
@@ -66,17 +70,22 @@ def collectives_work(device: torch.device) -> bool:
     return True
 
 
+def apart(one: list[float], other: list[float]) -> float:
+    """Return the largest difference of two runs' losses, relative to the first loss."""
+    return max(abs(a - b) for a, b in zip(one, other, strict=True)) / one[0]
+
+
 def row(work: Workload, mode: str, asked: Any, exact: list[float]) -> tuple[str, bool]:
     alone = losses(work, mode, asked.steps, "single")
-    grouped = losses(work, mode, asked.steps, "ddp")
-    apart = max(abs(a - b) / abs(a) for a, b in zip(alone, grouped, strict=True))
+    again = apart(alone, losses(work, mode, asked.steps, "single"))
+    grouped = apart(alone, losses(work, mode, asked.steps, "ddp"))
     tail = max(1, asked.steps // 10)
     ends, exact_end = (sum(of[-tail:]) / tail for of in (alone, exact))
-    off = abs(ends / exact_end - 1)
-    good = off <= NEAR[mode] and apart <= 1e-3
+    off = abs(ends - exact_end) / exact[0]
+    good = off <= NEAR[mode] and grouped <= max(SAME, TIMES * again)
     return (
         (
-            f"| {mode} | {alone[0]:.4f} | {ends:.4f} | {off:.2e} | {apart:.1e} |"
+            f"| {mode} | {alone[0]:.4f} | {ends:.4f} | {off:.2e} | {again:.1e} | {grouped:.1e} |"
             f" {'yes' if good else 'NO'} |"
         ),
         good,
@@ -99,9 +108,9 @@ def main() -> int:
         "Mixed precision",
         command,
         where(device),
-        [],
-        "| precision | first loss | mean of the last tenth | off fp32's | group of one rank off |"
-        " within limits |",
+        ["Differences are relative to the first loss."],
+        "| precision | first loss | mean of the last tenth | off fp32's | a run off itself |"
+        " group of one rank off | within limits |",
         [line for line, _ in found],
         [
             "Collectives of the group leave a tensor as it is, in fp32, bf16 and fp16:"

@@ -358,7 +358,11 @@ def examine(run_directory: Path, show: Callable[[Finding], None], config: Any) -
             if exchange.rank == 0:
                 show(finding)
 
-    own = own_facts() if config is None else own_facts(config.to_yaml(), names_in(config))
+    own = (
+        own_facts()
+        if config is None
+        else own_facts(config.to_yaml(), names_in(config), device=settings.device)
+    )
     own |= machine_facts(run_directory) | disk(run_directory, exchange, facts.local_rank == 0)
     everybody = exchange.all(own)
     report(line for verdict in ALL for line in verdict(everybody))
@@ -385,7 +389,7 @@ def examine(run_directory: Path, show: Callable[[Finding], None], config: Any) -
     return verdict
 
 
-def check_in_run(config_text: str, names: Iterable[str]) -> list[Finding]:
+def check_in_run(config: Any) -> list[Finding]:
     """Run the checks that cost nothing, on every rank at the start of a run.
 
     Return what rank 0 should log.
@@ -398,7 +402,8 @@ def check_in_run(config_text: str, names: Iterable[str]) -> list[Finding]:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return []
     everybody: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everybody, own_facts(config_text, names))
+    own = own_facts(config.to_yaml(), names_in(config), device=config.distributed.device)
+    dist.all_gather_object(everybody, own)
     lines = [line for verdict in CHEAP for line in verdict(everybody)]
     for line in lines:
         if line.status == BAD and line.name in ("config", "code"):

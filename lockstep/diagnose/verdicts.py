@@ -32,10 +32,15 @@ _MAX_FILES = 5000
 _PROGRAM_SECONDS = 20.0  # limit for nvidia-smi, which hangs if a driver or a GPU does
 
 
-def own_facts(config_text: str | None = None, names: Iterable[str] = ()) -> dict[str, Any]:
+def own_facts(
+    config_text: str | None = None, names: Iterable[str] = (), *, device: str = "auto"
+) -> dict[str, Any]:
     """Return this rank's facts that cost almost nothing.
 
-    `names`: what the config names, whose code is compared.
+    Args:
+        config_text: the config, which is compared.
+        names: what the config names, whose code is compared.
+        device: `distributed.device`; a run on the CPU needs no GPU, and none of them is told.
     """
     return asdict(rank_facts()) | {
         "host": socket.gethostname(),
@@ -48,7 +53,7 @@ def own_facts(config_text: str | None = None, names: Iterable[str] = ()) -> dict
         "variables": {
             name: value for name, value in sorted(os.environ.items()) if VARIABLES.match(name)
         },
-        "gpus": visible_gpus(),
+        "gpus": [] if device == "cpu" else visible_gpus(),
     }
 
 
@@ -302,7 +307,7 @@ def gpus(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             GOOD,
             "GPUs",
-            "no rank sees one: runs use the CPU and gloo; nothing about GPUs was checked",
+            "none is used: runs use the CPU and gloo; nothing about GPUs was checked",
         )
         return
     if len(counts) > 1:

@@ -95,10 +95,10 @@ def train(
         if rank_facts().world_size > 1:
             # The checks of doctor that cost nothing run at the start of every run.
             from lockstep import cluster
-            from lockstep.diagnose.doctor import check_in_run, names_in
+            from lockstep.diagnose.doctor import check_in_run
 
             cluster.setup(config.distributed)
-            for line in check_in_run(config.to_yaml(), names_in(config)):
+            for line in check_in_run(config):
                 _log(str(line))
         code: int = trainer.run(config, output_dir=output_dir, resume=chosen)
         return code

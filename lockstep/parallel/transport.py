@@ -42,6 +42,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep.collectives import message_device
 from lockstep.costs.steps import ScheduledPass, pipeline
 from lockstep.errors import RunError
 from lockstep.parallel.strides import laid_out
@@ -243,6 +244,7 @@ class PeerToPeer:
 
     group: dist.ProcessGroup
     device: torch.device
+    carried_on: torch.device = field(init=False)  # where messages lie on their way
     # the strides of tensors, that have come with messages of the run
     strides: dict[Message, list[tuple[int, ...]]] = field(default_factory=dict, init=False)
     _known: KnownMessages = field(default_factory=KnownMessages)
@@ -250,6 +252,9 @@ class PeerToPeer:
     # kept until they are through
     _leaving: list[tuple[dist.Work | None, Tensor]] = field(default_factory=list)
     _last: int = 0  # how many of them are of the message that was sent last
+
+    def __post_init__(self) -> None:
+        self.carried_on = message_device(self.group, self.device)
 
     def begin(self, known: KnownMessages) -> None:
         """Begin a run of passes, of whose messages all shapes are known."""
@@ -264,7 +269,7 @@ class PeerToPeer:
         expected = self._known.leaving.get(message)
         if expected is not None:
             _check_shapes(message, tensors, expected)
-        if all(each.device.type == "cpu" for each in tensors):
+        if self.carried_on.type == "cpu":
             # gloo says that a send is through only to those who wait for it, so tensors would pile
             # up. The order of messages allows to wait for each at once; one is let to run beside
             # the computation.
@@ -273,12 +278,12 @@ class PeerToPeer:
             del self._leaving[:before]
         else:  # waiting would hold up the computation, and the device says what is through
             self._leaving = [(work, kept) for work, kept in self._leaving if not _is_through(work)]
-        sent = [each.detach().contiguous() for each in tensors]
+        sent = [each.detach().contiguous().to(self.carried_on) for each in tensors]
         if message in self._known.with_strides:
             strides = [stride for each in tensors for stride in each.stride()]
             # once for each shape of a batch
             # host waits for the device
-            sent.append(torch.tensor(strides, dtype=torch.int64, device=self.device))
+            sent.append(torch.tensor(strides, dtype=torch.int64, device=self.carried_on))
         # Kept until they are through: the transport reads the memory while the pass goes on.
         self._leaving += [
             (dist.isend(each, group=self.group, group_dst=peer), each) for each in sent
@@ -287,12 +292,10 @@ class PeerToPeer:
 
     def receive(self, message: Message, peer: int) -> None:
         """Start to receive a message into new buffers."""
-        into = tuple(meta.empty(self.device) for meta in self._known.arriving[message])
+        into = tuple(meta.empty(self.carried_on) for meta in self._known.arriving[message])
         if message in self._known.with_strides:
-            into = (
-                *into,
-                torch.empty(sum(each.ndim for each in into), dtype=torch.int64, device=self.device),
-            )
+            count = sum(each.ndim for each in into)
+            into = (*into, torch.empty(count, dtype=torch.int64, device=self.carried_on))
         self._arriving[message] = (
             into,
             [dist.irecv(each, group=self.group, group_src=peer) for each in into],
@@ -310,7 +313,8 @@ class PeerToPeer:
             strides = [tuple(next(flat) for _ in range(each.ndim)) for each in tensors]
             self.strides[message] = strides
             metas = replace_strides(metas, strides)
-        return tuple(meta.leaf_of(each) for meta, each in zip(metas, tensors, strict=True))
+        here = [each.to(self.device) for each in tensors]
+        return tuple(meta.leaf_of(each) for meta, each in zip(metas, here, strict=True))
 
     def finish(self) -> None:
         """Wait until all that was sent is through."""
@@ -365,7 +369,11 @@ class Described:
     group: dist.ProcessGroup
     device: torch.device  # of the tensors
     objects_on: torch.device  # the device on which the group carries pickled objects
+    carried_on: torch.device = field(init=False)  # where messages lie on their way
     _sources: dict[Message, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.carried_on = message_device(self.group, self.device)
 
     def begin(self, known: KnownMessages) -> None:
         """Do nothing: descriptions are sent with the messages."""
@@ -375,7 +383,9 @@ class Described:
         described = [tuple(map(Meta.of, tensors))]
         dist.send_object_list(described, group_dst=peer, group=self.group, device=self.objects_on)
         for each in tensors:
-            dist.send(each.detach().contiguous(), group_dst=peer, group=self.group)
+            dist.send(
+                each.detach().contiguous().to(self.carried_on), group_dst=peer, group=self.group
+            )
 
     def receive(self, message: Message, peer: int) -> None:
         """Note from whom a message comes."""
@@ -387,10 +397,11 @@ class Described:
         box: list[Any] = [None]
         dist.recv_object_list(box, group_src=peer, group=self.group, device=self.objects_on)
         metas: Metas = box[0]
-        tensors = tuple(meta.empty(self.device) for meta in metas)
+        tensors = [meta.empty(self.carried_on) for meta in metas]
         for each in tensors:
             dist.recv(each, group_src=peer, group=self.group)
-        return tuple(meta.leaf_of(each) for each, meta in zip(tensors, metas, strict=True))
+        here = [each.to(self.device) for each in tensors]
+        return tuple(meta.leaf_of(each) for each, meta in zip(here, metas, strict=True))
 
     def finish(self) -> None:
         """Do nothing: all that was sent is through."""

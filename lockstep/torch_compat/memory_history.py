@@ -9,8 +9,10 @@ import torch
 
 
 def record(max_entries: int) -> None:
-    """Record allocations from now on, the newest ones."""
-    torch.cuda.memory._record_memory_history(max_entries=max_entries)
+    """Record allocations from now on, the newest ones, with the lines of Python that made them."""
+    # With frames of C++, writing takes half a minute, and leaves a process of addr2line for each
+    # library.
+    torch.cuda.memory._record_memory_history(stacks="python", max_entries=max_entries)
 
 
 def stop() -> None:

@@ -13,7 +13,7 @@ from lockstep.torch_compat import memory_history
 
 def test_torch_takes_these_arguments() -> None:
     parameters = inspect.signature(torch.cuda.memory._record_memory_history).parameters
-    assert {"enabled", "max_entries"} <= parameters.keys()
+    assert {"enabled", "max_entries", "stacks"} <= parameters.keys()
     assert inspect.signature(torch.cuda.memory._dump_snapshot).parameters
 
 
