@@ -27,7 +27,7 @@ class Workload(NamedTuple):
         return made
 
 
-# GPT-2's and GPT-3's sizes in the Llama form; BDH as it is by default.
+# GPT-2's sizes in the Llama form; BDH as it is by default. Three contestants hold one each.
 WORKLOADS = {
     "transformer-124m": Workload(
         "transformer",
@@ -35,11 +35,11 @@ WORKLOADS = {
         1024,
         16,
     ),
-    "transformer-1.3b": Workload(
+    "transformer-774m": Workload(
         "transformer",
-        {"n_layer": 24, "n_embd": 2048, "n_head": 16, "vocab_size": 50304, "dropout": 0.0},
-        2048,
-        4,
+        {"n_layer": 36, "n_embd": 1280, "n_head": 20, "vocab_size": 50304, "dropout": 0.0},
+        1024,
+        8,
     ),
     "bdh": Workload("bdh", {"dropout": 0.1}, 1024, 8),
 }
@@ -50,7 +50,7 @@ TINY = {
         32,
         2,
     ),
-    "transformer-1.3b": Workload(
+    "transformer-774m": Workload(
         "transformer",
         {"n_layer": 3, "n_embd": 32, "n_head": 2, "vocab_size": 64, "dropout": 0.0},
         32,

@@ -32,7 +32,8 @@ from lockstep.strategy import parse_topology
 from lockstep.trainer import Trainer
 
 # Losses of a run that need not have the same bits may be so far apart, relative. A compiled model
-# rounds at other places, and AdamW makes a whole step of what is left of a gradient near zero.
+# draws other numbers for its dropout and rounds at other places, and AdamW makes a whole step of
+# what is left of a gradient near zero.
 NEAR = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 2e-2}
 NEAR_COMPILED = 1e-2
 MICRO_BATCHES = 2
@@ -96,7 +97,7 @@ ROWS = (
     Row("gloo, 2 ranks on the GPU", "fsdp:2", "gloo"),
     exact("gloo, 2 ranks on the GPU", "fsdp:2", backend="gloo"),
     exact("gloo, 2 ranks on the GPU", "tensor:2", backend="gloo"),
-    exact("gloo, 2 ranks on the GPU", "context:2", backend="gloo"),
+    Row("gloo, 2 ranks on the GPU", "context:2", "gloo"),
     Row("gloo, 2 ranks on the GPU", "pipeline:2", "gloo"),
     exact("gloo, 2 ranks on the GPU", "pipeline:2", backend="gloo"),
     exact("gloo, 2 ranks on the GPU", "pipeline:2", backend="gloo", mode="bf16"),

@@ -2,7 +2,7 @@
 
 Both run on one GPU. The loop is the best that one writes by hand.
 
-    python -m benchmarks.gpu.throughput [--models transformer-124m,transformer-1.3b,bdh]
+    python -m benchmarks.gpu.throughput [--models transformer-124m,transformer-774m,bdh]
         [--rounds 9] [--steps 20] [--fp8 linears]
     python -m benchmarks.gpu.throughput --device cpu --tiny
 

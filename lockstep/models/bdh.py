@@ -296,7 +296,9 @@ class _PastSum:
 
     def add(self, q: Tensor, y: Tensor) -> None:
         if self._sum is None:
-            self._sum = torch.bmm(q.transpose(1, 2), y).to(self._kept)
+            # A copy, as it is added to in place: what selective activation checkpointing keeps of a
+            # product is not to be written to.
+            self._sum = torch.bmm(q.transpose(1, 2), y).to(self._kept, copy=True)
         elif self._dtype == self._kept:
             self._sum.baddbmm_(q.transpose(1, 2), y)
         else:

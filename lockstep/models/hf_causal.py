@@ -205,6 +205,16 @@ class GPT2(DrawnModel):
     # runs that began before go on with the numbers that they would have drawn.
     random_key = "transformer.drop"
 
+    def init_weights(self) -> None:
+        super().init_weights()
+        positions = int(self.config.max_position_embeddings)
+        for block in self.get_submodule("transformer.h").children():
+            attention: Any = block.attn
+            if hasattr(attention, "masked_bias"):  # the library has them before its version 5
+                seen = torch.ones(positions, positions, dtype=torch.bool).tril()
+                attention.bias.copy_(seen.view(1, 1, positions, positions))
+                attention.masked_bias.fill_(-1e4)
+
     def std_of(self, name: str) -> float:
         std = super().std_of(name)
         if name.endswith("c_proj.weight"):

@@ -11,6 +11,7 @@ Tests: tests/models/test_hf.py, tests/models/test_hf_decoder.py, tests/parity/te
 import copy
 import re
 import sys
+from importlib.metadata import version
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,6 +22,9 @@ from lockstep.models.hf_decoder import CAUSAL, FAMILIES, Family
 # Families that attend through `Attend` if they are built by name, each tested. Others have a
 # window, a softcap, sinks or learned positions.
 ATTENDING = ("llama", "mistral", "olmo2", "qwen2", "qwen3")
+
+# Before, the library's plans left out norms of heads, and named experts one by one.
+PLANS_ARE_WHOLE_SINCE = 5
 
 # What transformers calls the ways in which a layer is cut, and `lockstep.parallel.tensor_plan`
 # does.
@@ -99,7 +103,15 @@ def advice_for_object(model: nn.Module, axis: str) -> str | None:
     if axis == "context":
         known = ", ".join(f"hf:{name}" for name in ATTENDING)
         return by_name if kind in ATTENDING else f"write context_size: 1, or use one of {known}"
-    return by_name if _has_scaled_embedding(model) else None
+    if _has_scaled_embedding(model):
+        return by_name
+    major = int(version("transformers").partition(".")[0])
+    if kind in FAMILIES and major < PLANS_ARE_WHOLE_SINCE:
+        return (
+            f"install transformers {PLANS_ARE_WHOLE_SINCE} or newer, whose plans name the norms of"
+            f" heads and the experts of {kind}; or write tensor_size: 1"
+        )
+    return None
 
 
 def _has_scaled_embedding(model: nn.Module) -> bool:

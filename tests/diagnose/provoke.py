@@ -19,6 +19,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -30,7 +31,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data import _utils as torch_data
 from torch.utils.data.distributed import DistributedSampler
@@ -160,6 +161,13 @@ def _reduction() -> None:
     model = DistributedDataParallel(Unused())
     for _ in range(2):
         model(torch.zeros(1, 2)).sum().backward()
+
+
+def _product_changed_in_place() -> None:
+    block = nn.Sequential(nn.Linear(2, 2), nn.ReLU(inplace=True), nn.Linear(2, 2))
+    keep = partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
+    made = checkpoint(block, torch.ones(2, 2), use_reentrant=False, context_fn=keep)
+    made.sum().backward()
 
 
 def _ready_twice() -> None:
@@ -433,6 +441,7 @@ ALONE: tuple[Case, ...] = (
     ("a module is missing", lambda: __import__("no_such_module")),
     ("expected to have finished reduction", _in_group(_reduction)),
     ("a parameter is ready twice", _in_group(_ready_twice)),
+    ("a kept product was changed in place", _product_changed_in_place),
     (
         "nothing to train under DDP",
         _in_group(lambda: DistributedDataParallel(nn.Linear(2, 2).requires_grad_(False))),

@@ -194,3 +194,19 @@ def test_facts_hold_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     assert own["variables"]["NCCL_DEBUG"] == "WARN"
     assert "hush" not in json.dumps(own)
     assert os.environ["HF_TOKEN"] == "hush"
+
+
+def test_a_run_on_the_cpu_asks_for_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine with one GPU its second rank was said to have none."""
+    gpu = {"model": "H100", "memory": 80 * 2**30, "uuid": "GPU-1", "peers": True}
+    monkeypatch.setattr(verdicts, "visible_gpus", lambda: [gpu])
+
+    def bad(device: str) -> list[str]:
+        facts = [
+            own_facts(device=device) | {"rank": rank, "local_rank": rank, "local_world_size": 2}
+            for rank in range(2)
+        ]
+        return [line.found for line in verdicts.gpus(facts) if line.status == verdicts.BAD]
+
+    assert any("rank 1 has no GPU of its own" in text for text in bad("auto"))
+    assert bad("cpu") == []

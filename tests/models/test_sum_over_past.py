@@ -1,10 +1,12 @@
 """Attention to the strict past: the chunked form is the direct one."""
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from lockstep.models import bdh
 
@@ -47,3 +49,21 @@ def test_the_form_that_takes_fewer_multiplications_is_taken(
             torch.empty(1, length, 8192, device="meta"), torch.empty(1, length, 256, device="meta")
         )
     assert taken == ["direct", "direct", "chunked", "chunked"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_may_be_kept_for_the_backward_pass(dtype: torch.dtype) -> None:
+    """Selective checkpointing keeps them, and refuses those that were written to since."""
+    generator = torch.Generator().manual_seed(0)
+    q = torch.rand(3, 16, 10, generator=generator).to(dtype)
+    x = torch.randn(3, 16, 6, generator=generator).to(dtype)
+    keep = partial(create_selective_checkpoint_contexts, [torch.ops.aten.bmm.default])
+
+    def kept(q: Tensor, x: Tensor) -> Tensor:
+        made: Tensor = checkpoint(
+            lambda q, x: bdh.chunked(q, x, 4), q, x, use_reentrant=False, context_fn=keep
+        )
+        return made
+
+    plain = run(lambda q, x: bdh.chunked(q, x, 4), q, x)
+    assert all(map(torch.equal, run(kept, q, x), plain))

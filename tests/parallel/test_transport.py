@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lockstep.collectives import message_device
 from lockstep.costs.steps import ScheduledPass
 from lockstep.parallel.pipeline.schedules import SCHEDULES, actions, forward_program_of, holders
 from lockstep.parallel.transport import (
@@ -235,3 +236,21 @@ def test_tensors_arrive_under_their_message_and_are_let_go_once_they_are_through
         4,
         4,
     ]  # of two messages at most, of two tensors each; the first has strides
+
+
+@pytest.mark.parametrize(
+    ("serves", "device", "carried_on"),
+    [
+        ("cpu:gloo,cuda:gloo", "cuda:1", "cpu"),
+        ("cpu:gloo,cuda:gloo", "cpu", "cpu"),
+        ("cpu:gloo,cuda:nccl", "cuda:1", "cuda:1"),
+        ("cuda:nccl", "cuda:1", "cuda:1"),
+    ],
+)
+def test_gloo_carries_what_lies_on_the_host(
+    serves: str, device: str, carried_on: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Given the memory of a GPU, its sends end the process."""
+    monkeypatch.setattr(dist, "get_backend_config", lambda _group: serves)
+    group: Any = None
+    assert message_device(group, torch.device(device)) == torch.device(carried_on)

@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.models.decoders import NOT_PLANNED
+
 VOCAB = 64
 LENGTH = 12
 SAMPLES = 8
@@ -28,6 +30,10 @@ WITHOUT_PLANS = {"tensor": "tensor_plan()", "context": "context_plan()"}
 
 WITHOUT_CONTEXT = {"context": "hf:"}
 """A model of the library, whose layers are cut as they are."""
+
+PLANNED_SINCE_5 = {"tensor": "install transformers"} if NOT_PLANNED else {}
+SINCE_5 = WITHOUT_CONTEXT | PLANNED_SINCE_5
+"""One whose layers are cut as they are, if the library's plan names them whole."""
 
 
 class Foreign(NamedTuple):
@@ -663,7 +669,7 @@ MODELS: dict[str, Foreign] = {
         ),
         padded_text,
         piped=as_it_is,
-        refused_by=WITHOUT_CONTEXT,
+        refused_by=SINCE_5,
     ),
     "mamba": Foreign(
         "Mamba",
@@ -687,7 +693,7 @@ MODELS: dict[str, Foreign] = {
         library("AutoModelForCausalLM", "qwen3", **SIZES, head_dim=8, tie_word_embeddings=True),
         padded_text,
         piped=as_it_is,
-        refused_by=WITHOUT_CONTEXT,
+        refused_by=SINCE_5,
     ),
     "lora": Foreign(
         "Llama with low-rank updates, written by hand",
@@ -697,7 +703,7 @@ MODELS: dict[str, Foreign] = {
         refused_by={**WITHOUT_CONTEXT, "tensor": "a forward pass of its own"},
     ),
     "llama_by_name": named("Llama (`hf:`)", "llama", {}, **SIZES),
-    "qwen3_by_name": named("Qwen 3 (`hf:`)", "qwen3", {}, **SIZES, head_dim=8),
+    "qwen3_by_name": named("Qwen 3 (`hf:`)", "qwen3", PLANNED_SINCE_5, **SIZES, head_dim=8),
     "gcn": Foreign("GCN on small graphs", seeded(GCN), graph, lambda m, b: m(**b)["loss"]),
     "lstm": Foreign(
         "LSTM",
