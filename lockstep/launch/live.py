@@ -79,7 +79,7 @@ class LiveRanks:
         if most is None:
             count = f"{len(left)} rank{'s' * (len(left) != 1)}" if left else "no rank"
             self.refusal = f"{count} of {len(world.members) + len(world.spares)} would be left"
-            self.refusal += ", and the config trains on no such number" if left else ""
+            self.refusal += ", and the config can't train on so few" if left else ""
             return False
         following = LiveWorld(
             world.generation + 1,

@@ -430,12 +430,12 @@ def _run_agent(
                 RunDirectory(job.logs.parent).append_event("restart", reason=reason, left=left)
 
     def on_change(world: LiveWorld) -> None:
-        lost = ", ".join(map(str, world.lost))
-        waiting = f"; {len(world.spares)} wait" if world.spares else ""
-        _log_to_stderr(
-            f"rank {lost} was killed: {len(world.members)} ranks go on, in the same"
-            f" processes{waiting}"
-        )
+        lost = listed([f"rank {rank}" for rank in world.lost], "and")
+        were = "was" if len(world.lost) == 1 else "were"
+        left = len(world.members)
+        go_on = "1 rank goes" if left == 1 else f"{left} ranks go"
+        waiting = f"; waiting for a place: {len(world.spares)}" if world.spares else ""
+        _log_to_stderr(f"{lost} {were} killed: {go_on} on, in the same processes{waiting}")
         with suppress(OSError):
             RunDirectory(job.logs.parent).append_event(
                 "recovery",

@@ -52,7 +52,7 @@ def test_spares_wait_and_take_a_later_place(
 
 def test_too_few_ranks_are_not_told_to_go_on(even: LiveRanks, tmp_path: Path) -> None:
     assert not even.go_on_without({0, 1, 2})
-    assert even.refusal == "1 rank of 4 would be left, and the config trains on no such number"
+    assert even.refusal == "1 rank of 4 would be left, and the config can't train on so few"
     assert not even.go_on_without({0, 1, 2, 3})
     assert now(even, tmp_path).generation == 0
 
