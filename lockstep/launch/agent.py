@@ -102,6 +102,7 @@ class Agent(ExtensibleAgent):
         self._on_restart = on_restart
         self._watch = watch
         self._live = live
+        self._hang_found = False  # ranks hung, and were killed for it: it is no death to go on from
         self._loop = CrashLoop(checkpoints, memory)
         self._lock = threading.Lock()
         self._starting = False
@@ -256,7 +257,8 @@ class Agent(ExtensibleAgent):
                 (self._failures / name).unlink(missing_ok=True)
         if self._live is not None:
             self._live.begin(len(worker_group.workers))
-            self._watch.follow(self._live.folder)
+            self._follow(self._live)
+        self._hang_found = False
         delete_beats(self._watch.folder)
         self._watch.restart()
         with self._lock:
@@ -273,7 +275,7 @@ class Agent(ExtensibleAgent):
 
     def look_at_ranks(self, worker_group: WorkerGroup) -> RunResult:
         """Check the ranks' processes; end those that hang, and fail if one has left early."""
-        if self._live is not None and self.stop_signal is None:
+        if self._live is not None and self.stop_signal is None and not self._hang_found:
             self._go_on_without_the_dead(self._live)
         result = super().look_at_ranks(worker_group)
         if result.state == WorkerState.HEALTHY:
@@ -285,6 +287,10 @@ class Agent(ExtensibleAgent):
             hanging = self._watch.check(pids, world, stop_requested=self.stop_signal is not None)
             # the next look at the processes finds them dead and reads the failure file
             if hanging is not None:
+                self._hang_found = True
+                if self._live is not None:  # people know the ranks by their first numbers
+                    first = self._live.world.members[hanging.rank]
+                    hanging = replace(hanging, rank=first, world_size=len(worker_group.workers))
                 hanging.write(self._failures)
                 self._kill(pids.values())
         if result.state in (WorkerState.HEALTHY, WorkerState.SUCCEEDED) and self._left_early():
@@ -307,10 +313,14 @@ class Agent(ExtensibleAgent):
         failed = {rank for rank, code in codes.items() if code}
         if killed and killed == failed and live.go_on_without(killed):
             self.forget(killed)
-            self._watch.follow(live.folder)
+            self._follow(live)
         if not failed:
             live.all_run()
         live.end_if_done()
+
+    def _follow(self, live: LiveRanks) -> None:
+        """Watch the ranks of the world that has just begun."""
+        self._watch.follow(live.folder, live.world.members)
 
     def restart_ranks(self, worker_group: WorkerGroup) -> None:
         """Start the ranks again, unless the run was stopped or its config is wrong."""

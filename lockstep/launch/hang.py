@@ -74,6 +74,8 @@ class HangWatch:
     _states_read: float = 0.0
     _reports_at: float = 0.0
     _stop_requested_at: float | None = None
+    # rank → the one as which its process was started, by which its files in the logs are named
+    _first_ranks: Sequence[int] = ()
 
     def hear_from(self, others: "OtherMachines | None") -> None:
         """Hear when the ranks of other machines go forward; None: there are none any more."""
@@ -81,9 +83,15 @@ class HangWatch:
             self.others.close()
         self.others = others
 
-    def follow(self, folder: Path) -> None:
-        """Watch the ranks whose heartbeats are in this folder, from their start."""
+    def follow(self, folder: Path, first_ranks: Sequence[int]) -> None:
+        """Watch the ranks whose heartbeats are in this folder, from their start.
+
+        Args:
+            folder: of the heartbeats.
+            first_ranks: the ranks with which their processes were started, in the ranks' order.
+        """
         self.folder = folder
+        self._first_ranks = first_ranks
         self.restart()
 
     def restart(self) -> None:
@@ -351,13 +359,13 @@ class HangWatch:
         """
         self._reports_at = time.monotonic()
         stopped = {rank for rank, pid in pids.items() if is_stopped(pid)}
-        before = {rank: _size(stacks_file(self.logs, rank)) for rank in pids}
+        before = {rank: _size(self._stacks_file(rank)) for rank in pids}
         for rank in pids:
             (self.folder / f"flight-{rank}.json").unlink(missing_ok=True)
         (self.folder / DUMP).touch()
         for rank, pid in pids.items():
             # the handler is there: without it the signal kills a new rank
-            if stacks_file(self.logs, rank).exists():
+            if self._stacks_file(rank).exists():
                 send_signal(pid, STACKS_SIGNAL)
         silent = self._wait(before, pids, _ANSWER_SECONDS)
         # stopped since the first look
@@ -366,13 +374,19 @@ class HangWatch:
             # a stopped rank then writes where it stands; all are killed soon
             send_signal(pids[rank], signal.SIGCONT)
         self._wait(before, pids, _LAST_SECONDS)
-        stacks = {rank: failures.newest_stack(self.logs, rank) for rank in pids}
+        stacks = {rank: failures.newest_stack(self.logs, self._first_rank(rank)) for rank in pids}
         return _Reports(silent, stopped, stacks, {rank: self._collectives(rank) for rank in pids})
+
+    def _first_rank(self, rank: int) -> int:
+        return self._first_ranks[rank] if self._first_ranks else rank
+
+    def _stacks_file(self, rank: int) -> Path:
+        return stacks_file(self.logs, self._first_rank(rank))
 
     def _wait(self, before: Mapping[int, int], pids: Mapping[int, int], seconds: float) -> set[int]:
         deadline = time.monotonic() + seconds
         while True:
-            silent = {rank for rank in pids if _size(stacks_file(self.logs, rank)) <= before[rank]}
+            silent = {rank for rank in pids if _size(self._stacks_file(rank)) <= before[rank]}
             complete = all((self.folder / f"flight-{rank}.json").exists() for rank in pids)
             if (not silent and complete) or time.monotonic() > deadline:
                 time.sleep(0.05)  # the last line may be half written
@@ -390,7 +404,7 @@ class HangWatch:
             trace = json.loads(data)
         except (OSError, ValueError):
             return 0, ""
-        replace_file(self.logs / f"rank-{rank}.flight.json", data)
+        replace_file(self.logs / f"rank-{self._first_rank(rank)}.flight.json", data)
         status = trace.get("pg_status", {}).values()
         count = sum(int(group.get("last_enqueued_collective", 0)) for group in status)
         entries: list[dict[str, Any]] = trace.get("entries", [])

@@ -48,6 +48,8 @@ class LiveRanks:
     def begin(self, ranks: int) -> None:
         """Begin with all ranks, which are about to be started."""
         self.refusal = ""
+        for beats in self._beats.glob("generation-*"):  # of an earlier start of the ranks
+            shutil.rmtree(beats, ignore_errors=True)
         self._tell(LiveWorld(0, tuple(range(ranks))))
 
     @property
@@ -89,9 +91,7 @@ class LiveRanks:
             died=self._looked,
             noticed=noticed,
         )
-        beats = following.beats(self._beats)
-        shutil.rmtree(beats, ignore_errors=True)  # of an earlier start of the ranks
-        beats.mkdir()
+        following.beats(self._beats).mkdir()
         self._tell(following)
         self._on_change(following)
         return True

@@ -430,7 +430,7 @@ def _run_agent(
                 RunDirectory(job.logs.parent).append_event("restart", reason=reason, left=left)
 
     def on_change(world: LiveWorld) -> None:
-        lost = listed([f"rank {rank}" for rank in world.lost], "and")
+        lost = ", ".join(f"rank {rank}" for rank in world.lost)
         were = "was" if len(world.lost) == 1 else "were"
         left = len(world.members)
         go_on = "1 rank goes" if left == 1 else f"{left} ranks go"

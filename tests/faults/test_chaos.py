@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks import chaos_live
 from benchmarks.chaos import CASES, Case, bench, forked, started, undisturbed
 
 Fresh = Callable[..., Any]
@@ -45,6 +46,13 @@ def test_a_few_kills_lose_nothing(case: Case, expected: dict[str, str], fresh: F
     assert not report.wrong
     assert report.rounds >= 1
     assert report.checkpoints_proved >= 5
+
+
+@pytest.mark.full
+def test_live_recovery_loses_nothing() -> None:
+    report = chaos_live.bench(2, 7, topologies=("hybrid",), kinds=("update", "kill"))
+    assert not report.wrong
+    assert report.rounds.total() >= 2
 
 
 @pytest.mark.full

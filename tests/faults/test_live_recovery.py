@@ -30,6 +30,39 @@ def begin(folder: Path, ranks: int, *overrides: str) -> list[str]:
     ]
 
 
+class Disturbed:
+    """Four ranks, some of which are killed or stopped."""
+
+    def __init__(self, folder: Path, *overrides: str) -> None:
+        self.folder = folder
+        self.run = folder / "run"
+        words = begin(folder, 4, "distributed.on_failure=continue", *overrides)
+        self.process = start(folder, *words, OMP_NUM_THREADS="1")
+        self._ranks: dict[int, int] = {}  # rank at the start → process
+
+    def come_to(self, step: int) -> None:
+        """Wait until the run has taken this step."""
+        self.wait_until(lambda: max(steps(self.run), default=0) >= step)
+        self._ranks = self._ranks or ranks_of(self.folder)
+
+    def send(self, rank: int, number: int) -> None:
+        """Send a signal to a rank, by its first number."""
+        os.kill(self._ranks[rank], number)
+
+    def wait_for_events(self, kind: str, count: int) -> None:
+        """Wait until there are so many events of a kind."""
+        self.wait_until(lambda: len(events(self.run, kind)) >= count)
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Wait for a condition; the run must not end before."""
+        wait_for(lambda: self.process.poll() is not None or condition())
+        assert self.process.poll() is None, self.process.communicate()
+
+    def finish(self) -> Ended:
+        """Wait for its end."""
+        return finish(self.process, self.folder)
+
+
 def with_deaths(folder: Path, killed: list[tuple[int, ...]], *overrides: str) -> Ended:
     """Four ranks, some of which are killed.
 
@@ -39,25 +72,16 @@ def with_deaths(folder: Path, killed: list[tuple[int, ...]], *overrides: str) ->
             the others recover from the death before it.
         overrides: of the config.
     """
-    overrides = ("distributed.on_failure=continue", *overrides)
-    process = start(folder, *begin(folder, 4, *overrides), OMP_NUM_THREADS="1")
-    run = folder / "run"
-
-    def wait_until(condition: Callable[[], bool]) -> None:
-        wait_for(lambda: process.poll() is not None or condition())
-        assert process.poll() is None, process.communicate()
-
-    processes: dict[int, int] = {}
+    run = Disturbed(folder, *overrides)
     deaths = 0
     for number, ranks in enumerate(killed):
-        wait_until(lambda: max(steps(run), default=0) >= 8 * (number + 1))  # noqa: B023
-        processes = processes or ranks_of(folder)
+        run.come_to(8 * (number + 1))
         for rank in ranks:
-            os.kill(processes[rank], signal.SIGKILL)
+            run.send(rank, signal.SIGKILL)
             deaths += 1
-            wait_until(lambda: len(events(run, "recovery")) == deaths)  # noqa: B023
-        wait_until(lambda: len(events(run, "recovered")) > number)  # noqa: B023
-    return finish(process, folder)
+            run.wait_for_events("recovery", deaths)
+        run.wait_for_events("recovered", number + 1)
+    return run.finish()
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +127,11 @@ CASES: dict[str, Case] = {
     "the others go on in the same processes, on as many ranks as the config allows, from the newest"
     " copy in memory; each step is recorded once, and the digest is that of a run without deaths",
 )
+@pytest.mark.fault(
+    "process: a second rank is killed while the others recover, `distributed.on_failure: continue`",
+    "those that are left wait for it in what they have just begun: groups, the load",
+    "they begin the recovery again, without it",
+)
 @pytest.mark.parametrize(
     "case",
     [pytest.param(name, marks=pytest.mark.full if name == "ddp" else ()) for name in CASES],
@@ -129,3 +158,22 @@ def test_the_others_go_on_and_end_in_the_same_bits(
         assert "/dev/shm/" in resumed["checkpoint"]
     assert steps(run) == list(range(1, 27)), "each step once"
     assert digest(run / "checkpoints/step-00000026") == undisturbed
+
+
+def test_after_deaths_a_hang_names_its_rank_and_all_ranks_are_started_again(
+    undisturbed: str, tmp_path: Path
+) -> None:
+    """The stopped one is rank 0 of two by then: it is told by the number with which it began."""
+    hang = "distributed.hang.seconds=2"
+    run = Disturbed(tmp_path, "distributed.strategy=fsdp", hang, "--max-restarts", "1")
+    run.come_to(4)
+    run.send(0, signal.SIGKILL)
+    run.send(3, signal.SIGKILL)
+    run.wait_for_events("recovered", 1)
+    run.send(1, signal.SIGSTOP)
+    ended = run.finish()
+    assert ended.code == 0, ended.err
+    assert "rank 1 of 4 failed: it hangs" in ended.err
+    assert (tmp_path / "run/logs/rank-1.stacks.txt").stat().st_size > 0
+    assert len(events(run.run, "restart")) == 1
+    assert digest(run.run / "checkpoints/step-00000026") == undisturbed

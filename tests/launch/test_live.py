@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.heartbeat.watcher import delete_beats
 from lockstep.launch.failures import done_mark
 from lockstep.launch.live import LiveRanks
 from lockstep.launch.world import LiveWorld
@@ -48,6 +49,18 @@ def test_spares_wait_and_take_a_later_place(
     second = now(even, tmp_path)
     assert (second.generation, second.members, second.spares) == (2, [1, 3], [])
     assert [world.generation for world in told] == [1, 2]
+
+
+def test_a_new_start_finds_no_heartbeats_of_the_worlds_before(
+    even: LiveRanks, tmp_path: Path
+) -> None:
+    (tmp_path / "world.json").rename(tmp_path / "beat-0")
+    even.go_on_without({2})
+    even.begin(4)
+    (tmp_path / "world.json").unlink()
+    delete_beats(tmp_path)
+    assert not any(tmp_path.iterdir())
+    assert even.go_on_without({3}), "the generation of that name is a new one"
 
 
 def test_too_few_ranks_are_not_told_to_go_on(even: LiveRanks, tmp_path: Path) -> None:
