@@ -72,7 +72,9 @@ def _mesh_of(ranks: torch.Tensor, device_type: str, names: tuple[str, ...]) -> D
     groups = []
     for axis in range(ranks.ndim):  # the ranks that differ from this one along this axis alone
         members = ranks[
-            tuple(slice(None) if each == axis else place for each, place in enumerate(own))
+            tuple(
+                slice(None) if each == axis else coordinate for each, coordinate in enumerate(own)
+            )
         ].tolist()
         group = dist.group.WORLD
         if len(members) < dist.get_world_size() or group is None:

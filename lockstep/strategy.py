@@ -385,7 +385,7 @@ def parse_topology(text: str) -> tuple[dict[str, Any], int]:
     values: dict[str, Any] = {}
     ranks = 1
     may_fill = frozenset(SIZED)
-    for place, part in enumerate(text.strip().split("*")):
+    for position, part in enumerate(text.strip().split("*")):
         match = re.fullmatch(r"(.+?)(?::(\d+(?:x\d+)*))?", part.strip())
         if match is None:
             raise wrong
@@ -393,14 +393,14 @@ def parse_topology(text: str) -> tuple[dict[str, Any], int]:
         sizes = [int(size) for size in (match[2] or "").split("x") if size]
         if (
             name == EXPERT
-            and place
+            and position
             and len(sizes) == 1
             and sizes[0]
             and "expert_size" not in values
         ):
             values["expert_size"] = sizes[0]
             continue
-        if place and ":" in name:
+        if position and ":" in name:
             whole = strategy_named(values["strategy"])
             values["strategy"] = whole.over(strategy_named(name), text.partition("*")[0]).name
         known = [strategy_named(name)] if ":" in name else known_strategies()
@@ -414,13 +414,13 @@ def parse_topology(text: str) -> tuple[dict[str, Any], int]:
             len(sizes) != len(axes)
             or not all(sizes)
             or not set(axes) <= may_fill
-            or (place and not axes)
+            or (position and not axes)
         ):
             raise wrong
-        if not place:
+        if not position:
             values = {"strategy": strategy.name, **strategy.values.get(name, {})}
         values |= {f"{axis}_size": size for axis, size in zip(axes, sizes, strict=True)}
-        may_fill = (may_fill if place else strategy.divides | {*SAME_BATCH}) - set(axes)
+        may_fill = (may_fill if position else strategy.divides | {*SAME_BATCH}) - set(axes)
         ranks *= math.prod(sizes)
     return values, ranks
 

@@ -104,11 +104,11 @@ def keyword_for(key: str, value: str) -> str:
     `early_stopping={"patience": 3}`.
     """
     names = key.split(".")
-    for place in reversed(range(1, len(names))):
-        name = names[place]
+    for position in reversed(range(1, len(names))):
+        name = names[position]
         known = [BY_NAME[name].key] if name in BY_NAME else _keys_named(name)
-        if advice_to_leave_out(name) is None and known == [".".join(names[: place + 1])]:
-            return f"{name}={_inside(names[place + 1 :], value)}"
+        if advice_to_leave_out(name) is None and known == [".".join(names[: position + 1])]:
+            return f"{name}={_inside(names[position + 1 :], value)}"
     return f"{names[0]}={_inside(names[1:], value)}"
 
 

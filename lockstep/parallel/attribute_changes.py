@@ -55,7 +55,7 @@ class AttributeChanges:
             before = self._values[begin : begin + size]
             if len(view) == size:
                 changed = compress(range(size), map(is_not, view, before))
-                self._known.update((key, place) for place in changed)
+                self._known.update((key, position) for position in changed)
             elif not isinstance(self._found[key][0], nn.Module):
                 self._resized.add(key)
             begin += size
@@ -84,22 +84,24 @@ class AttributeChanges:
         self._views = list(filled.values())
         self._sizes = list(map(len, self._views))
         slots: list[_Slot] = [
-            (key, place)
+            (key, position)
             for key, size in zip(self._keys, self._sizes, strict=True)
-            for place in range(size)
+            for position in range(size)
         ]
         self._places = range(len(slots))
         values = list(chain.from_iterable(self._views))
         self._size = len(values)
         tensors = {
-            place
-            for place, value in enumerate(values)
+            position
+            for position, value in enumerate(values)
             if isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
         }
-        self._values = [None if place in tensors else v for place, v in enumerate(values)]
-        of_torch = {(key, place) for key in self._keys for place in range(_of_torch(found[key][0]))}
+        self._values = [None if position in tensors else v for position, v in enumerate(values)]
+        of_torch = {
+            (key, position) for key in self._keys for position in range(_of_torch(found[key][0]))
+        }
         expected = self._known | of_torch
-        changed = {place for place, slot in enumerate(slots) if slot in expected}
+        changed = {position for position, slot in enumerate(slots) if slot in expected}
         self._passed_over = tensors | changed
 
 

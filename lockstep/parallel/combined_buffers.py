@@ -274,9 +274,13 @@ class CombinedBuffers:
         began = {place.name: place.tensor for place in self._places}
         if self._mean:
             self._write_mean(micro_batches, [began[place.name] for place in self._mean])
-        for place, each in enumerate(self._first):
+        for position, each in enumerate(self._first):
             buffer = began[each.name]
-            own = {0: self._results[0][len(self._mean) + place][None]} if 0 in self._results else {}
+            own = (
+                {0: self._results[0][len(self._mean) + position][None]}
+                if 0 in self._results
+                else {}
+            )
             result = in_sample_order(own, buffer[None], micro_batches, self._group, self._ranks)[0]
             buffer.copy_(result[0])
         if self._rows.any:

@@ -121,8 +121,8 @@ def compare(
         return None
     prints = torch.stack([fingerprint(local(tensors[name])) for name in names])
     # exchanged parameters must not cancel out
-    place = torch.arange(1, len(names) + 1, device=prints.device)
-    sums = _gathered((prints * place).sum().view(1), group)
+    positions = torch.arange(1, len(names) + 1, device=prints.device)
+    sums = _gathered((prints * positions).sum().view(1), group)
     if bool((sums == sums[0]).all()):  # host waits for the device
         return None
     return _diverged(_gathered(prints, group), {name: tensors[name] for name in names}, group, step)
@@ -151,7 +151,7 @@ def _diverged(
     prints: Tensor, tensors: Mapping[str, Tensor], group: dist.ProcessGroup, step: int
 ) -> ReplicasDifferError:
     """Return the error for fingerprints [ranks, names]: which ranks and parameters differ, how."""
-    ranks = [dist.get_global_rank(group, place) for place in range(group.size())]
+    ranks = [dist.get_global_rank(group, index) for index in range(group.size())]
     apart: dict[str, list[int]] = {}
     for name, column in zip(tensors, prints.T.tolist(), strict=True):
         (most, count), *_ = Counter(column).most_common()

@@ -282,11 +282,11 @@ class PlacedExperts(AroundMicroBatch):
         self.add_leaves(self._rounds, self._owners)
         self._rounds = 0 if passing.last else self._rounds + 1
 
-    def add_leaves(self, place: int | None, names: Iterable[str]) -> None:
+    def add_leaves(self, position: int | None, names: Iterable[str]) -> None:
         """Add the last backward pass's gradients of `names`, which always come as one group.
 
-        `place`: of the micro-batch among those that a rank runs in the step; None: no rank has one
-        there.
+        `position`: of the micro-batch among those that a rank runs in the step; None: no rank has
+        one there.
         """
         mine = tuple(name for name in names if name in self._owners)
         if not mine:
@@ -294,11 +294,11 @@ class PlacedExperts(AroundMicroBatch):
         partials = self._partials.setdefault(mine, Partials(self._micro_batches))
         for rank in range(self.ranks):
             assigned = self._assigned(self.replicas.rank() * self.ranks + rank)
-            if place is not None and place < len(assigned) and assigned[place][1]:
+            if position is not None and position < len(assigned) and assigned[position][1]:
                 values = [
                     self._leaves[name][rank] if name in self._leaves else None for name in mine
                 ]
-                partials.add(assigned[place][0], values, owned=False)
+                partials.add(assigned[position][0], values, owned=False)
         self._leaves.clear()
 
     def _assigned(self, rank: int) -> list[tuple[int, bool]]:

@@ -196,19 +196,19 @@ class GatheredRows:
         }
         ends: dict[str, int] = {}  # of pointers
         column = len(self._numbers)
-        for place, (queue, pointer) in enumerate(self._queues):
+        for position, (queue, pointer) in enumerate(self._queues):
             buffer = first[queue.name]
             counts = counted[:, column : column + buffer.dim()] - 1  # -1: it does not fit
             column += buffer.dim()
-            end = self._lay_slots(place, queue, buffer, int(first[pointer.name]), counts)
+            end = self._lay_slots(position, queue, buffer, int(first[pointer.name]), counts)
             if ends.setdefault(pointer.name, end) != end:
                 what = (
                     f"{KEY}: gather: queues with the pointer {pointer.name} have unequal numbers of"
                     " slots or rows"
                 )
                 raise UsageError(what, where=KEY, fix=f"give {queue.name} a pointer of its own")
-        for place, bank in enumerate(self._banks):
-            self._merge(place, bank, first[bank.name], micro_batches)
+        for position, bank in enumerate(self._banks):
+            self._merge(position, bank, first[bank.name], micro_batches)
         for name, after in numbers.items():
             start = int(first[name])
             if name not in ends and min(after) < start:
@@ -240,7 +240,7 @@ class GatheredRows:
         return torch.cat(in_sample_order(rows, like, micro_batches, self._group, self._ranks)).cpu()
 
     def _lay_slots(
-        self, place: int, queue: BufferPlace, buffer: Tensor, start: int, counts: Tensor
+        self, position: int, queue: BufferPlace, buffer: Tensor, start: int, counts: Tensor
     ) -> int:
         """Lay the slots that micro-batches have written one after the other.
 
@@ -268,7 +268,7 @@ class GatheredRows:
         totals = counts.sum(0).tolist()
         # others are written all over
         dim = min(fitting, key=lambda each: totals[each] / buffer.shape[each])
-        rows = {index: written.slots[place][dim] for index, written in self._written.items()}
+        rows = {index: written.slots[position][dim] for index, written in self._written.items()}
         like = buffer.movedim(dim, 0)
         laid = torch.cat(in_sample_order(rows, like, len(counts), self._group, self._ranks))
         size = len(like)
@@ -278,9 +278,9 @@ class GatheredRows:
         like[slots] = laid[total - kept :]
         return (start + total) % size
 
-    def _merge(self, place: int, bank: BufferPlace, buffer: Tensor, micro_batches: int) -> None:
+    def _merge(self, position: int, bank: BufferPlace, buffer: Tensor, micro_batches: int) -> None:
         """Write the elements that micro-batches have written, each of them one."""
-        mine = {index: written.cells[place] for index, written in self._written.items()}
+        mine = {index: written.cells[position] for index, written in self._written.items()}
         flat = buffer.flatten()
         parts = [
             ({index: cells[each] for index, cells in mine.items()}, like)

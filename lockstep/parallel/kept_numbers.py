@@ -70,7 +70,9 @@ def members(name: str, value: Any) -> Iterator[tuple[str, Any, Any]]:
     if isinstance(value, dict):
         yield from ((f"{name}[{key!r}]", inner, key) for key, inner in list(value.items()))
     elif isinstance(value, list | tuple) or type(value).__name__ == "deque":
-        yield from ((f"{name}[{place}]", inner, place) for place, inner in enumerate(value))
+        yield from (
+            (f"{name}[{position}]", inner, position) for position, inner in enumerate(value)
+        )
     elif (
         hasattr(value, "__dict__")
         and not isinstance(value, nn.Module | type)
@@ -240,13 +242,17 @@ class _RecordingDict(dict[Any, Any], _Recording):
 
 class _RecordingList(list[Any], _Recording):
     def __getitem__(self, key: Any) -> Any:
-        for place in range(len(self))[key] if isinstance(key, slice) else [range(len(self))[key]]:
-            self.saw(place)
+        for position in (
+            range(len(self))[key] if isinstance(key, slice) else [range(len(self))[key]]
+        ):
+            self.saw(position)
         return super().__getitem__(key)
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        for place in range(len(self))[key] if isinstance(key, slice) else [range(len(self))[key]]:
-            self.wrote(place)
+        for position in (
+            range(len(self))[key] if isinstance(key, slice) else [range(len(self))[key]]
+        ):
+            self.wrote(position)
         super().__setitem__(key, value)
 
     def clear(self) -> None:
@@ -259,8 +265,8 @@ class _RecordingList(list[Any], _Recording):
         super().__delitem__(key)
 
     def __iter__(self) -> Iterator[Any]:
-        for place in range(len(self)):
-            self.saw(place)
+        for position in range(len(self)):
+            self.saw(position)
         return super().__iter__()
 
     def pop(self, key: Any = -1) -> Any:

@@ -348,12 +348,12 @@ class LocalWorkers:
         } | buffers
         feeds_back = config.send_as in LARGEST and config.error_feedback
         self._workers = []
-        for place in mine:
+        for index in mine:
             values = FlatParameters(self._parameters)
             values.data.copy_(self._values.data)
             own = {name: buffer.clone() for name, buffer in self._live_buffers.items()}
             self._workers.append(
-                Worker(place, values, own, FlatParameters(self._parameters) if feeds_back else None)
+                Worker(index, values, own, FlatParameters(self._parameters) if feeds_back else None)
             )
         self._in_place = self._workers[0]
         self._put(self._in_place.values.views, self._in_place.buffers)
@@ -371,8 +371,8 @@ class LocalWorkers:
                 assign_contiguous(accumulator.micro_batches_per_step, worker.number, self.total)
             )
             with self._entered(worker):
-                for place in range(1, count + 1):
-                    self._run(worker, next(left), accumulator, factor, place == count)
+                for position in range(1, count + 1):
+                    self._run(worker, next(left), accumulator, factor, position == count)
 
     @property
     def run_micro_batch(self) -> RunMicroBatch | None:

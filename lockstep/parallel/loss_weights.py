@@ -130,9 +130,9 @@ class LossWeights(AroundMicroBatch):
             self._partials.add(index, list(gradients))
             self._indices.append(index)
             return
-        for place, gradient in enumerate(gradients):
-            total = self._sums[place]
-            self._sums[place] = (
+        for position, gradient in enumerate(gradients):
+            total = self._sums[position]
+            self._sums[position] = (
                 gradient if total is None else total if gradient is None else total.add_(gradient)
             )
 
@@ -180,7 +180,7 @@ class LossWeights(AroundMicroBatch):
                 whose[index] = me + 1
             held = self._partials.held()
             whose[self._leaves :] = torch.tensor(
-                [any(v[place] is not None for v in held) for place in range(len(self.own))]
+                [any(v[position] is not None for v in held) for position in range(len(self.own))]
             )
             dist.all_reduce(whose, group=self._group)
             # host waits for the device

@@ -80,15 +80,19 @@ class _Values:
         """
         here = dict(unit.named_parameters())
         kept = [
-            place for place, (name, p) in enumerate(self.parameters.items()) if here.get(name) is p
+            position
+            for position, (name, p) in enumerate(self.parameters.items())
+            if here.get(name) is p
         ]
         names = list(self.parameters)
-        now = self.of({names[place]: self.parameters[names[place]] for place in kept}, device)
+        now = self.of(
+            {names[position]: self.parameters[names[position]] for position in kept}, device
+        )
         same = (self.sums[kept] == now.sums).tolist()  # host waits for the device
         return [
-            names[place]
-            for place, after, equal in zip(kept, now.places, same, strict=True)
-            if self.places[place] != after or not equal
+            names[position]
+            for position, after, equal in zip(kept, now.places, same, strict=True)
+            if self.places[position] != after or not equal
         ]
 
 

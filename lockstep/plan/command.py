@@ -441,8 +441,8 @@ def as_svg(found: Sequence[Candidate]) -> str:
     parts.append(
         f'<text x="{x:.1f}" y="{bottom + 6}" text-anchor="middle">{limit / GIB:.1f} GiB</text>'
     )
-    for place, (kind, (_, colour)) in enumerate(_KINDS.items()):
-        x = 10 + place * 120
+    for position, (kind, (_, colour)) in enumerate(_KINDS.items()):
+        x = 10 + position * 120
         parts.append(f'<rect x="{x}" y="{bottom + 18}" width="12" height="12" fill="{colour}"/>')
         parts.append(f'<text x="{x + 16}" y="{bottom + 28}">{kind}</text>')
     return "\n".join([*parts, "</svg>", ""])

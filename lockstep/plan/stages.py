@@ -137,7 +137,7 @@ def _shortened(work: Workload, config: Config, layout: Layout, rank: int, most: 
     This rank's stages, which compute, keep `most` blocks each, and the others keep one.
     """
     plan = plan_of(work.facts, layout.pipeline, config.step)
-    place_of = {name: place for place, name in enumerate(work.equal_blocks)}
+    place_of = {name: position for position, name in enumerate(work.equal_blocks)}
     kept: list[int] = []
     spans: list[range] = []
     repeated: dict[int, int] = {}

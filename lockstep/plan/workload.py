@@ -100,13 +100,13 @@ class Workload:
         """
         names = self.equal_blocks
         model = self.description
-        left_out = [place for place in range(len(names)) if place not in set(kept)]
-        blocks = [model.get_submodule(names[place]) for place in left_out]
+        left_out = [position for position in range(len(names)) if position not in set(kept)]
+        blocks = [model.get_submodule(names[position]) for position in left_out]
         short = copy.deepcopy(model, {id(block): block for block in blocks})  # those are not copied
         members = _list_of(short, names)
         assert members is not None
-        for place in reversed(left_out):
-            del members[place]
+        for position in reversed(left_out):
+            del members[position]
         return short if len(blocks_of(short)) == len(kept) else None
 
     def shortened(self, most: int) -> tuple[nn.Module, int]:
@@ -233,9 +233,9 @@ def measure_segments(
     batch = work.batch(config.training.batch_size, device)
     inputs = values, keywords = objective.inputs(batch)
     found = []
-    for place, (name, segment) in enumerate(segments):
+    for position, (name, segment) in enumerate(segments):
         own = {**keywords, **lent(model, facts.borrowed.get(name, {}))}
-        last = place == len(segments) - 1
+        last = position == len(segments) - 1
 
         def run(
             values: tuple[Any, ...], segment: nn.Module = segment, own: Any = own, last: bool = last

@@ -142,8 +142,10 @@ class OutputCache:
         """Remember the outputs of a call, if they depend on shapes alone."""
         if func.namespace not in _PURE or not _SHAPES_UNKNOWN.isdisjoint(func.tags):
             return
-        places = {id(tensor): place for place, tensor in enumerate(tensors)}
-        owners = {tensor.untyped_storage()._cdata: place for place, tensor in enumerate(tensors)}
+        places = {id(tensor): position for position, tensor in enumerate(tensors)}
+        owners = {
+            tensor.untyped_storage()._cdata: position for position, tensor in enumerate(tensors)
+        }
         outputs: list[_Output | None] = []
         new: set[int] = set()
         for leaf in out if isinstance(out, list | tuple) else (out,):

@@ -78,7 +78,7 @@ def partition(
 def cuts_of(split_spec: Mapping[str, str], names: Sequence[str]) -> list[int]:
     """Return the positions in the chain in front of which it is cut, ascending."""
     where = f"{KEY}.split_spec"
-    by_place: dict[int, str] = {}
+    by_position: dict[int, str] = {}
     for name, side in split_spec.items():
         if name not in names:
             near = difflib.get_close_matches(name, names, n=1)
@@ -87,19 +87,19 @@ def cuts_of(split_spec: Mapping[str, str], names: Sequence[str]) -> list[int]:
             raise UsageError(
                 what, where=where, why=why, fix=f"did you mean {near[0]}?" if near else None
             )
-        place = names.index(name) + (side == "end")
-        if place in (0, len(names)):
+        position = names.index(name) + (side == "end")
+        if position in (0, len(names)):
             what = (
                 f"{name}: {side} cuts"
-                f" {'in front of the first' if place == 0 else 'behind the last'} segment"
+                f" {'in front of the first' if position == 0 else 'behind the last'} segment"
             )
             raise UsageError(what, where=where, why="one of the two stages would be empty")
-        if place in by_place:
+        if position in by_position:
             raise UsageError(
-                f"{by_place[place]} and {name}: {side} cut at the same place", where=where
+                f"{by_position[position]} and {name}: {side} cut at the same place", where=where
             )
-        by_place[place] = f"{name}: {side}"
-    return sorted(by_place)
+        by_position[position] = f"{name}: {side}"
+    return sorted(by_position)
 
 
 def balanced_cuts(costs: Sequence[float], stages: int) -> list[int]:

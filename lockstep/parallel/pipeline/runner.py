@@ -152,10 +152,10 @@ class Runner:
         )
         if agreement.anyone:
             with self._gathered(keep=True), restored(self.parts):
-                for place in agreement.new:
+                for position in agreement.new:
                     self._learn(
-                        micro_batches[place],
-                        agreement.signatures[place],
+                        micro_batches[position],
+                        agreement.signatures[position],
                         lambda *_: None,
                         to_last=False,
                     )
@@ -205,11 +205,16 @@ class Runner:
             [self._inputs_of(micro_batch) for micro_batch in micro_batches], training=False
         )
         self._note_shapes(micro_batches, agreement)
-        known = [each for place, each in enumerate(micro_batches) if place not in agreement.new]
+        known = [
+            each for position, each in enumerate(micro_batches) if position not in agreement.new
+        ]
         with self._gathered(keep=False):
-            for place in agreement.new:
+            for position in agreement.new:
                 self._learn(
-                    micro_batches[place], agreement.signatures[place], accumulator.add, to_last=True
+                    micro_batches[position],
+                    agreement.signatures[position],
+                    accumulator.add,
+                    to_last=True,
                 )
             if known:
                 keys = [self._key_of[micro_batch.index] for micro_batch in known]

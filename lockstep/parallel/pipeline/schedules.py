@@ -61,8 +61,8 @@ SCHEDULES = {
 
 def rank_of(stage: int, ranks: int, *, v_shaped: bool) -> int:
     """Return the pipeline rank that holds a stage."""
-    lap, place = divmod(stage, ranks)
-    return ranks - 1 - place if v_shaped and lap % 2 else place
+    lap, position = divmod(stage, ranks)
+    return ranks - 1 - position if v_shaped and lap % 2 else position
 
 
 # Its error message is the whole table of actions, on every rank; the exception itself says what

@@ -61,7 +61,9 @@ class Shapes:
         mine: list[int] = rows[self.dp_rank]
         known = {key for dp_rank, key in self._seen if dp_rank == self.dp_rank}
         new = [
-            place for place, key in enumerate(mine) if key not in known and key not in mine[:place]
+            position
+            for position, key in enumerate(mine)
+            if key not in known and key not in mine[:position]
         ]
         received = {(dp_rank, key) for dp_rank, keys in enumerate(rows) for key in keys}
         anyone = bool(received - self._seen)

@@ -95,8 +95,8 @@ class StageModule(nn.Module):
         first, _, rest = name.partition(".")
         if first != "segments_here" or not rest:
             return name
-        place, _, inside = rest.partition(".")
-        return ".".join(filter(None, (self._names[int(place)], inside)))
+        position, _, inside = rest.partition(".")
+        return ".".join(filter(None, (self._names[int(position)], inside)))
 
     def parameters(self, recurse: bool = True) -> Iterator[Parameter]:
         """Yield own and borrowed parameters."""

@@ -186,8 +186,8 @@ class StageTrees:
         nodes = tree_assignment(self.leaves, group.size())[group.rank()]
         for stage, names in self._complete.items():
             values = [self._partials[stage].take(node) for node in nodes]
-            for place, name in enumerate(names):
-                yield name, [None if value is None else value[place] for value in values]
+            for index, name in enumerate(names):
+                yield name, [None if value is None else value[index] for value in values]
 
     # ---- the sum over parallel pipelines, of all parameters that are complete on a rank ----
 
