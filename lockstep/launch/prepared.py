@@ -241,7 +241,7 @@ class ForkedChild:
             if time.monotonic() > deadline:
                 raise subprocess.TimeoutExpired(str(self.pid), timeout)
             time.sleep(pause)
-            pause = min(2 * pause, 0.05)
+            pause = min(2 * pause, 0.005)  # a restart waits for the end of those it replaces
         return code
 
     def send_signal(self, number: int) -> None:
