@@ -192,7 +192,11 @@ class Stream:
         _host_waits("stream", self)
 
     def query(self) -> bool:
-        return self.done == self.queued
+        """Return whether all work is done; the host knows then, and what it queues comes later."""
+        passed = self.done == self.queued
+        if passed:
+            _merge(_host_clock(), self.clock)
+        return passed
 
 
 class Event:
@@ -201,7 +205,7 @@ class Event:
     def __init__(self, enable_timing: bool = False, **_: Any) -> None:
         self.stream: Stream | None = None
         self.count = 0
-        self.clock = {}
+        self.clock: Clock = {}
         self._time = [0.0]
 
     def record(self, stream: Stream | None = None) -> None:
@@ -218,7 +222,11 @@ class Event:
         (stream or current_stream()).wait_event(self)
 
     def query(self) -> bool:
-        return self.stream is None or self.stream.done >= self.count
+        """Return whether it has passed; the host knows then, and what it queues comes later."""
+        passed = self.stream is None or self.stream.done >= self.count
+        if passed:
+            _merge(_host_clock(), self.clock)
+        return passed
 
     def synchronize(self) -> None:
         if self.stream is not None:

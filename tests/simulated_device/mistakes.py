@@ -171,6 +171,25 @@ def memory_that_is_given_out_again() -> None:
         assert other is not None
 
 
+def memory_that_is_written_unseen() -> None:
+    """memory that is written again before its reader was seen to have ended"""
+    for sees in (True, False):
+        device.forget()
+        side = Stream()
+        mine = torch.ones(1000, device=NAME)
+        side.wait_stream(device.current_stream())
+        with device.stream(side):
+            total = mine.sum()
+        end = side.record_event()
+        side.run(side.queued)  # by chance it has ended by now
+        if sees:
+            assert end.query()
+        mine.fill_(0.0)
+        assert any("read on stream" in race for race in device.races) is not sees
+        device.current_stream().wait_stream(side)
+        assert total.cpu().item() == 1000.0
+
+
 def dropout_that_is_drawn_anew() -> None:
     """random numbers that are not restored for a recomputation"""
     right = plain()
@@ -189,6 +208,7 @@ ALONE = [
     a_save_that_waits_for_nothing,
     a_copy_that_is_read_at_once,
     memory_that_is_given_out_again,
+    memory_that_is_written_unseen,
     dropout_that_is_drawn_anew,
 ]
 
