@@ -2,6 +2,7 @@
 step follows.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,9 @@ from lockstep.costs.hardware import Cost, cluster_of
 from lockstep.layout import Layout
 from lockstep.models import get_model
 from lockstep.parallel.pipeline.plan import StageTime, pipeline_step
-from lockstep.plan.rehearsal import Work
+from lockstep.plan.candidates import evaluate_layout
+from lockstep.plan.layouts import model_size_of
+from lockstep.plan.rehearsal import Rehearsal, Work
 from lockstep.plan.stages import rehearse_rank
 from lockstep.plan.workload import Workload
 
@@ -93,3 +96,24 @@ def test_a_step_takes_the_time_of_both_halves() -> None:
     found = pipeline_step(measured, config.step, LAYOUT, cluster, 8)
     # 8 micro-batches on 2 stages of a rank
     assert found.compute == pytest.approx(as_equal.compute + 8 * 2 * 0.75)
+
+
+def test_a_plan_times_a_step_by_the_halves_that_it_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    work = workload(name="bdh", mlp_multiplier=4)
+    config = config_from({**SPLIT, "training.global_batch_size": 16})
+    cluster = cluster_of(2, "A100-80GB")
+    size = model_size_of(work, config)
+    measured = evaluate_layout(work, config, cluster, {}, size)
+
+    def without_halves(*args: Any, **settings: Any) -> Rehearsal:
+        found = rehearse_rank(*args, **settings)
+        at_once = {stage: replace(each, halves=None) for stage, each in found.stages.items()}
+        return replace(found, stages=at_once)
+
+    monkeypatch.setattr("lockstep.plan.stages.rehearse_rank", without_halves)
+    as_equal = evaluate_layout(work, config, cluster, {}, size)
+    assert measured.step is not None
+    assert as_equal.step is not None
+    assert measured.step.compute > 1.05 * as_equal.step.compute
