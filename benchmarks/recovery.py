@@ -40,7 +40,7 @@ _CONFIG = """
 model: {name: "tests.faults.tiny:Net"}
 data: {name: "tests.faults.tiny:Points", args: {seconds: 0.01}}
 training: {max_steps: 100000, batch_size: 2, global_batch_size: 24, eval_steps: null}
-distributed: {device: cpu}
+distributed: {device: cpu, strategy: ddp}
 checkpoint: {save_steps: 20}
 monitor: {log_steps: 1, sinks: [jsonl]}
 """
@@ -89,11 +89,12 @@ def one_kill(run: RunDirectory, ranks: int) -> dict[str, float]:
     os.kill(processes[ranks - 1], signal.SIGKILL)
     before = max(row["step"] for row in run.read_metrics())
     resume = wait_for(lambda: event("resume", killed))
-    noticed = event("recovery", killed) or event("restart", killed) or {"time": killed}
+    told = event("recovery", killed) or event("restart", killed)
+    noticed = killed if told is None else told["time"]
     rows = wait_for(lambda: [row for row in run.read_metrics() if row["time"] > resume["time"]])
-    found = {
-        "detect": noticed["time"] - killed,
-        "meet": resume["time"] - resume["seconds"] - noticed["time"],
+    found = {} if told is None else {"detect": noticed - killed}
+    found |= {
+        "meet": resume["time"] - resume["seconds"] - noticed,
         "load": resume["seconds"],
         "first step": rows[0]["time"] - resume["time"],
         "kill to next step": rows[0]["time"] - killed,
@@ -116,10 +117,14 @@ def measure(name: str, ranks: int, folder: Path) -> dict[str, float]:
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     try:
         return one_kill(run, ranks)
+    except TimeoutError:
+        process.kill()
+        raise SystemExit(f"{name}: {process.communicate()[1]}") from None
     finally:
         process.kill()  # its ranks die with it
         process.wait()
