@@ -123,6 +123,7 @@ class _ScriptObserver:
         self._states: dict[str, Any] | None = None  # of the generators, when the micro-batch began
         self._modules: dict[int, str] = {}
         self._watched = False
+        self._finished = False  # nothing of the script is left to run
         self._checks = TrainingChecks(
             task.steps, 1, lambda found: self.record.findings.append(vars(found))
         )
@@ -173,7 +174,9 @@ class _ScriptObserver:
         frames = traceback.extract_stack(sys._current_frames()[main])
         # the innermost is where it waits
         own = [frame for frame in frames if not _NOT_OWN.search(frame.filename)]
-        location = f"{short_path(own[-1].filename)}:{own[-1].lineno}: {own[-1].line}" if own else ""
+        location = ""
+        if own and not self._finished:
+            location = f"{short_path(own[-1].filename)}:{own[-1].lineno}: {own[-1].line}"
         self.task.hang_file(self.rank).write_text(json.dumps(location))
         self._write()
         deadline = time.monotonic() + _GRACE
@@ -194,6 +197,7 @@ class _ScriptObserver:
 
         The rest of the script does not run.
         """
+        self._finished = True
         sys.stdout.flush()
         self._write()
         task = self.task
