@@ -106,7 +106,8 @@ def advice_for_object(model: nn.Module, axis: str) -> str | None:
     if _has_scaled_embedding(model):
         return by_name
     major = int(version("transformers").partition(".")[0])
-    if kind in FAMILIES and major < PLANS_ARE_WHOLE_SINCE:
+    wrapped = kind in FAMILIES and FAMILIES[kind].decoder not in dict(model.named_children())
+    if kind in FAMILIES and not wrapped and major < PLANS_ARE_WHOLE_SINCE:
         return (
             f"install transformers {PLANS_ARE_WHOLE_SINCE} or newer, whose plans name the norms of"
             f" heads and the experts of {kind}; or write tensor_size: 1"
