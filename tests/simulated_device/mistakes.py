@@ -151,15 +151,20 @@ def a_copy_that_is_read_at_once() -> None:
         run()
 
 
+def _read_on_a_side_stream() -> tuple[Stream, torch.Tensor, torch.Tensor]:
+    """Queue a sum of ones on a stream of its own; return that, the ones, and the sum."""
+    device.forget()
+    side = Stream()
+    mine = torch.ones(1000, device=NAME)
+    side.wait_stream(device.current_stream())
+    with device.stream(side):
+        return side, mine, mine.sum()
+
+
 def memory_that_is_given_out_again() -> None:
     """memory that is freed while another stream reads it"""
     for keeps in (True, False):
-        device.forget()
-        side = Stream()
-        mine = torch.ones(1000, device=NAME)
-        side.wait_stream(device.current_stream())
-        with device.stream(side):
-            total = mine.sum()
+        side, mine, total = _read_on_a_side_stream()
         if keeps:
             mine.record_stream(side)  # type: ignore[arg-type]
         del mine
@@ -174,12 +179,7 @@ def memory_that_is_given_out_again() -> None:
 def memory_that_is_written_unseen() -> None:
     """memory that is written again before its reader was seen to have ended"""
     for sees in (True, False):
-        device.forget()
-        side = Stream()
-        mine = torch.ones(1000, device=NAME)
-        side.wait_stream(device.current_stream())
-        with device.stream(side):
-            total = mine.sum()
+        side, mine, total = _read_on_a_side_stream()
         end = side.record_event()
         side.run(side.queued)  # by chance it has ended by now
         if sees:
