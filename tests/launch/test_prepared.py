@@ -40,11 +40,13 @@ facts = {
 }
 import ctypes, numpy, torch
 lines = open("/proc/self/maps").read().splitlines()
-blas = ctypes.CDLL(next(line.split()[-1] for line in lines if "libscipy_openblas" in line))
+blas = ctypes.CDLL(next(line.split()[-1] for line in lines if "openblas64_" in line))
+prefix = "scipy_" if "libscipy_" in blas._name else ""  # NumPy's library before its version 2
+blas_threads = getattr(blas, prefix + "openblas_get_num_threads64_")
 own = {
     "torch": torch.initial_seed(), "numpy": int(numpy.random.randint(2**62)),
     "python": random.getrandbits(62), "threads": torch.get_num_threads(),
-    "blas": blas.scipy_openblas_get_num_threads64_(),
+    "blas": blas_threads(),
 }
 open(f"facts-{me}.json", "w").write(json.dumps({"is_fork": is_fork, "facts": facts, "own": own}))
 """
