@@ -111,7 +111,7 @@ def llama() -> nn.Module:
 
 
 def gpt2() -> nn.Module:
-    return hugging_face("hf:gpt2", n_embd=16, n_layer=4, n_head=2)
+    return hugging_face("hf:gpt2", n_embd=16, n_layer=6, n_head=2)
 
 
 def family(name: str, **args: Any) -> Callable[[], nn.Module]:

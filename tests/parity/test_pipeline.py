@@ -6,8 +6,9 @@ from functools import cache
 
 import pytest
 
+from lockstep.models.protocol import require_segments
 from tests.parallel.pipeline_launch import case_name, launched
-from tests.parity.pipelines import Case, Result, difference, grid, run, run_all
+from tests.parity.pipelines import MODELS, Case, Result, difference, grid, run, run_all
 from tests.ranks import run_ranks
 
 TOLERANCE = 1e-5  # of fp32 sums in another order, over 3 steps of AdamW and an evaluation
@@ -68,3 +69,8 @@ def test_the_whole_grid(ranks: int) -> None:
         if not difference(result, alone(case.model)) < TOLERANCE
     ]
     assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_each_model_is_long_enough_for_two_stages_on_each_of_four_ranks(name: str) -> None:
+    assert len(require_segments(MODELS[name].make())) >= 8
