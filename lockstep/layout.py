@@ -51,7 +51,7 @@ class Layout:
 
     @property
     def spreads(self) -> bool:
-        """Whether several ranks have a part each of sequences, layers or experts."""
+        """Return whether several ranks have a part each of sequences, layers or experts."""
         return any(getattr(self, axis) > 1 for axis in SPREADS)
 
     @cached_property  # read in each step
@@ -80,7 +80,7 @@ class Layout:
 
     @property
     def is_one_group(self) -> bool:
-        """Whether all ranks run each micro-batch together, every one a part of it."""
+        """Return whether all ranks run each micro-batch together, every one a part of it."""
         return self.world_size == self.same_batch_size
 
     @property

@@ -91,17 +91,17 @@ class Strategy:
 
     @property
     def in_stages(self) -> bool:
-        """Whether a rank keeps only some of the model's modules."""
+        """Return whether a rank keeps only some of the model's modules."""
         return any(kind.in_stages for kind in self.kinds)
 
     @property
     def in_buckets(self) -> bool:
-        """Whether DistributedDataParallel reduces gradients: `distributed.ddp` applies."""
+        """Return whether DistributedDataParallel reduces gradients: `distributed.ddp` applies."""
         return any(kind.in_buckets for kind in self.kinds)
 
     @property
     def in_threads(self) -> bool:
-        """Whether threads of one process run parts of a micro-batch."""
+        """Return whether threads of one process run parts of a micro-batch."""
         return any(kind.in_threads for kind in self.kinds)
 
     # ---- before ranks start ----
@@ -168,7 +168,7 @@ class Strategy:
 
     @property
     def places_by_itself(self) -> bool:
-        """Whether it has a `place` of its own."""
+        """Return whether it has a `place` of its own."""
         return type(self).place is not Strategy.place
 
     def keys_random_numbers(self, device: "torch.device") -> bool:

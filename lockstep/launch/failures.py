@@ -75,10 +75,12 @@ class Failure:
     before_training: bool = False  # the rank was asked to stop before there was anything to save
 
     def write(self, folder: Path) -> None:
+        """Write it for the launcher, as this rank's file in the folder."""
         folder.mkdir(parents=True, exist_ok=True)
         replace_file(folder / f"rank-{self.rank}.json", json.dumps(asdict(self)))
 
     def error(self) -> LockstepError:
+        """Return what the launcher prints: a UsageError as it was, else one that names the rank."""
         if self.kind == "usage":
             return UsageError(self.what, where=self.where, why=self.why, fix=self.fix)
         who = "" if self.world_size == 1 else f"rank {self.rank} of {self.world_size} failed: "

@@ -430,6 +430,7 @@ def _run_agent(
                 RunDirectory(job.logs.parent).append_event("restart", reason=reason, left=left)
 
     def on_change(world: LiveWorld) -> None:
+        """Tell on the console, and in the run's events, who died and who goes on."""
         lost = ", ".join(f"rank {rank}" for rank in world.lost)
         were = "was" if len(world.lost) == 1 else "were"
         left = len(world.members)

@@ -298,7 +298,7 @@ class ParallelModel:
 
     @cached_property
     def _holds_pieces(self) -> bool:
-        """Whether parameters are DTensors."""
+        """Return whether parameters are DTensors."""
         return any(isinstance(parameter, DTensor) for parameter in self.parameters.values())
 
     def counted_gradients(self) -> list[Tensor]:

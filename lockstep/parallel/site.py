@@ -110,12 +110,12 @@ class Site:
 
     @property
     def has_values(self) -> bool:
-        """Whether the model's parameters have values."""
+        """Return whether the model's parameters have values."""
         return self.first is None and self.dry_run is None
 
     @property
     def reproducible(self) -> bool:
-        """Whether the step is to be the same in every bit on any layout."""
+        """Return whether the step is to be the same in every bit on any layout."""
         return self.config.distributed.reproducible
 
     @property

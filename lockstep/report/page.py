@@ -535,6 +535,7 @@ def make_server(paths: Sequence[Path], port: int = 0) -> ThreadingHTTPServer:
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
+            """Answer with the page or its data, to this machine alone."""
             # Another site whose name resolves to this address must not read the run.
             if not _OWN_HOST.fullmatch(self.headers.get("Host", "")):
                 self._answer(403, "text/plain", b"this page is for this machine")

@@ -291,6 +291,7 @@ class FlowRecorder:
                 self._deviates(LOSS, key, off, Relation(f"is {in_words(times)} the reference"))
 
         def began(gradient: Tensor) -> Tensor | None:
+            """Compare the gradient with which a backward pass begins; go on with the right one."""
             self.stored.units[number] = float(gradient)
             right_unit = None if self._reference is None else self._reference.units.get(number)
             if not right_unit:

@@ -176,6 +176,7 @@ class Runner:
         """Send a micro-batch of a new shape through the stages; note what each takes and sends."""
 
         def learn(part: StageModule, micro_batch: MicroBatch, received: Tensors) -> Any:
+            """Run a stage, and note the shapes that it takes and sends."""
             metas = tuple(map(Meta.of, received))
             inputs = [
                 v.detach().requires_grad_(meta.requires_grad)
