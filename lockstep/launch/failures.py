@@ -369,3 +369,17 @@ def newest_stack(logs: Path, rank: int) -> Stack:
         return Stack()
     blocks = re.split(r"^(?:Current thread|Thread) ", text, flags=re.MULTILINE)
     return Stack(tuple((m["file"], int(m["line"]), m["name"]) for m in _FRAME.finditer(blocks[-1])))
+
+
+# The outermost frame of a main thread, which faulthandler writes last; of more than a hundred
+# frames it leaves out the outer ones.
+_LAST_LINE = re.compile(r" in (?:<module>|_run_module_as_main)|  \.\.\.")
+
+
+def newest_stack_is_whole(logs: Path, rank: int) -> bool:
+    """Return whether the rank has written the newest stack to its end, and not a part of it yet."""
+    try:
+        text = stacks_file(logs, rank).read_text(errors="replace")
+    except OSError:
+        return False
+    return text.endswith("\n") and bool(_LAST_LINE.search(text.splitlines()[-1]))

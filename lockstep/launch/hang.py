@@ -388,8 +388,11 @@ class HangWatch:
         while True:
             silent = {rank for rank in pids if _size(self._stacks_file(rank)) <= before[rank]}
             complete = all((self.folder / f"flight-{rank}.json").exists() for rank in pids)
-            if (not silent and complete) or time.monotonic() > deadline:
-                time.sleep(0.05)  # the last line may be half written
+            # the frames of the main thread come last: a part of a stack names no place, or another
+            written = all(
+                failures.newest_stack_is_whole(self.logs, self._first_rank(rank)) for rank in pids
+            )
+            if (not silent and written and complete) or time.monotonic() > deadline:
                 return silent
             time.sleep(0.05)
 

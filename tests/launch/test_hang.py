@@ -22,7 +22,7 @@ from lockstep.launch.rendezvous_handlers import Membership
 from tests.launch.shared import environment, wait_for
 
 _RANK = """
-import ctypes, faulthandler, os, signal, sys, time
+import ctypes, faulthandler, os, signal, sys, threading, time
 from pathlib import Path
 from lockstep.heartbeat.writer import Heartbeat
 folder, logs, rank, how = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
@@ -30,6 +30,16 @@ mine = Heartbeat(folder, rank)
 beat = mine.beat
 if how == "deaf":
     signal.signal(signal.SIGQUIT, signal.SIG_IGN)
+elif how == "in parts":
+    def write_in_parts():
+        with open(logs / f"rank-{rank}.stacks.txt", "a") as file:
+            print("Thread 0x1 (most recent call first):", file=file, flush=True)
+            time.sleep(0.5)
+            print('  File "train.py", line 7 in wait', file=file, flush=True)
+            time.sleep(0.5)
+            print('  File "train.py", line 9 in <module>', file=file, flush=True)
+    (logs / f"rank-{rank}.stacks.txt").touch()
+    signal.signal(signal.SIGQUIT, lambda *_: threading.Thread(target=write_in_parts).start())
 else:
     faulthandler.register(signal.SIGQUIT, file=open(logs / f"rank-{rank}.stacks.txt", "a"), all_threads=True)
 if how == "a script":
@@ -139,6 +149,15 @@ def test_one_that_goes_on_does_not_excuse_the_other(ranks: Callable[..., Ranks])
     assert failure is not None
     assert failure.rank == 1
     assert failure.where is not None
+
+
+def test_a_stack_that_is_half_written_is_waited_for(ranks: Callable[..., Ranks]) -> None:
+    """On a busy machine a rank is interrupted between two lines of it."""
+    failure = ranks("in parts", "slow").found()
+    assert failure is not None
+    assert failure.rank == 0
+    assert failure.where is not None
+    assert failure.where.endswith("train.py:7 in wait")
 
 
 @pytest.mark.fault(
