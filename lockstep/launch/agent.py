@@ -275,9 +275,12 @@ class Agent(ExtensibleAgent):
 
     def look_at_ranks(self, worker_group: WorkerGroup) -> RunResult:
         """Check the ranks' processes; end those that hang, and fail if one has left early."""
-        if self._live is not None and self.stop_signal is None and not self._hang_found:
-            self._go_on_without_the_dead(self._live)
-        result = super().look_at_ranks(worker_group)
+        # Torch's look ends all ranks once it sees a dead one, also one that has died just now. So
+        # it looks only where the others can't go on, or all have ended.
+        if self._live is not None and self._go_on(self._live):
+            result = RunResult(state=WorkerState.HEALTHY)
+        else:
+            result = super().look_at_ranks(worker_group)
         if result.state == WorkerState.HEALTHY:
             pids = {worker.global_rank: int(worker.id) for worker in worker_group.workers}
             world = worker_group.workers[0].world_size
@@ -298,25 +301,32 @@ class Agent(ExtensibleAgent):
         self._last_result = result
         return result
 
-    def _go_on_without_the_dead(self, live: LiveRanks) -> None:
-        """Let the others go on if ranks were killed, and those that are left can train.
+    def _go_on(self, live: LiveRanks) -> bool:
+        """Return whether ranks go on, if need be without those that were killed.
 
         One machine: local ranks are ranks. An error of a rank's own program would come back on the
         ranks that are left: it ends them all, as does a kill of all of them.
         """
+        if self.stop_signal is not None or self._hang_found:
+            return False
+        began = time.monotonic()
         codes = self.exit_codes()
+        failed = {rank for rank, code in codes.items() if code}
         killed = {
             rank
-            for rank, code in codes.items()
-            if code < 0 and not (self._failures / f"rank-{rank}.json").exists()
+            for rank in failed
+            if (codes[rank] or 0) < 0 and not (self._failures / f"rank-{rank}.json").exists()
         }
-        failed = {rank for rank, code in codes.items() if code}
-        if killed and killed == failed and live.go_on_without(killed):
-            self.forget(killed)
-            self._follow(live)
         if not failed:
-            live.all_run()
+            live.all_ran(began)
+            live.end_if_done()
+            return None in codes.values()
+        if killed != failed or not live.go_on_without(killed):
+            return False
+        self.forget(killed)
+        self._follow(live)
         live.end_if_done()
+        return True
 
     def _follow(self, live: LiveRanks) -> None:
         """Watch the ranks of the world that has just begun."""

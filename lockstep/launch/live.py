@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from lockstep.launch.failures import done_mark
-from lockstep.launch.world import LiveWorld
+from lockstep.launch.world import LiveWorld, looks_of
 
 # Returns the largest number of ranks, up to the given one, that can train; None: no number can.
 LargestWorld = Callable[[int], int | None]
@@ -57,9 +57,10 @@ class LiveRanks:
         """The folder of the heartbeats now."""
         return self.world.beats(self._beats)
 
-    def all_run(self) -> None:
-        """Note that all ranks run that were not lost before."""
-        self._looked = time.monotonic()
+    def all_ran(self, when: float) -> None:
+        """Note that all ranks ran then that were not lost before (seconds, monotonic)."""
+        self._looked = when
+        looks_of(self._path).touch()
 
     def go_on_without(self, lost: set[int]) -> bool:
         """Tell the others to go on without these ranks; return whether they can.

@@ -29,14 +29,16 @@ from lockstep.errors import EXIT_DONE, EXIT_PREEMPTED, UsageError, lost_a_peer
 from lockstep.heartbeat.files import FOLDER
 from lockstep.heartbeat.writer import begin_anew
 from lockstep.launch.worker import show_output
-from lockstep.launch.world import LiveWorld
+from lockstep.launch.world import LiveWorld, looks_of
 from lockstep.store_threads import answer_within
 from lockstep.torch_compat import group_creation
 
 _LOOK_SECONDS = 0.02
-# how long to wait for the launcher's word: after a lost connection, and after another error
+# The least time to wait for the launcher's word: after a lost connection, and after another error.
+# The kernel closes the connections of a dead process before it tells of its end.
 _WORD_SECONDS = 10.0
 _WORD_AFTER_ERROR_SECONDS = 1.0
+_LOOKS = 2  # of the launcher, to wait for; one of them may have begun before the error
 
 
 def through_deaths(work: Callable[[], int], path: Path) -> int:
@@ -52,8 +54,6 @@ def through_deaths(work: Callable[[], int], path: Path) -> int:
             world = None
             try:
                 return work()
-            except UsageError:
-                raise
             except Exception as error:  # whatever a wait that was ended has led to
                 world = survivor.world_after(error)
                 if world is None:
@@ -98,13 +98,24 @@ class Survivor:
 
     def world_after(self, error: BaseException) -> LiveWorld | None:
         """Return the world in which to go on after an error; None: the error is this rank's own."""
-        seconds = _WORD_SECONDS if lost_a_peer(error) else _WORD_AFTER_ERROR_SECONDS
+        seconds = _seconds_to_wait(error)
         deadline = time.monotonic() + seconds
+        seen = self._last_look()
+        looks = 0 if seconds else _LOOKS
         while not self._is_over():
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline and looks >= _LOOKS:
                 return None
             time.sleep(_LOOK_SECONDS)
+            now = self._last_look()
+            looks += now != seen
+            seen = now
         return self._seen
+
+    def _last_look(self) -> int:
+        """Return when the launcher last found nobody dead (nanoseconds)."""
+        with suppress(FileNotFoundError):
+            return looks_of(self._path).stat().st_mtime_ns
+        return 0
 
     def enter(self, world: LiveWorld) -> int | None:
         """Become a rank of the world; return the exit code instead if this process is to end."""
@@ -113,6 +124,8 @@ class Survivor:
         # the groups' other ends are gone: there is nothing to wait for, and nobody to tell
         with suppress(RuntimeError):
             cluster.cleanup()
+        # a rank that had its groups and one that waited for them in vain call the next ones alike
+        group_creation.begin_anew(world.generation)
         with self._leaving:
             self._entered = world.generation
             self._sockets.clear()
@@ -190,6 +203,20 @@ class Survivor:
                     continue  # gloo aborts the process when a listener of its ends
                 if name in self._sockets or connection.getpeername()[1] == store:
                     connection.shutdown(socket.SHUT_RDWR)
+
+
+def _seconds_to_wait(error: BaseException) -> float:
+    """Return how long an error may come before the launcher's word of the death behind it.
+
+    A wrong use is a rank's own mistake, unless it explains a lost connection: a rank that left for
+    the next world is missed by those that are still in this one.
+    """
+    chain: list[BaseException] = [error]
+    while (cause := chain[-1].__cause__ or chain[-1].__context__) and cause not in chain:
+        chain.append(cause)
+    if any(map(lost_a_peer, chain)):
+        return _WORD_SECONDS
+    return 0.0 if isinstance(error, UsageError) else _WORD_AFTER_ERROR_SECONDS
 
 
 def _open_sockets() -> dict[str, int]:

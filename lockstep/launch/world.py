@@ -25,6 +25,17 @@ from pathlib import Path
 from lockstep.run_files import replace_file
 
 
+def looks_of(path: Path) -> Path:
+    """Return the file that the launcher touches after each look that finds nobody dead.
+
+    A rank with an error waits for such looks: on a busy machine seconds say nothing.
+
+    Args:
+        path: of the file with the world.
+    """
+    return path.with_suffix(".looks")
+
+
 @dataclass(frozen=True)
 class LiveWorld:
     """The processes that train, by the ranks with which they were started, in their new order."""

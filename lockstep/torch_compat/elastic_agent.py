@@ -81,13 +81,12 @@ class ExtensibleAgent(LocalElasticAgent):
         handlers = getattr(self._pcontext, "subprocess_handlers", {})
         return {local for local, handler in handlers.items() if handler.proc.poll() == 0}
 
-    def exit_codes(self) -> dict[int, int]:
-        """Return the exit codes of local ranks that have ended and were not forgotten."""
+    def exit_codes(self) -> dict[int, int | None]:
+        """Return the exit codes of local ranks that were not forgotten; None: it runs."""
         processes: Any = self._pcontext
         running = getattr(processes, "_running_local_ranks", ())
         handlers = getattr(processes, "subprocess_handlers", {})
-        codes = {local: handlers[local].proc.poll() for local in running}
-        return {local: code for local, code in codes.items() if code is not None}
+        return {local: handlers[local].proc.poll() for local in running}
 
     def forget(self, local_ranks: set[int]) -> None:
         """Leave these ranks out of what `look_at_ranks` sees: the others go on without them."""

@@ -8,12 +8,15 @@ from pathlib import Path
 import pytest
 
 from lockstep.records import RunDirectory
+from tests.faults.tiny import hold
 from tests.forked import TORCHRUN, Forked
 from tests.launch.shared import Ended, environment, finish, start, wait_for
 
 _DATA = """
 import os, time, torch
+from pathlib import Path
 from torch.utils.data import Dataset
+from tests.faults.tiny import wait_while_held
 
 class Tokens(Dataset):
     deterministic = True
@@ -22,6 +25,7 @@ class Tokens(Dataset):
         if index == 5 and os.path.exists("broken"):
             raise ValueError("sample 5 can't be read")
         time.sleep(0.0 if os.path.exists("hurry") else 0.03)
+        wait_while_held(Path("runs/small"))
         ids = torch.arange(index, index + 9) % 17
         return {"input_ids": ids[:-1], "targets": ids[1:]}
 """
@@ -50,10 +54,12 @@ def preempted(folder: Path) -> Ended:
     layout = ("--nproc-per-node", "2", "--strategy", "fsdp")
     # with the config's global batch: 2 × 2 × 2 ranks = 8
     agrees = ("--gradient-accumulation-steps", "2")
+    hold(folder, 10)
     process = start(folder, "train", "small.yaml", *layout, *agrees, **_ONE_THREAD)
     checkpoints = folder / "runs/small/checkpoints"
     wait_for(lambda: process.poll() is not None or list(checkpoints.glob("step-????????")))
     process.send_signal(signal.SIGTERM)
+    hold(folder, None)
     return finish(process, folder)
 
 
@@ -184,5 +190,5 @@ def test_an_error_in_the_users_code_is_one_message(folder: Path) -> None:
     assert ended.code == 1
     assert ended.err.count("lockstep: ") == 1, ended.err
     assert "ValueError: sample 5 can't be read" in ended.err
-    assert "mydata.py:10" in ended.err
+    assert "mydata.py:12" in ended.err
     assert "Traceback" not in ended.err

@@ -9,7 +9,7 @@ import pytest
 
 from lockstep.checkpoint import digest
 from tests.faults.test_processes import ranks_of
-from tests.faults.tiny import events, steps
+from tests.faults.tiny import events, hold, steps
 from tests.launch.shared import Ended, finish, start, wait_for
 
 YAML = """
@@ -31,10 +31,15 @@ def begin(folder: Path, ranks: int, *overrides: str) -> list[str]:
 
 
 class Disturbed:
-    """Four ranks, some of which are killed or stopped."""
+    """Four ranks, some of which are killed or stopped.
+
+    The run goes a few steps beyond those that the test waits for, and not to its end before
+    `finish`.
+    """
 
     def __init__(self, folder: Path, *overrides: str) -> None:
         self.folder = folder
+        hold(folder, 1)
         self.run = folder / "run"
         words = begin(folder, 4, "distributed.on_failure=continue", *overrides)
         self.process = start(folder, *words, OMP_NUM_THREADS="1")
@@ -42,6 +47,7 @@ class Disturbed:
 
     def come_to(self, step: int) -> None:
         """Wait until the run has taken this step."""
+        hold(self.folder, step)
         self.wait_until(lambda: max(steps(self.run), default=0) >= step)
         self._ranks = self._ranks or ranks_of(self.folder)
 
@@ -50,7 +56,8 @@ class Disturbed:
         os.kill(self._ranks[rank], number)
 
     def wait_for_events(self, kind: str, count: int) -> None:
-        """Wait until there are so many events of a kind."""
+        """Wait until there are so many events of a kind; steps of theirs are taken."""
+        hold(self.folder, max(steps(self.run)) + 3)
         self.wait_until(lambda: len(events(self.run, kind)) >= count)
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
@@ -59,7 +66,8 @@ class Disturbed:
         assert self.process.poll() is None, self.process.communicate()
 
     def finish(self) -> Ended:
-        """Wait for its end."""
+        """Let it go to its end."""
+        hold(self.folder, None)
         return finish(self.process, self.folder)
 
 

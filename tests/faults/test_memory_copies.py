@@ -8,7 +8,7 @@ import pytest
 
 from lockstep.checkpoint import digest
 from tests.faults.test_processes import ranks_of
-from tests.faults.tiny import YAML, events, steps
+from tests.faults.tiny import YAML, events, hold, steps
 from tests.launch.shared import Ended, finish, start, wait_for
 
 TWO = ("train", "tiny.yaml", "--nproc-per-node", "2", "--max-restarts", "2", "--output-dir")
@@ -20,11 +20,13 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     """Rank 1 is killed after a copy in memory, and no checkpoint of the run is on disk yet."""
     folder = tmp_path_factory.mktemp("memory")
     (folder / "tiny.yaml").write_text(YAML)
+    hold(folder, 10)
     process = start(folder, *TWO, "run", *COPIES, OMP_NUM_THREADS="1")
     wait_for(lambda: process.poll() is not None or bool(events(folder / "run", "memory_copy")))
     wait_for(lambda: process.poll() is not None or max(steps(folder / "run"), default=0) >= 10)
     assert process.poll() is None, process.communicate()
     os.kill(ranks_of(folder)[1], signal.SIGKILL)
+    hold(folder, None)
     return finish(process, folder)
 
 

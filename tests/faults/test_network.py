@@ -11,7 +11,7 @@ import pytest
 
 from lockstep import checkpoint
 from lockstep.records import RunDirectory
-from tests.faults.tiny import YAML, events, steps
+from tests.faults.tiny import YAML, events, hold, steps
 from tests.forked import Forked
 from tests.hosts import Host
 from tests.launch.shared import alive, environment, finish, lockstep, wait_for
@@ -68,6 +68,8 @@ class Hosts:
         return process
 
     def start(self, *options: str) -> None:
+        """Start both, and wait for a save; they are held soon after it."""
+        hold(self.folder, 8)
         for number in (0, 1):
             self.start_on(number, "2", *options)
         wait_for(
@@ -95,6 +97,7 @@ class Hosts:
 def test_a_link_cut_for_a_second(hosts: Hosts) -> None:
     hosts.start()
     hosts.link("down")
+    hold(hosts.folder, None)
     time.sleep(1)
     hosts.link("up")
     ended = [finish(process, hosts.folder) for process in hosts.processes]
@@ -133,8 +136,10 @@ def test_a_host_that_is_killed_is_done_without_and_taken_back(hosts: Hosts) -> N
 
     def save_again() -> None:
         before = len(events(run, "save"))
+        hold(hosts.folder, max(steps(run), default=0) + 15)
         wait_for(lambda: len(events(run, "save")) > before, 120)
 
+    hold(hosts.folder, 10)
     first, second = (hosts.start_on(number, "1:2", *options) for number in (0, 1))
     started_with(2, 1)
     save_again()
@@ -144,6 +149,7 @@ def test_a_host_that_is_killed_is_done_without_and_taken_back(hosts: Hosts) -> N
     returned = hosts.start_on(1, "1:2", *options)
     started_with(2, 2)
     save_again()
+    hold(hosts.folder, None)
     (hosts.folder / "hurry").touch()
     ended = [finish(process, hosts.folder, timeout=300) for process in (first, returned)]
     assert [e.code for e in ended] == [0, 0], ended
@@ -177,6 +183,7 @@ def test_a_link_cut_for_ever(hosts: Hosts) -> None:
     hosts.start("distributed.timeout_seconds=10")
     ranks = [rank["process"] for rank in events(hosts.folder / "run", "start")[-1]["ranks"]]
     hosts.link("down")
+    hold(hosts.folder, None)
     ended = [finish(process, hosts.folder, timeout=240) for process in hosts.processes]
     assert [e.code for e in ended] == [1, 1], ended
     assert all("Traceback" not in e.err for e in ended), ended

@@ -11,11 +11,16 @@ from torch.utils.data import Dataset
 
 from lockstep import Trainer
 from lockstep.config import Config
+from lockstep.heartbeat.writer import went_forward
 from lockstep.records import RunDirectory
+from lockstep.run_files import replace_file
 
 
 class Points(Dataset[dict[str, Tensor]]):
-    """96 points; some may hold a number that is none, or one that is far too large."""
+    """96 points; some may hold a number that is none, or one that is far too large.
+
+    A run can be held at a step (`hold`).
+    """
 
     deterministic = True
 
@@ -31,6 +36,7 @@ class Points(Dataset[dict[str, Tensor]]):
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         time.sleep(0.0 if os.path.exists("hurry") else self.seconds)
+        wait_while_held(Path("run"))
         value = float("nan") if index in self.nan else 1e4 if index in self.huge else 1.0
         return {"x": torch.linspace(0, 1, 4) * (1 + index / 64), "y": torch.full((1,), value)}
 
@@ -93,6 +99,36 @@ def trainer(folder: Path, **sections: dict[str, Any]) -> Trainer:
     with torch.device("meta"):
         net = Net()  # its first values follow from the seed
     return Trainer(net, config=config(**sections), output_dir=folder)
+
+
+_HELD = "held-at"
+
+
+def hold(folder: Path, step: int | None) -> None:
+    """Hold the runs in a folder once they have recorded this step; None: let them go.
+
+    So a run does not end before a test has done what it does. It may take one step more.
+    """
+    path = folder / _HELD
+    if step is None:
+        path.unlink(missing_ok=True)
+    else:
+        replace_file(path, str(step))
+
+
+def wait_while_held(run: Path) -> None:
+    """Wait, in the data set of a run, until it may go on."""
+    while _is_held(run):
+        went_forward()  # it does not hang
+        time.sleep(0.02)
+
+
+def _is_held(run: Path) -> bool:
+    try:
+        step = int(Path(_HELD).read_text())
+    except FileNotFoundError:
+        return False
+    return max(steps(run), default=0) >= step
 
 
 def events(folder: Path, kind: str) -> list[dict[str, Any]]:

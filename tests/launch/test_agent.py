@@ -1,0 +1,76 @@
+"""`lockstep/launch/agent.py` in this process: its ranks are real ones that only wait."""
+
+import os
+import signal
+from pathlib import Path
+
+from torch.distributed.elastic.agent.server.api import WorkerSpec, WorkerState
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import create_rdzv_handler
+
+from lockstep.launch.agent import Agent
+from lockstep.launch.hang import HangWatch
+from lockstep.launch.live import LiveRanks
+from lockstep.launch.world import LiveWorld
+from tests.launch.shared import alive, wait_for
+from tests.ranks import free_port
+
+
+def agent(folder: Path, ranks: int, live: LiveRanks) -> Agent:
+    """An agent of ranks that sleep."""
+    parameters = RendezvousParameters(
+        "static", f"127.0.0.1:{free_port()}", "run", 1, 1, rank=0, timeout=60
+    )
+    spec = WorkerSpec(
+        "default",
+        ranks,
+        create_rdzv_handler(parameters),
+        entrypoint="/bin/sleep",
+        args=("600",),
+        max_restarts=0,
+        monitor_interval=0.02,
+    )
+    watch = HangWatch(folder / "beats", folder, None, 60.0, 60.0)
+    return Agent(
+        spec,
+        failures=folder,
+        logs=folder,
+        on_restart=lambda cause, left: None,
+        watch=watch,
+        checkpoints=folder,
+        live=live,
+    )
+
+
+def test_a_rank_that_dies_while_the_others_are_told_of_another_one_is_a_death_like_any(
+    tmp_path: Path,
+) -> None:
+    """It has ended before the look at the ranks in which the first one was found is over."""
+    (tmp_path / "beats").mkdir()
+    worlds: list[LiveWorld] = []
+
+    def kill(rank: int) -> None:
+        pid = agent_of_ranks.pids()[rank]
+        os.kill(pid, signal.SIGKILL)
+        wait_for(lambda: not alive(pid))
+
+    def on_change(world: LiveWorld) -> None:
+        worlds.append(world)
+        if world.generation == 1:
+            kill(3)
+        else:
+            kill(1)
+            kill(2)
+
+    live = LiveRanks(tmp_path / "world.json", tmp_path / "beats", tmp_path, int, on_change)
+    agent_of_ranks = agent(tmp_path, 4, live)
+    look = agent_of_ranks.look_at_ranks
+    agent_of_ranks.look_at_ranks = lambda group: (  # type: ignore[method-assign]
+        kill(0) if not worlds else None,
+        look(group),
+    )[1]
+    result = agent_of_ranks.run()
+    agent_of_ranks.leave_rendezvous(5.0)
+    assert [[*world.members] for world in worlds] == [[1, 2, 3], [1, 2]]
+    assert result.state == WorkerState.FAILED, "the last two die together"
+    assert live.refusal == "no rank of 2 would be left"
