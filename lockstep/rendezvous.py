@@ -37,8 +37,10 @@ from lockstep.network import (
     port_in_use,
     require_loopback,
 )
+from lockstep.store_threads import answer_within
 
 _LOOK_SECONDS = 0.02
+_MARGIN_SECONDS = 30.0  # beyond the timeout, in which a loaded machine answers
 
 
 def host_store(host: str, port: int, timeout: datetime.timedelta) -> TCPStore:
@@ -104,7 +106,8 @@ def _tcp_store(
     host: str, port: int, facts: RankFacts, timeout: datetime.timedelta, *, hosted_elsewhere: bool
 ) -> Store:
     """Return the store at which the ranks meet, hosted by rank 0 or by the launcher."""
-    try:
+
+    def connect() -> Store:
         if hosted_elsewhere:
             return TCPStore(host, port, facts.world_size, False, timeout)
         if facts.rank == 0:
@@ -113,7 +116,11 @@ def _tcp_store(
             store = TCPStore(host, port, None, False, timeout, wait_for_workers=False)
         _meet(store, facts, timeout)
         return store
-    except (dist.DistNetworkError, dist.DistStoreError) as error:
+
+    try:
+        # behind a link that is cut meanwhile, a store's own timeouts do not end its calls
+        return answer_within(timeout.total_seconds() + _MARGIN_SECONDS, connect)
+    except (dist.DistNetworkError, dist.DistStoreError, TimeoutError) as error:
         what = (
             f"rank {facts.rank} did not meet the other ranks at {host}:{port} within"
             f" {timeout.total_seconds():g} s"

@@ -41,6 +41,7 @@ from lockstep.launch.failures import (
 )
 from lockstep.launch.hang import HangWatch, OtherMachines
 from lockstep.launch.live import LiveRanks
+from lockstep.launch.meeting_store import MeetingStore
 from lockstep.launch.rendezvous_handlers import Membership
 from lockstep.launch.worker import print_error
 from lockstep.processes import send_signal
@@ -78,13 +79,15 @@ class Agent(ExtensibleAgent):
     start. `on_restart` is called before each restart with the failure and the number of restarts
     left. The run's folder of `checkpoints`, and the copies in `memory`, show whether it makes
     progress between failures. The
-    peers of a failed rank have `shutdown_timeout` seconds to end.
+    peers of a failed rank have `shutdown_timeout` seconds to end. The machines meet through
+    `meeting`, the store of the spec's handler.
     """
 
     def __init__(
         self,
         spec: WorkerSpec,
         *,
+        meeting: MeetingStore,
         failures: Path,
         logs: Path,
         on_restart: Callable[[Failure | None, int], None],
@@ -97,6 +100,7 @@ class Agent(ExtensibleAgent):
         super().__init__(
             spec, DefaultLogsSpecs(log_dir=os.devnull), shutdown_timeout=shutdown_timeout
         )
+        self._meeting = meeting
         self._failures = failures
         self._logs = logs
         self._on_restart = on_restart
@@ -149,18 +153,27 @@ class Agent(ExtensibleAgent):
         return {rank for rank in ranks if not any(self._failures.glob(f"*rank-{rank}.*"))}
 
     def meet_machines(self, worker_group: WorkerGroup) -> None:
-        """Join the other machines, after checking that this one still belongs to the run."""
+        """Join the other machines, after checking that this one still belongs to the run.
+
+        Raises TimeoutError: the store where they meet does not answer any more.
+        """
         group: Any = worker_group  # torch declares its fields as None
         self._membership.check()
-        super().meet_machines(worker_group)
+        with self._meeting.meeting():
+            super().meet_machines(worker_group)
+            self._agree_on_restarts(group)
         self._membership.begin()
         several = group.group_world_size > 1
         place = group.store, group.group_rank, group.group_world_size
         self._watch.hear_from(OtherMachines(*place) if several else None)
+
+    def _agree_on_restarts(self, group: Any) -> None:
+        """Take the restart count of the machine that has counted most.
+
+        The rendezvous uses it, and a machine that joins later starts at zero.
+        """
         if group.spec.rdzv_handler.get_backend() == "static":
             return
-        # Agree on the restart count: the rendezvous uses it, and a machine that joins later starts
-        # at zero.
         mine = group.spec.max_restarts - self.restarts_left
         group.store.set(f"lockstep/attempt/{group.group_rank}", str(mine))
         attempts = [

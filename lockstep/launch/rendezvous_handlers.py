@@ -30,6 +30,7 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 
 from lockstep.errors import RunError, UsageError
 from lockstep.launch import options as machines
+from lockstep.launch.meeting_store import MeetingStore, connect
 from lockstep.launch.options import (
     LaunchOptions,
     endpoint,
@@ -47,7 +48,7 @@ _STORE_SECONDS = 60.0  # how long to wait for an answer of the store
 _GIVING_UP_SECONDS = 3.0
 
 
-def open_store(options: LaunchOptions, log: Callable[[str], None]) -> TCPStore:
+def open_store(options: LaunchOptions, log: Callable[[str], None]) -> MeetingStore:
     """Open the store for the rendezvous; with `--node-rank`, return once all machines are there.
 
     Raises UsageError: the port is in use; the name does not resolve; two machines claim one number.
@@ -55,27 +56,25 @@ def open_store(options: LaunchOptions, log: Callable[[str], None]) -> TCPStore:
     """
     if options.several_nodes:
         machines.wait_for_name(rendezvous_host(options), options.patience, log)
-    store = _host_or_join(options)
+    store = MeetingStore(_host_or_join(options), options.seconds("read_timeout", _STORE_SECONDS))
     if options.numbered:
-        machines.register_machine(
-            PrefixStore(f"lockstep/machines/{run_id(options)}", store), options, log
-        )
-    store.set_timeout(datetime.timedelta(seconds=options.seconds("read_timeout", _STORE_SECONDS)))
+        with store.meeting():
+            registry = PrefixStore(f"lockstep/machines/{run_id(options)}", store)
+            machines.register_machine(registry, options, log)
     return store
 
 
 def _host_or_join(options: LaunchOptions) -> TCPStore:
     host = rendezvous_host(options)
     port = int(endpoint(options).rsplit(":", 1)[1])
-    patience = datetime.timedelta(seconds=options.patience)
     if hosts_rendezvous(options):
         try:
-            return host_store(host, port, patience)
+            return host_store(host, port, datetime.timedelta(seconds=options.patience))
         except UsageError:
             if not options.several_nodes or options.numbered or options.is_host:
                 raise
             # another launcher on this machine hosts it
-    return TCPStore(host, port, None, False, patience, wait_for_workers=False)
+    return connect(host, port, options.patience)
 
 
 def job_id(options: LaunchOptions, store: Store) -> str:
@@ -86,11 +85,12 @@ def job_id(options: LaunchOptions, store: Store) -> str:
     return agreed.decode()
 
 
-def handler(options: LaunchOptions, store: TCPStore) -> RendezvousHandler:
+def handler(options: LaunchOptions, store: MeetingStore) -> RendezvousHandler:
     """Return the rendezvous handler for the agent of this machine."""
-    if options.numbered or not options.several_nodes:
-        return FixedRendezvous(options, store)
-    return ElasticRendezvous.over(options, store)
+    with store.meeting():
+        if options.numbered or not options.several_nodes:
+            return FixedRendezvous(options, store)
+        return ElasticRendezvous.over(options, store)
 
 
 class FixedRendezvous(StaticTCPRendezvous):
@@ -99,7 +99,7 @@ class FixedRendezvous(StaticTCPRendezvous):
     A single machine is number 0 of 1.
     """
 
-    def __init__(self, options: LaunchOptions, store: TCPStore) -> None:
+    def __init__(self, options: LaunchOptions, store: MeetingStore) -> None:
         rank = (options.node_rank or 0) if options.several_nodes else 0
         host = rendezvous_host(options)
         job = job_id(options, store)
@@ -133,7 +133,7 @@ class ElasticRendezvous(ExtensibleRendezvous):
     _job_id: str
 
     @classmethod
-    def over(cls, options: LaunchOptions, store: TCPStore) -> "ElasticRendezvous":
+    def over(cls, options: LaunchOptions, store: MeetingStore) -> "ElasticRendezvous":
         """Return a rendezvous of a variable number of machines over a store."""
 
         def seconds(name: str, default: float) -> datetime.timedelta:

@@ -465,6 +465,7 @@ def _run_agent(
         )
         agent = Agent(
             spec,
+            meeting=store,
             failures=failures,
             logs=job.logs,
             on_restart=on_restart,
