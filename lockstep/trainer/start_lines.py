@@ -3,8 +3,6 @@
 Tests: tests/trainer/test_loops.py
 """
 
-from typing import Any
-
 from lockstep.trainer.run_state import RunState
 
 
@@ -73,23 +71,15 @@ def no_step_left(run: RunState, total: int | None) -> str | None:
     )
 
 
-def nothing_to_do(run: RunState, total: int | None, val_data: Any) -> list[str]:
-    """Return lines on what a run will not do.
-
-    A finished run takes no steps, and without validation data there are no evaluations.
-    """
-    training = run.config.training
+def nothing_to_do(run: RunState, total: int | None) -> list[str]:
+    """Return a line if the run that begins has ended before."""
     step = run.step.progress.step
-    key = "eval_strategy" if training.eval_strategy == "epoch" else "eval_steps"
-    lines = []
     if total is not None and step >= total:
-        lines.append(
+        return [
             f"nothing left to do: {step} steps are done, and the run has {total}. For more of them"
             " raise training.max_steps or num_train_epochs; with checkpoint.resume=never it starts"
             " afresh (in Python: epochs=…, max_steps=…, resume='never')"
-        )
-    elif run.results.stopped:
-        lines.append(f"nothing left to do: {run.results.why_stopped()}")
-    if val_data is None and key in training.model_fields_set and getattr(training, key) is not None:
-        lines.append(f"no validation data: training.{key} evaluates nothing")
-    return lines
+        ]
+    if run.results.stopped:
+        return [f"nothing left to do: {run.results.why_stopped()}"]
+    return []

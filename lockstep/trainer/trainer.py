@@ -156,7 +156,7 @@ class Trainer:
             evaluator = Evaluator(state, val_data, metrics)
             lines = [
                 *self._start.take_lines(),
-                *start_lines.nothing_to_do(state, total, val_data),
+                *start_lines.nothing_to_do(state, total),
                 *evaluator.too_few(total),
             ]
             run, evaluations = self._open.for_train(total, lines, evaluator)

@@ -3,6 +3,7 @@ one process.
 """
 
 import re
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -182,7 +183,7 @@ def test_every_topology_finds_the_numbers_of_one_process() -> None:
             )
 
 
-def test_a_run_that_asks_for_evaluations_without_data_says_so(
+def test_a_run_that_asks_for_evaluations_without_data_says_so_once(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     cases: dict[str, dict[str, Any]] = {
@@ -192,14 +193,16 @@ def test_a_run_that_asks_for_evaluations_without_data_says_so(
         "nothing is asked for": {},
     }
     for key, settings in cases.items():
-        Trainer(
-            chain(), loss_fn=nn.CrossEntropyLoss(), batch_size=4, max_steps=1, **settings
-        ).train(points())
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            Trainer(
+                chain(), loss_fn=nn.CrossEntropyLoss(), batch_size=4, max_steps=1, **settings
+            ).train(points())
         printed = "".join(capsys.readouterr())
-        if key.startswith("eval"):
-            assert f"no validation data: training.{key} evaluates nothing" in printed
-        else:
-            assert "no validation data" not in printed
+        told = [*map(str, (each.message for each in warned)), *printed.splitlines()]
+        about_data = [line for line in told if "validation data" in line]
+        assert len(about_data) == key.startswith("eval"), about_data
+        assert all(f"training.{key} means nothing" in line for line in about_data)
 
 
 def test_they_are_those_of_a_plain_loop() -> None:
