@@ -34,6 +34,7 @@ from tests.faults.tiny import Points
 START = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 READ = []  # the training samples, in order
 EVALUATED = set()
+WRITTEN = []  # sizes of what was written slowly
 
 
 class Train(Points):
@@ -41,7 +42,7 @@ class Train(Points):
 
     def __getitem__(self, index):
         READ.append(index)
-        if START == 0 and 4 * 8 < len(READ) <= 4 * 10:
+        if START == 0 and 4 * 5 < len(READ) <= 4 * 7:
             time.sleep(1.0)  # these micro-batches take twice as long as a step may
         return super().__getitem__(index)
 
@@ -72,7 +73,18 @@ class Slow(PosixStorage):
         if is_slow:
             time.sleep(0.7)
         with super().write(draft, file) as stream:
-            yield stream
+            yield SlowFile(stream) if is_slow else stream
+
+
+class SlowFile:
+    def __init__(self, stream):
+        self.stream = stream
+
+    def write(self, data):
+        WRITTEN.append(len(data))
+        if len(WRITTEN) <= 16:
+            time.sleep(0.5)  # all of them together take far longer than a write may stand still
+        return self.stream.write(data)
 
 
 def late(before, seconds):
@@ -114,7 +126,9 @@ def test_what_goes_forward_does_not_hang(tmp_path: Path, in_background: bool) ->
     ) == in_background
     assert "if it was only slow, raise distributed.hang.seconds above 2" in restart["reason"]
     assert steps(tmp_path / "run") == [*range(1, 13)]
-    assert [event["step"] for event in events(tmp_path / "run", "save")] == [4, 8, 12]
+    saves = events(tmp_path / "run", "save")
+    assert [event["step"] for event in saves] == [4, 8, 12]
+    assert saves[1]["time"] < restart["time"], "the write that went forward was taken for a hang"
 
 
 def test_ranks_of_another_machine_that_go_forward_are_waited_for() -> None:
