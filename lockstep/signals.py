@@ -13,7 +13,8 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import NoReturn
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
 from lockstep import scratch
 
@@ -21,7 +22,9 @@ from lockstep import scratch
 ASKS_TO_END = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
 # nohup starts a process with SIGHUP ignored, so that it survives the closing of its terminal.
-_HANGUP_IS_IGNORED = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+_hangup_is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+
+_IGNORED_BY_PYTHON = {signal.SIGPIPE, signal.SIGXFSZ}
 
 Answer = Callable[[int], None]
 
@@ -38,6 +41,46 @@ _END_OF_THREAD = 254
 _all_read = threading.Event()
 
 
+@dataclass(frozen=True)
+class Inherited:
+    """What a process that starts another one leaves to it, as to signals.
+
+    Attributes:
+        blocked: numbers of the signals that it holds back.
+        ignored: of those that it ignores, as nohup has SIGHUP, and a shell without job control has
+            SIGINT and SIGQUIT in what it starts with `&`.
+    """
+
+    blocked: frozenset[int] = frozenset()
+    ignored: frozenset[int] = frozenset()
+
+    def take(self) -> None:
+        """Take them over, in a fork of another process than the one that asked for it."""
+        global _hangup_is_ignored
+        for number in signal.valid_signals() - _IGNORED_BY_PYTHON:
+            was_ignored = signal.getsignal(number) is signal.SIG_IGN
+            if number in self.ignored and not was_ignored:
+                signal.signal(number, signal.SIG_IGN)
+            elif was_ignored and number not in self.ignored:
+                signal.signal(number, _default(number))
+        _hangup_is_ignored = signal.SIGHUP in self.ignored
+        signal.pthread_sigmask(signal.SIG_SETMASK, self.blocked)
+
+
+def inherited() -> Inherited:
+    """Return what a process would inherit that this one starts now."""
+    ignored = {n for n in signal.valid_signals() if signal.getsignal(n) is signal.SIG_IGN}
+    return Inherited(
+        blocked=frozenset(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, ()))),
+        ignored=frozenset(map(int, ignored)),
+    )
+
+
+def _default(number: int) -> Any:
+    """Return the handler that Python starts with."""
+    return signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+
+
 def listen(answer: Answer) -> None:
     """Call `answer` from a thread, with the number of each signal that asks this process to end.
 
@@ -52,7 +95,7 @@ def listen(answer: Answer) -> None:
         return
     _read_in_background()
     for number in ASKS_TO_END:
-        if number != signal.SIGHUP or not _HANGUP_IS_IGNORED:
+        if number != signal.SIGHUP or not _hangup_is_ignored:
             signal.signal(number, _noted)
     # a launcher starts ranks with them blocked
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKS_TO_END)
@@ -108,8 +151,7 @@ def leave_to_script() -> None:
     if threading.current_thread() is threading.main_thread():
         for number in ASKS_TO_END:
             if signal.getsignal(number) is _noted:
-                default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
-                signal.signal(number, default)
+                signal.signal(number, _default(number))
 
 
 def ignore(*, scripts_own: bool = False) -> None:

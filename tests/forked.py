@@ -11,7 +11,6 @@ starts is a fresh one, too.
 
 import inspect
 import os
-import signal
 import subprocess
 import sys
 import warnings
@@ -90,7 +89,6 @@ class Forked(subprocess.Popen[str]):
             folder=os.fspath(its["cwd"] or os.getcwd()),
             parent=os.getpid(),
             own_session=its["start_new_session"],
-            blocked=signal.pthread_sigmask(signal.SIG_BLOCK, ()),
             makes_forks=_makes_forks(module, arguments, environment),
             first=None if self._host is None else partial(self._host.enter, self._host_name),
         )

@@ -265,7 +265,7 @@ def become(request: ForkRequest, descriptors: Sequence[int]) -> None:
     for number, descriptor in enumerate(descriptors):
         os.dup2(descriptor, number)
         os.close(descriptor)
-    signal.pthread_sigmask(signal.SIG_SETMASK, request.blocked)
+    request.inherited.take()
     streams = _streams(at_once=bool(request.environment.get("PYTHONUNBUFFERED")))
     for name, stream in zip(("stdin", "stdout", "stderr"), streams, strict=True):
         setattr(sys, name, stream)

@@ -7,7 +7,6 @@ Tests: tests/launch/test_spawn.py
 
 import os
 import pickle
-import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -44,7 +43,6 @@ class ForkedRank(ForkedChild):
             environment=environment,
             folder=os.getcwd(),
             parent=os.getpid(),
-            blocked=signal.pthread_sigmask(signal.SIG_BLOCK, ()),
         )
         sys.stdout.flush()
         sys.stderr.flush()

@@ -22,9 +22,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from lockstep.signals import Inherited, inherited
 
 _SERVER = "lockstep.launch.fork_server"
 MESSAGE_BYTES = 200_000
@@ -51,7 +53,7 @@ class ForkRequest:
         folder: the working directory.
         parent: the process whose child the fork becomes.
         own_session: as `start_new_session` of Popen.
-        blocked: signals that the fork holds back at first.
+        inherited: the signals that the fork holds back and ignores at first.
         makes_forks: whether it gets a prepared process of its own, for forks of what it imported.
         first: called in the fork before all else; it must be picklable.
     """
@@ -62,7 +64,7 @@ class ForkRequest:
     folder: str
     parent: int
     own_session: bool = False
-    blocked: Set[signal.Signals | int] = frozenset()
+    inherited: Inherited = field(default_factory=inherited)
     makes_forks: bool = False
     first: Callable[[], None] | None = None
 

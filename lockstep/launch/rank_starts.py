@@ -5,7 +5,6 @@ Tests: tests/launch/test_prepared.py
 
 import ast
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -69,7 +68,6 @@ class RankStarter:
             folder=os.getcwd(),
             parent=os.getpid(),
             own_session=True,
-            blocked=signal.pthread_sigmask(signal.SIG_BLOCK, ()),
         )
         streams = [0 if stream is None else stream.fileno() for stream in (None, stdout, stderr)]
         for number in (1, 2):

@@ -206,6 +206,7 @@ def run(arguments: Sequence[str]) -> int | None:
         return None
     if channel is None:
         return None
+    mine = signals.inherited()
     with channel:
         request = {
             "ask": "run",
@@ -214,6 +215,7 @@ def run(arguments: Sequence[str]) -> int | None:
             "environment": dict(os.environ),
             "folder": os.getcwd(),
             "umask": _umask(),
+            "signals": [sorted(mine.blocked), sorted(mine.ignored)],
         }
         try:
             socket.send_fds(channel, [json.dumps(request).encode()], [0, 1, 2])

@@ -24,6 +24,7 @@ from typing import Any
 
 from lockstep.launch import fork_server, warm
 from lockstep.launch.prepared import MESSAGE_BYTES, ForkRequest
+from lockstep.signals import Inherited
 
 _PR_SET_PDEATHSIG = 1
 
@@ -162,6 +163,7 @@ class WarmServer:
             folder=asked["folder"],
             parent=os.getpid(),
             own_session=True,
+            inherited=Inherited(*map(frozenset, asked["signals"])),
             makes_forks=True,
         )
         pid = os.fork()

@@ -84,7 +84,7 @@ def test_a_stopped_rank_is_named_and_restarted(stopped_rank: Ended) -> None:
     )
     assert re.search(found, said), said
     assert "it was stopped by a signal (SIGSTOP)" in said
-    assert re.search(r"where: host \S+, \S+\.py:\d+ in \w+", said)
+    assert re.search(r"where: host \S+, \S+\.py:\d+ in \S+", said)
     logs = stopped_rank.folder / "run/logs"
     for rank in (0, 1):
         assert "most recent call first" in (logs / f"rank-{rank}.stacks.txt").read_text()

@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +67,18 @@ def found(folder: Path, rank: int) -> dict[str, Any]:
     return said
 
 
+@pytest.fixture
+def ignored_signals() -> Iterator[None]:
+    """What is started is so as by nohup, and as by a shell without job control with `&`."""
+    before = {n: signal.getsignal(n) for n in (signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR2)}
+    for number in before:
+        signal.signal(number, signal.SIG_IGN)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("ignored_signals")
 def test_a_fork_finds_what_a_fresh_process_finds(tmp_path: Path) -> None:
     sides = {}
     for name, option in (("fork", ()), ("fresh", ("--fresh-processes",))):
