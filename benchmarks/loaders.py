@@ -25,7 +25,8 @@ from torch.utils.data import DataLoader
 from benchmarks.page import RESULTS, machine, page, tell
 from lockstep.data.batches import assign_contiguous
 from lockstep.data.loader import StepLoader
-from lockstep.data.order import SampleOrder, epoch_permutation
+from lockstep.data.order import SampleOrder
+from lockstep.data.permutation import epoch_permutation
 from lockstep.data.text import FORMAT, HEADER, TOKENS, tokens
 
 BLOCK = 256

@@ -147,6 +147,10 @@ class DataConfig(Section):
     shuffle: bool = key(
         True, "A new order each epoch, a function of (seed, epoch); false: the order of the data."
     )
+    order: Literal["auto", "randperm", "keyed"] = key("auto")
+    """How `shuffle` orders samples. `randperm`: by torch's list of all of them, 8 bytes each;
+    `keyed`: by a permutation that is computed position by position, without memory; `auto`: the
+    list for up to 65,536 samples, and the order with which a resumed run began."""
     drop_last: bool = key(False)
     """Drop the samples at the end of an epoch that do not fill a global batch, and log their
     number; false: train on them, weighted by their count."""

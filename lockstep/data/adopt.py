@@ -133,9 +133,27 @@ def adopt(
     if found.batch_sampler is not None:
         order = SamplerOrder(found.batch_sampler, global_batch_size // batch_size, seed=seed)
     else:
-        usual = {"shuffle": found.shuffle, "drop_last": found.drop_last}
-        order = SampleOrder(len(found.data), batch_size, global_batch_size, seed=seed, **usual)
+        order = SampleOrder(
+            len(found.data),
+            batch_size,
+            global_batch_size,
+            seed=seed,
+            shuffle=found.shuffle,
+            drop_last=found.drop_last,
+            order=_order_of((config or DataConfig()).order, state, start_step),
+        )
     return StepLoader(found.data, order, assign, **common, **found.reading)
+
+
+def _order_of(wanted: str, state: dict[str, Any] | None, start_step: int) -> str:
+    """Return the name of the order: the config's, or else the one with which the run began.
+
+    Runs whose checkpoints name none have begun with `randperm`.
+    """
+    if wanted != "auto" or start_step == 0:
+        return wanted
+    recorded: str = (state or {}).get("order", "randperm")
+    return recorded
 
 
 @dataclass

@@ -50,6 +50,7 @@ from lockstep.data.fingerprint import summary
 from lockstep.data.generators import can_be_seeded, generators_of, preserve, seed_generators
 from lockstep.data.mistakes import advice, collate_by_default, users_line, workers_not_started
 from lockstep.data.order import Order, StepSamples
+from lockstep.data.permutation import KeyedOrder
 from lockstep.errors import RunError, UsageError, listed
 from lockstep.heartbeat.writer import recorder_of_work, went_forward
 from lockstep.randomness import (
@@ -484,8 +485,12 @@ class StepLoader:
         return self.order.steps_per_epoch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return nothing: the data of a step follow from its number."""
-        return {}
+        """Return the name of the order, by which the data of a step follow from its number.
+
+        The list is what a checkpoint means that names none.
+        """
+        epochs = getattr(self.order, "epochs", None)
+        return {"order": epochs.name} if isinstance(epochs, KeyedOrder) else {}
 
     def __iter__(self) -> Iterator[StepBatches]:
         if self._compares and self._wanted and known(self._dataset) is None:
@@ -589,7 +594,7 @@ class StepLoader:
 
     def _plan(self, step: int) -> _Plan:
         # The sampler runs ahead of the steps, perhaps into the next epoch, so its plans are kept:
-        # the order holds one epoch's permutation only.
+        # the order holds one epoch's samples only.
         if step not in self._plans:
             window = self.order.window(step)
             self._plans[step] = (window, self._assign(len(window.micro_batches)))

@@ -1,9 +1,9 @@
 """Defines which samples make up which step, as a pure function of (seed, step).
 
-An epoch's order is one permutation, from (seed, epoch). A step takes the next `global_batch_size`
-samples of it, cut into micro-batches; ranks and workers only divide these among themselves. Steps
-do not cross epochs. Python's, NumPy's and torch's global generators are seeded before each sample
-is read (`lockstep.randomness`; `generators`: those of the dataset's own, too).
+An epoch's order is one permutation, from (seed, epoch): see `permutation`. A step takes the next
+`global_batch_size` samples of it, cut into micro-batches; ranks and workers only divide these among
+themselves. Steps do not cross epochs. Python's, NumPy's and torch's global generators are seeded
+before each sample is read (`lockstep.randomness`; `generators`: those of the dataset's own, too).
 
 Tests: tests/data/test_order.py, tests/parity/test_law_one.py
 """
@@ -14,17 +14,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch.utils.data import Sampler
 
 from lockstep.data.batches import known_length
 from lockstep.data.generators import Generator, generators_of, restore, states_of
+from lockstep.data.permutation import AHEAD, EpochOrder, epoch_order
 from lockstep.environment import rank_facts
 from lockstep.errors import UsageError
-from lockstep.randomness import derive_key, preserve_states, seed_from, set_states, states
+from lockstep.randomness import preserve_states, seed_from, set_states, states
 
 
 def set_epoch(holder: Any, epoch: int) -> bool:
@@ -74,8 +72,9 @@ class SampleOrder:
 
     A UsageError is raised for sizes that leave nothing.
 
-    With `shuffle` it is another one in each epoch, else always 0, 1, 2 …; `drop_last` leaves out
-    the incomplete step at the end of each epoch (`dropped_per_epoch` samples).
+    With `shuffle` it is another one in each epoch, else always 0, 1, 2 …; `order` names which
+    (`lockstep.data.permutation`), or is one. `drop_last` leaves out the incomplete step at the end
+    of each epoch (`dropped_per_epoch` samples).
     """
 
     def __init__(
@@ -87,6 +86,7 @@ class SampleOrder:
         seed: int,
         shuffle: bool = True,
         drop_last: bool = False,
+        order: str | EpochOrder = "auto",
     ) -> None:
         check_batch_sizes(batch_size, global_batch_size)
         if num_samples < 1:
@@ -108,9 +108,12 @@ class SampleOrder:
         self.global_batch_size = global_batch_size
         self.seed = seed
         self.shuffle = shuffle
+        self.epochs = (
+            epoch_order(num_samples, seed, shuffle=shuffle, order=order)
+            if isinstance(order, str)
+            else order
+        )
         self._kept = num_samples - self.dropped_per_epoch
-        # the current epoch's permutation only
-        self._cached: tuple[int, NDArray[np.int64]] | None = None
 
     @property
     def steps_per_epoch(self) -> int:
@@ -132,24 +135,10 @@ class SampleOrder:
         epoch, position = divmod(step, self.steps_per_epoch)
         start = position * self.global_batch_size
         stop = min(start + self.global_batch_size, self._kept)
-        if self.shuffle and (self._cached is None or self._cached[0] != epoch):
-            # A NumPy array is sliced in a third of the time.
-            self._cached = (epoch, epoch_permutation(self.num_samples, self.seed, epoch).numpy())
-        samples = (
-            self._cached[1][start:stop].tolist() if self._cached is not None else range(start, stop)
-        )
+        samples = self.epochs.samples(epoch, range(start, stop))
         size = self.batch_size
-        micro_batches = [list(samples[i : i + size]) for i in range(0, len(samples), size)]
+        micro_batches = [samples[i : i + size] for i in range(0, len(samples), size)]
         return StepSamples(step, epoch, micro_batches, last_of_epoch=stop == self._kept)
-
-
-def epoch_permutation(num_samples: int, seed: int, epoch: int) -> torch.Tensor:
-    """Return the order of an epoch, a permutation of 0 … num_samples − 1.
-
-    It is int64 [num_samples], and follows from (seed, epoch).
-    """
-    generator = torch.Generator().manual_seed(derive_key("order of samples", seed, epoch))
-    return torch.randperm(num_samples, generator=generator)
 
 
 class SamplerOrder:
@@ -271,6 +260,7 @@ class DistributedSampler(Sampler[int]):
     which leaves out `dropped_per_epoch` samples. Each iteration moves on to the next epoch by
     itself; `set_epoch` sets the next one (after a resume). The `seed` is the same on all ranks;
     `num_replicas` and `rank` are those of the process group, else of the environment, if unset.
+    `order` is as `data.order` of a config.
 
     A UsageError is raised for an empty dataset, or a rank that is not below `num_replicas`.
     """
@@ -283,6 +273,7 @@ class DistributedSampler(Sampler[int]):
         shuffle: bool = True,
         seed: int = 0,
         drop_last: bool = False,
+        order: str = "auto",
     ) -> None:
         if dist.is_available() and dist.is_initialized():
             world = dist.get_world_size()
@@ -299,6 +290,7 @@ class DistributedSampler(Sampler[int]):
         self.shuffle = shuffle
         self.seed = seed
         self.drop_last = drop_last
+        self.order = order
         self.epoch = 0  # of the next iteration
         if not 0 <= self.rank < self.num_replicas:
             what = f"rank {self.rank} is not below num_replicas {self.num_replicas}"
@@ -319,11 +311,13 @@ class DistributedSampler(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         epoch = self.epoch
         self.epoch += 1
-        stop = self.num_samples - self.dropped_per_epoch
-        if not self.shuffle:
-            return iter(range(self.rank, stop, self.num_replicas))
-        order = epoch_permutation(self.num_samples, self.seed, epoch)
-        return iter(order[self.rank : stop : self.num_replicas].tolist())
+        return self._samples(epoch)
+
+    def _samples(self, epoch: int) -> Iterator[int]:
+        shares = range(self.rank, self.num_samples - self.dropped_per_epoch, self.num_replicas)
+        order = epoch_order(self.num_samples, self.seed, shuffle=self.shuffle, order=self.order)
+        for first in range(0, len(shares), AHEAD):
+            yield from order.samples(epoch, shares[first : first + AHEAD])
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch

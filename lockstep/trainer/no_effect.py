@@ -105,6 +105,7 @@ _READING = (
     "pin_memory",
     "persistent_workers",
     "shuffle",
+    "order",
     "drop_last",
 )
 _RATES = (
@@ -360,7 +361,8 @@ def beside_data(config: Config, data: Any) -> Iterator[NoEffect]:
     """
     fix = "leave it out, or give a dataset instead of a loader"
     if isinstance(data, DataLoader) and not isinstance(data.dataset, IterableDataset):
-        own = {name: getattr(data, name, None) for name in _READING if name != "shuffle"}
+        ours = ("shuffle", "order")
+        own = {name: getattr(data, name, None) for name in _READING if name not in ours}
         differ = [name for name, value in own.items() if getattr(config.data, name) != value]
         shuffles = type(data.sampler).__name__ == "RandomSampler" or bool(
             getattr(data.sampler, "shuffle", False)

@@ -76,6 +76,7 @@ class TrainerSettings(PlacementSettings, total=False):
     pin_memory: bool
     persistent_workers: bool
     shuffle: bool
+    order: Literal["auto", "randperm", "keyed"]
     drop_last: bool
     max_steps: int | None
     num_train_epochs: int | None

@@ -16,7 +16,10 @@ from tests.config.shared import loaded, written
 
 DOCUMENTED = {
     "model": "name args",
-    "data": "name args num_workers prefetch_factor pin_memory persistent_workers shuffle drop_last",
+    "data": (
+        "name args num_workers prefetch_factor pin_memory persistent_workers shuffle order"
+        " drop_last"
+    ),
     "training": (
         "max_steps num_train_epochs batch_size eval_batch_size gradient_accumulation_steps"
         " global_batch_size optimizer optimizer_args learning_rate lr_schedule lr_scaling"

@@ -55,7 +55,10 @@ ACTS = {
 # The keys of those sections of which `ACTS` has no single ones: a new one is added here when it
 # acts.
 LISTED = {
-    "data": "name args num_workers prefetch_factor pin_memory persistent_workers shuffle drop_last",
+    "data": (
+        "name args num_workers prefetch_factor pin_memory persistent_workers shuffle order"
+        " drop_last"
+    ),
     "precision": (
         "mode param_dtype fp8 tf32 loss_scale.dynamic loss_scale.initial_scale"
         " loss_scale.growth_factor loss_scale.backoff_factor loss_scale.growth_interval"
@@ -330,6 +333,7 @@ OBSERVED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "training.seed": ({"seed": 7}, {}),
     "data.shuffle": ({"shuffle": False}, {}),
+    "data.order": ({"order": "keyed"}, {}),
     "data.drop_last": ({"drop_last": True}, {"max_steps": 5}),
     "precision.mode": ({"precision": "bf16"}, {}),
     "precision.loss_scale.initial_scale": (
