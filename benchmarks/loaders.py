@@ -27,7 +27,8 @@ from lockstep.data.batches import assign_contiguous
 from lockstep.data.loader import StepLoader
 from lockstep.data.order import SampleOrder
 from lockstep.data.permutation import epoch_permutation
-from lockstep.data.text import FORMAT, HEADER, TOKENS, tokens
+from lockstep.data.text import tokens
+from lockstep.data.token_folder import FORMAT, HEADER, TOKENS
 
 BLOCK = 256
 BATCH = 8

@@ -256,6 +256,7 @@ DATA_SETS = Registry(
         "python-docs": "lockstep.data.text:python_docs",
         "text": "lockstep.data.text:text",
         "tokens": "lockstep.data.text:tokens",
+        "documents": "lockstep.data.packed:documents",
         "digits": "lockstep.data.datasets:digits",
     },
     further="hf:NAME or package.module:Class",

@@ -351,7 +351,7 @@ def bench(argv: list[str]) -> int:
 
 def data(argv: list[str]) -> int:
     """Run `lockstep data prepare …`."""
-    from lockstep.data.text import prepare_command
+    from lockstep.data.prepare import prepare_command
 
     return prepare_command(argv)
 

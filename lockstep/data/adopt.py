@@ -1,7 +1,8 @@
 """Turns data that a user hands to the trainer into a source of steps.
 
-- A dataset, or a DataLoader that samples it in a usual way: the order is ours (`SampleOrder`); the
-  loader's dataset, collate_fn and workers are kept.
+- A dataset, or a DataLoader that samples it in a usual way: the order is ours (`SampleOrder`), or
+  that of the dataset's own method `epoch_order`, as a mixture of sources has; the loader's dataset,
+  collate_fn and workers are kept.
 - A DataLoader with a sampler or batch sampler of the user's own: its order; each rank reads its
   micro-batches of it.
 - Any other iterable: every rank iterates it and keeps its micro-batches (`IterableSteps`).
@@ -133,14 +134,17 @@ def adopt(
     if found.batch_sampler is not None:
         order = SamplerOrder(found.batch_sampler, global_batch_size // batch_size, seed=seed)
     else:
+        own = None
+        if not for_evaluation and hasattr(found.data, "epoch_order"):
+            own = found.data.epoch_order(seed, shuffle=found.shuffle)
         order = SampleOrder(
-            len(found.data),
+            len(found.data) if own is None else own.num_samples,
             batch_size,
             global_batch_size,
             seed=seed,
             shuffle=found.shuffle,
             drop_last=found.drop_last,
-            order=_order_of((config or DataConfig()).order, state, start_step),
+            order=own or _order_of((config or DataConfig()).order, state, start_step),
         )
     return StepLoader(found.data, order, assign, **common, **found.reading)
 

@@ -19,6 +19,7 @@ Source: J. Black and P. Rogaway, *Ciphers with Arbitrary Finite Domains*, CT-RSA
 Tests: tests/data/test_permutation.py
 """
 
+from abc import ABC, abstractmethod
 from typing import Protocol
 
 import numpy as np
@@ -36,6 +37,7 @@ class EpochOrder(Protocol):
     """The order of an epoch's samples."""
 
     name: str  # as a checkpoint records it
+    num_samples: int  # of an epoch
 
     def samples(self, epoch: int, positions: range) -> list[int]:
         """Return the samples at some positions of an epoch."""
@@ -45,6 +47,9 @@ class GivenOrder:
     """The order of the data themselves."""
 
     name = "given"
+
+    def __init__(self, num_samples: int) -> None:
+        self.num_samples = num_samples
 
     def samples(self, epoch: int, positions: range) -> list[int]:
         return list(positions)
@@ -56,7 +61,7 @@ class ListedOrder:
     name = "randperm"
 
     def __init__(self, num_samples: int, seed: int) -> None:
-        self._num_samples = num_samples
+        self.num_samples = num_samples
         self._seed = seed
         self._epoch: int | None = None  # whose list it is
         self._list: NDArray[np.int64]
@@ -64,45 +69,57 @@ class ListedOrder:
     def samples(self, epoch: int, positions: range) -> list[int]:
         if self._epoch != epoch:
             # A NumPy array is sliced in a third of the time.
-            self._list = epoch_permutation(self._num_samples, self._seed, epoch).numpy()
+            self._list = epoch_permutation(self.num_samples, self._seed, epoch).numpy()
             self._epoch = epoch
         found: list[int] = self._list[positions.start : positions.stop : positions.step].tolist()
         return found
 
 
-class KeyedOrder:
-    """Another order in each epoch, computed where it is asked for."""
+class ComputedOrder(ABC):
+    """An order whose samples are computed where they are asked for, some ahead.
+
+    Without memory of its own: what is kept are `AHEAD` samples.
+    """
+
+    def __init__(self, num_samples: int) -> None:
+        self.num_samples = num_samples  # of an epoch
+        self._epoch: int | None = None  # whose samples are kept
+        self._kept = range(0)  # positions whose samples are kept
+        self._samples: list[int] = []
+
+    @abstractmethod
+    def computed(self, epoch: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the samples at some positions of an epoch."""
+
+    def samples(self, epoch: int, positions: range) -> list[int]:
+        """Return the samples at some positions, computed now or with those before them."""
+        start = positions.start
+        stop = positions.stop
+        if positions.step != 1:
+            return self._list(epoch, positions)
+        if epoch != self._epoch or not self._kept.start <= start <= stop <= self._kept.stop:
+            self._epoch = epoch
+            self._kept = range(start, max(stop, min(self.num_samples, start + AHEAD)))
+            self._samples = self._list(epoch, self._kept)
+        return self._samples[start - self._kept.start : stop - self._kept.start]
+
+    def _list(self, epoch: int, positions: range) -> list[int]:
+        places = np.arange(positions.start, positions.stop, positions.step)
+        found: list[int] = self.computed(epoch, places).tolist()
+        return found
+
+
+class KeyedOrder(ComputedOrder):
+    """Another order in each epoch, without a list of it."""
 
     name = "keyed"
 
     def __init__(self, num_samples: int, seed: int) -> None:
-        self._num_samples = num_samples
+        super().__init__(num_samples)
         self._seed = seed
-        self._epoch: int | None = None  # whose keys and samples are kept
-        self._keys: list[int] = []
-        self._kept = range(0)  # positions whose samples are kept
-        self._samples: list[int] = []
 
-    def samples(self, epoch: int, positions: range) -> list[int]:
-        if epoch != self._epoch:
-            self._epoch = epoch
-            self._keys = round_keys(self._seed, epoch)
-            self._kept = range(0)
-        kept = self._kept
-        if not positions:
-            return []
-        if positions.step != 1:
-            return self._computed(positions)
-        if not kept.start <= positions.start <= positions.stop <= kept.stop:
-            last = min(self._num_samples, positions.start + AHEAD)
-            self._kept = kept = range(positions.start, max(positions.stop, last))
-            self._samples = self._computed(kept)
-        return self._samples[positions.start - kept.start : positions.stop - kept.start]
-
-    def _computed(self, positions: range) -> list[int]:
-        places = np.arange(positions.start, positions.stop, positions.step)
-        found: list[int] = permuted(places, self._num_samples, self._keys).tolist()
-        return found
+    def computed(self, epoch: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        return permuted(positions, self.num_samples, round_keys(self._seed, epoch))
 
 
 def epoch_order(
@@ -110,7 +127,7 @@ def epoch_order(
 ) -> EpochOrder:
     """Return the order that `data.shuffle` and `data.order` name."""
     if not shuffle:
-        return GivenOrder()
+        return GivenOrder(num_samples)
     if order == "auto":
         order = "keyed" if num_samples > LARGEST_LIST else "randperm"
     return KeyedOrder(num_samples, seed) if order == "keyed" else ListedOrder(num_samples, seed)

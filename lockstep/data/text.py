@@ -2,34 +2,21 @@
 
 They are the user's files, a part of Python, and what was tokenized beforehand.
 
-`lockstep data prepare` turns text into a folder of tokens once, for many runs, which are read from
-the disk on demand:
-
-    DIR/tokens.bin      the token numbers, little-endian uint16 or uint32
-    DIR/tokens.json     {"format", "dtype", "num_tokens", "vocab_size", "tokenizer", "source"}
-    DIR/tokenizer.json  the Hugging Face tokenizer, if one was used
-
-The folder appears complete or not at all: it is written under a temporary name, and renamed.
-
 Tests: tests/data/test_datasets.py
 """
 
-import argparse
-import json
-import os
 import platform
 import re
-import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from shlex import quote
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.data.batches import Data
 from lockstep.data.language import TextOptions, Tokenizer, language_data
+from lockstep.data.token_folder import TOKENS, TokenFile, read_header, tokenizer_of
 from lockstep.environment import rank_facts
 from lockstep.errors import UsageError
 from lockstep.paths import local_path
@@ -82,16 +69,14 @@ def token_pieces(
             advance(len(chunk.encode()))
 
 
-def text_files(path: Path) -> list[Path]:
+def text_files(path: Path, where: str = "data.args.path") -> list[Path]:
     """Return the files that `path` names, by their relative names, without hidden ones.
 
     Raise a UsageError if none.
     """
     fix = "give the path of a text file, or of a folder of them"
     if not path.exists():
-        raise UsageError(
-            f"there is no file or folder {str(path)!r}", where="data.args.path", fix=fix
-        )
+        raise UsageError(f"there is no file or folder {str(path)!r}", where=where, fix=fix)
     files = [path]
     if path.is_dir():
         inside = {
@@ -101,7 +86,7 @@ def text_files(path: Path) -> list[Path]:
         files = [inside[name] for name in sorted(inside) if not re.search(r"(^|/)\.", name)]
     if not any(file.stat().st_size for file in files):
         what = "is empty" if path.is_file() else "has no text: no file in it, or only empty ones"
-        raise UsageError(f"{path} {what}", where="data.args.path", fix=fix)
+        raise UsageError(f"{path} {what}", where=where, fix=fix)
     return files
 
 
@@ -157,42 +142,6 @@ def python_docs(
     return language_data(*options.split(whole), options, PYTHON_DOCS, chosen, documents=documents)
 
 
-FORMAT = "lockstep-tokens-1"
-TOKENS = "tokens.bin"
-HEADER = "tokens.json"
-TOKENIZER = "tokenizer.json"
-DTYPES = ("uint16", "uint32")
-
-
-class TokenFile:
-    """The tokens `begin` to `end` of a token file.
-
-    Each process maps them into memory when it first reads them.
-    """
-
-    def __init__(self, path: Path, dtype: str, begin: int, end: int) -> None:
-        self.path = path
-        self.dtype = dtype
-        self.begin = begin
-        self.end = end
-        self._mapped: NDArray[Any] | None = None
-
-    def __len__(self) -> int:
-        return self.end - self.begin
-
-    def __getitem__(self, where: slice) -> NDArray[Any]:
-        if self._mapped is None:
-            mapped = np.memmap(self.path, dtype=np.dtype(self.dtype).newbyteorder("<"), mode="r")
-            self._mapped = mapped.view(np.ndarray)  # slicing it takes a quarter of the time
-        start, stop, step = where.indices(len(self))
-        assert step == 1
-        return self._mapped[self.begin + start : self.begin + stop]
-
-    def __getstate__(self) -> dict[str, Any]:
-        # each worker maps the file itself; tokens are not sent
-        return {**self.__dict__, "_mapped": None}
-
-
 def tokens(
     *, path: str, block_size: int = 256, stride: int | None = None, validation_fraction: float = 0.1
 ) -> Data:
@@ -208,129 +157,5 @@ def tokens(
     border = options.border(count)
     train = TokenFile(folder / TOKENS, dtype, 0, border)
     validation = TokenFile(folder / TOKENS, dtype, border, count)
-    tokenizer = Tokenizer("bytes" if header["tokenizer"] == "bytes" else str(folder / TOKENIZER))
-    return language_data(train, validation, options, f"{path} ({header['source']})", tokenizer)
-
-
-def read_header(folder: Path) -> dict[str, Any]:
-    """Return the contents of `tokens.json`; raise a UsageError if the files disagree with it."""
-    try:
-        header = json.loads((folder / HEADER).read_text())
-    except FileNotFoundError:
-        what = f"{folder} has no {HEADER}"
-        raise UsageError(
-            what,
-            where="data.args.path",
-            fix=f"lockstep data prepare SOURCE --out {quote(str(folder))}",
-        ) from None
-    except (OSError, ValueError) as error:
-        raise _damaged(folder, f"{HEADER}: {error}") from None
-    if not isinstance(header, dict) or header.get("format") != FORMAT:
-        raise _damaged(folder, f"{HEADER} is not of the format {FORMAT}")
-    kinds = {"dtype": str, "num_tokens": int, "vocab_size": int, "tokenizer": str, "source": str}
-    wrong = [key for key, kind in kinds.items() if not isinstance(header.get(key), kind)]
-    if wrong or header["dtype"] not in DTYPES:
-        raise _damaged(folder, f"{HEADER} has no usable {(wrong or ['dtype'])[0]}")
-    file = folder / TOKENS
-    size = file.stat().st_size if file.exists() else 0
-    expected = header["num_tokens"] * np.dtype(header["dtype"]).itemsize
-    if size != expected:
-        raise _damaged(folder, f"{TOKENS} has {size} bytes, but {HEADER} expects {expected}")
-    return header
-
-
-def _damaged(folder: Path, why: str) -> UsageError:
-    what = f"the tokens in {folder} can't be used"
-    return UsageError(what, where="data.args.path", why=why, fix="prepare them again")
-
-
-def prepare(
-    source: Path | str,
-    out: Path | str,
-    tokenizer: str = "bytes",
-    *,
-    advance: Advance = lambda _bytes: None,
-) -> tuple[int, int]:
-    """Write the tokens of `source` into the new folder `out`.
-
-    `source` is a text file, a folder of them, or `python-docs`.
-
-    `advance` gets the bytes of text of each piece. Return the number of tokens, and the size of the
-    vocabulary.
-    """
-    out = local_path(out, "--out")
-    chosen = Tokenizer(tokenizer)
-    if out.exists():
-        raise UsageError(
-            f"{out} exists already", where="--out", fix="choose another folder, or remove it"
-        )
-    if str(source) == "python-docs":  # in one piece, like the data set: it is small
-        name = PYTHON_DOCS
-        pieces = iter([chosen.encode_array("\n\n".join(topics()))])
-    else:
-        name = str(source)
-        pieces = token_pieces(text_files(local_path(source, "SOURCE")), chosen, advance)
-    dtype = np.dtype("<u2" if chosen.vocab_size <= 1 << 16 else "<u4")
-    temporary = out.with_name(f".{out.name}.tmp-{os.getpid()}")
-    try:
-        temporary.mkdir(parents=True)
-        count = 0
-        with (temporary / TOKENS).open("wb") as file:
-            for piece in pieces:
-                file.write(piece.astype(dtype).tobytes())
-                count += len(piece)
-            file.flush()
-            os.fsync(file.fileno())
-        header = {
-            "format": FORMAT,
-            "dtype": dtype.name,
-            "num_tokens": count,
-            "vocab_size": chosen.vocab_size,
-            "tokenizer": "bytes" if tokenizer == "bytes" else TOKENIZER,
-            "source": name,
-        }
-        if tokenizer != "bytes":
-            shutil.copyfile(tokenizer, temporary / TOKENIZER)
-        (temporary / HEADER).write_text(json.dumps(header, indent=2) + "\n")
-        temporary.rename(out)
-    except OSError as error:
-        raise UsageError(f"{out} can't be written", where="--out", why=str(error)) from None
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    return count, chosen.vocab_size
-
-
-def prepare_command(argv: Sequence[str]) -> int:
-    """Run `lockstep data prepare SOURCE --out DIR [--tokenizer bytes|FILE]`."""
-    parser = _Parser(
-        "lockstep data prepare",
-        description="Turn text into tokens, for the data set `tokens`.",
-        epilog="example:\n  lockstep data prepare text.txt --out tokens",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("verb", choices=("prepare",), help=argparse.SUPPRESS)
-    parser.add_argument(
-        "source", metavar="SOURCE", help="a text file, a folder of them, or python-docs"
-    )
-    parser.add_argument("--out", metavar="DIR", required=True, help="the folder to make")
-    parser.add_argument(
-        "--tokenizer", default="bytes", help="bytes (default), or a Hugging Face tokenizer.json"
-    )
-    given = parser.parse_args(list(argv))
-    files = [] if given.source == "python-docs" else text_files(local_path(given.source, "SOURCE"))
-    with progress_of(
-        f"tokens of {given.source}", sum(file.stat().st_size for file in files)
-    ) as advance:
-        num_tokens, vocab_size = prepare(given.source, given.out, given.tokenizer, advance=advance)
-    print(f"{given.out}: {num_tokens:,} tokens of {vocab_size:,} kinds")
-    print(f"use it with   data: {{name: tokens, args: {{path: {given.out}}}}}")
-    return 0
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(
-            message,
-            where="the command 'lockstep data'",
-            fix="`lockstep data prepare --help` lists all",
-        )
+    source = f"{path} ({header['source']})"
+    return language_data(train, validation, options, source, tokenizer_of(folder, header))

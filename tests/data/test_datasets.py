@@ -19,7 +19,7 @@ from lockstep.config import DataConfig
 from lockstep.data import Data, build_data
 from lockstep.data.language import Documents, Tokenizer, TokenWindows
 from lockstep.data.loader import Reader, ReadRequest
-from lockstep.data.text import prepare, prepare_command
+from lockstep.data.prepare import prepare, prepare_command
 from lockstep.errors import UsageError
 
 
@@ -249,7 +249,7 @@ def test_a_vocabulary_beyond_16_bits_takes_32(tmp_path, book, monkeypatch):
         def encode_array(self, text: str) -> Any:
             return np.array([70_000] * 40)
 
-    monkeypatch.setattr("lockstep.data.text.Tokenizer", Wide)
+    monkeypatch.setattr("lockstep.data.prepare.Tokenizer", Wide)
     prepare(book, tmp_path / "out")
     assert json.loads((tmp_path / "out" / "tokens.json").read_text())["dtype"] == "uint32"
     data = build("tokens", path=str(tmp_path / "out"), block_size=4, validation_fraction=0)

@@ -87,7 +87,7 @@ def _stop_after_parsing(verb: str, patch: pytest.MonkeyPatch) -> None:
         "sample": ("lockstep.sample.sample", _nothing),
         "doctor": ("lockstep.launch.doctor.doctor", _nothing),
         "warm": ("lockstep.launch.warm.start", _nothing),
-        "data": ("lockstep.data.text.prepare", _prepared),
+        "data": ("lockstep.data.prepare.prepare", _prepared),
     }
     target, stand_in = handed_to[verb]
     patch.setattr(target, stand_in)

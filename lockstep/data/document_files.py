@@ -1,0 +1,184 @@
+"""Reads documents from files, record by record.
+
+| files | a document is |
+|---|---|
+| `.jsonl`, `.jsonl.gz` | a line: an object with the text in one of its fields |
+| `.parquet`, `.arrow` | a row, with the text in one of its columns |
+| `.npy` | a row of token numbers, or all of them where there is one dimension |
+| any other | the file, UTF-8 text, which comes in several records |
+
+A record's number follows from the files alone, so that a reader can go on after any of them.
+
+Tests: tests/data/test_document_files.py
+"""
+
+import gzip
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lockstep.data.text import CHUNK, read_chunks
+from lockstep.errors import UsageError, listed
+
+ROWS = 1024  # that are read at once from a parquet file
+_JSON = (".jsonl", ".jsonl.gz")
+_COMPRESSED = (".zst", ".xz", ".bz2", ".zip", ".gz")
+
+
+@dataclass(frozen=True)
+class Record:
+    """A document, or a part of one that is long."""
+
+    content: str | NDArray[Any]  # its text, or its tokens
+    where: str  # the file, and the line or the row in it
+    size: int  # bytes of the file, about
+    row: Mapping[str, Any] | None = None  # what else is known of the document
+    ends: bool = True  # the document ends with it
+
+
+def records_of(file: Path, text_field: str, first: int = 0) -> Iterator[Record | None]:
+    """Yield the records of a file from the number `first` on; None for a blank line.
+
+    A UsageError names the line or the row that can't be read.
+    """
+    name = file.name
+    if name.endswith(_JSON):
+        return islice(_of_lines(file, text_field, first), first, None)
+    if name.endswith(".parquet"):
+        return _of_parquet(file, text_field, first)
+    if name.endswith(".arrow"):
+        return _of_arrow(file, text_field, first)
+    if name.endswith(".npy"):
+        return islice(_of_tokens(file), first, None)
+    if name.endswith(_COMPRESSED):
+        what = f"{file} is compressed, and of such files only .jsonl.gz are read"
+        raise UsageError(what, where="data.args.sources", fix="unpack it, or pack it with gzip")
+    return islice(_of_text(file), first, None)
+
+
+def _of_lines(file: Path, text_field: str, first: int) -> Iterator[Record | None]:
+    """Yield a record for each line; those before `first` are not looked at."""
+    number = 0
+    try:
+        with gzip.open(file, "rb") if file.name.endswith(".gz") else file.open("rb") as opened:
+            for number, line in enumerate(opened, start=1):
+                skipped = number <= first or not line.strip()
+                yield None if skipped else _of_line(file, number, line, text_field)
+    except (OSError, EOFError) as error:  # of gzip: a damaged or truncated file
+        what = f"{file} can't be read after line {number}"
+        raise UsageError(what, where=f"{file}:{number + 1}", why=str(error)) from None
+
+
+def _of_line(file: Path, number: int, line: bytes, text_field: str) -> Record:
+    """Return the record of a line of JSON, or raise a UsageError with its number."""
+    where = f"{file}:{number}"
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        # json's own line and column are those within this line
+        why = getattr(error, "msg", str(error))
+        column = f", at column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
+        what = f"line {number} of {file.name} is not JSON"
+        fix = "write an object on each line, or leave the line out"
+        raise UsageError(what, where=where, why=f"{why}{column}", fix=fix) from None
+    if not isinstance(row, dict):
+        what = f"line {number} of {file.name} is a {type(row).__name__}, not an object"
+        raise UsageError(what, where=where, fix=f'write {{"{text_field}": "…"}}')
+    return Record(_text_in(row, text_field, where), where, len(line), row)
+
+
+def _text_in(row: Mapping[str, Any], text_field: str, where: str) -> str:
+    """Return the text of a row, or raise a UsageError that names what is there instead."""
+    if text_field not in row:
+        what = f"there is no {text_field!r} in {where}"
+        fix = f"name the field that holds the text: it has {listed(list(row)) or 'none'}"
+        raise UsageError(what, where="text_field", fix=fix)
+    text = row[text_field]
+    if not isinstance(text, str):
+        what = f"{text_field!r} is {type(text).__name__}, not text, in {where}"
+        raise UsageError(what, where=where, fix="name a field of text, or leave the row out")
+    return text
+
+
+def _of_parquet(file: Path, text_field: str, first: int) -> Iterator[Record]:
+    """Yield a record for each row of a parquet file."""
+    try:
+        from pyarrow import ArrowException
+        from pyarrow.parquet import ParquetFile
+    except ImportError:
+        raise _needs(file, "pyarrow") from None
+    try:
+        opened = ParquetFile(file)
+        begin = 0
+        for batch in opened.iter_batches(ROWS):
+            skipped = max(0, first - begin)
+            rows = batch.slice(skipped).to_pylist() if skipped < len(batch) else []
+            yield from _of_rows(file, rows, text_field, begin + skipped)
+            begin += len(batch)
+    except (ArrowException, OSError) as error:
+        raise UsageError(
+            f"{file} is not a parquet file that can be read",
+            where="data.args.sources",
+            why=str(error).splitlines()[0],
+        ) from None
+
+
+def _of_arrow(file: Path, text_field: str, first: int) -> Iterator[Record]:
+    """Yield a record for each row of a file that the package `datasets` wrote."""
+    try:
+        import datasets
+    except ImportError:
+        raise _needs(file, "datasets") from None
+    try:
+        rows = datasets.Dataset.from_file(str(file))
+    except Exception as error:  # the package and pyarrow raise many kinds
+        what = f"{file} is not an Arrow file that can be read"
+        why = str(error).splitlines()[0]
+        raise UsageError(what, where="data.args.sources", why=why) from None
+    yield from _of_rows(file, (rows[n] for n in range(first, len(rows))), text_field, first)
+
+
+def _of_rows(file: Path, rows: Any, text_field: str, first: int) -> Iterator[Record]:
+    for number, row in enumerate(rows, start=first):
+        where = f"{file}, row {number}"
+        text = _text_in(row, text_field, where)
+        yield Record(text, where, len(text), row)
+
+
+def _of_tokens(file: Path) -> Iterator[Record]:
+    """Yield a record for each row of token numbers; they are mapped into memory."""
+    try:
+        tokens = np.load(file, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError) as error:
+        what = f"{file} is not an array that can be read"
+        raise UsageError(what, where="data.args.sources", why=str(error)) from None
+    if tokens.dtype.kind not in "ui" or tokens.ndim not in (1, 2):
+        what = f"{file} holds {tokens.dtype} of {tokens.ndim} dimensions, which are not tokens"
+        fix = "save whole numbers of one dimension, or a document in each row"
+        raise UsageError(what, where="data.args.sources", fix=fix)
+    for number, row in enumerate(tokens if tokens.ndim == 2 else tokens[None]):
+        for begin in range(0, max(len(row), 1), CHUNK):
+            part = np.asarray(row[begin : begin + CHUNK])
+            ends = begin + CHUNK >= len(row)
+            yield Record(part, f"{file}, row {number}", part.nbytes, ends=ends)
+
+
+def _of_text(file: Path) -> Iterator[Record]:
+    """Yield the chunks of a text; the last one ends the document."""
+    held: str | None = None
+    for chunk in read_chunks(file):
+        if held is not None:
+            yield Record(held, str(file), len(held.encode()), ends=False)
+        held = chunk
+    yield Record(held or "", str(file), len((held or "").encode()))
+
+
+def _needs(file: Path, package: str) -> UsageError:
+    fix = 'pip install "lockstep-train[datasets]"'
+    return UsageError(f"reading {file} needs the package {package}", where="data.args", fix=fix)

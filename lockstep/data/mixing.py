@@ -1,0 +1,105 @@
+"""Mixes sources: which sample of which source comes at which position of a run.
+
+A run is divided into blocks, in each of which every source has a fixed number of draws, and a keyed
+permutation of the block says which position draws from which source. So a source's draws before a
+block are known without counting them. They go through the source again and again, each time in
+another order. Two sources of 3 and 100 samples, with draws of 7 and 3 in blocks of 10: block 2 has
+the draws 14 to 20 of the first source, from the last of its fifth pass to the last of its seventh.
+
+Within a block of few draws a source's draws are taken in turn, so that no pass begins before the
+one before it has ended; such a block is listed. In a block that is an epoch of all sources, each
+with its own number of passes, these passes are mixed, and nothing is listed.
+
+Tests: tests/data/test_mixing.py
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lockstep.data.permutation import LARGEST_LIST, ComputedOrder, permuted, round_keys
+
+WEIGHTED = 10_000  # draws in a block of weighted sources, and so the precision of a weight
+
+
+class MixedOrder(ComputedOrder):
+    """The order of samples over sources that lie one after another in a data set.
+
+    Args:
+        sizes: the samples of each source.
+        draws: how many of a block's draws are from each.
+        num_samples: those of an epoch. Blocks and passes go on from one epoch to the next.
+    """
+
+    name = "mixed"
+
+    def __init__(
+        self, sizes: Sequence[int], draws: Sequence[int], num_samples: int, seed: int
+    ) -> None:
+        super().__init__(num_samples)
+        self._sizes = list(sizes)
+        self._firsts = np.cumsum([0, *sizes])[:-1].tolist()
+        self._draws = list(draws)
+        self._bounds = np.cumsum([0, *draws])
+        self._block_size = int(self._bounds[-1])
+        self._seed = seed
+        self._listed_block: int | None = None
+        self._listed: NDArray[np.int64]  # the draw at each place of that block
+
+    def computed(self, epoch: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the samples at some positions of an epoch, as indices of the data set."""
+        blocks, places = np.divmod(positions + epoch * self.num_samples, self._block_size)
+        for block in np.unique(blocks).tolist():
+            here = blocks == block
+            places[here] = self._permuted(block, places[here])
+        sources = np.searchsorted(self._bounds, places, side="right") - 1
+
+        found = np.empty_like(positions)
+        for source in np.unique(sources).tolist():
+            here = sources == source
+            draws = blocks[here] * self._draws[source] + places[here] - self._bounds[source]
+            found[here] = self._firsts[source] + self._drawn(source, draws)
+        return found
+
+    def _permuted(self, block: int, places: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return which draw of the block comes at some places; draws of a source are neighbours."""
+        size = self._block_size
+        keys = round_keys(self._seed, block, "block of sources")
+        if size > LARGEST_LIST:
+            return permuted(places, size, keys)
+        if self._listed_block != block:
+            draws = permuted(np.arange(size), size, keys)
+            sources = np.searchsorted(self._bounds, draws, side="right") - 1
+            # The places at which each source is drawn from, in order, get its draws in order.
+            by_source = np.argsort(sources, kind="stable")
+            self._listed = np.empty(size, np.int64)
+            self._listed[by_source] = np.arange(size)
+            self._listed_block = block
+        return self._listed[places]
+
+    def _drawn(self, source: int, draws: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the samples that a source gives for some of its draws, counted from 0."""
+        size = self._sizes[source]
+        passes, places = np.divmod(draws, size)
+        for number in np.unique(passes).tolist():
+            here = passes == number
+            keys = round_keys(self._seed, number, "source", source)
+            places[here] = permuted(places[here], size, keys)
+        return places
+
+
+def draws_by_weight(weights: Sequence[float]) -> list[int]:
+    """Return the draws of each source in a block of `WEIGHTED`, by largest remainders.
+
+    Each source with a weight above 0 has at least one.
+    """
+    exact = [weight / sum(weights) * WEIGHTED for weight in weights]
+    draws = [int(share) if share >= 1 or share == 0 else 1 for share in exact]
+    by_remainder = sorted(
+        range(len(exact)), key=lambda source: (draws[source] - exact[source], source)
+    )
+    missing = WEIGHTED - sum(draws)
+    for source in by_remainder[: max(missing, 0)]:
+        draws[source] += 1
+    return draws

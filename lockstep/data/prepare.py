@@ -1,0 +1,314 @@
+"""Turns files into a folder of tokens once, for many runs: `lockstep data prepare`.
+
+The folder (`lockstep.data.token_folder`) appears complete or not at all: it is written under a
+temporary name, and renamed. What a killed process has written there is used by the next one: every
+`SAVED_EVERY` bytes of input the folder's files are synced, and `progress.json` says how far they
+are good. Another source, tokenizer or filter begins anew.
+
+Tests: tests/data/test_prepare.py, tests/data/test_datasets.py
+"""
+
+import argparse
+import fcntl
+import json
+import os
+import shutil
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from shlex import quote
+from typing import Any, NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lockstep.data.document_files import Record, records_of
+from lockstep.data.filters import Filters, told
+from lockstep.data.gathering import Gatherer
+from lockstep.data.language import Tokenizer
+from lockstep.data.text import PYTHON_DOCS, text_files, topics
+from lockstep.data.token_folder import (
+    DOCUMENTS,
+    ENDS,
+    FORMAT,
+    HEADER,
+    TOKENIZER,
+    TOKENS,
+)
+from lockstep.errors import UsageError
+from lockstep.paths import local_path
+from lockstep.progress import Advance, progress_of
+
+PROGRESS = "progress.json"
+SAVED_EVERY = 1 << 26  # bytes of input, between two syncs
+
+
+def prepare(
+    source: Path | str,
+    out: Path | str,
+    tokenizer: str = "bytes",
+    *,
+    text_field: str = "text",
+    filters: Filters | None = None,
+    advance: Advance = lambda _bytes: None,
+    say: Callable[[str], None] = lambda _line: None,
+) -> tuple[int, int]:
+    """Write the tokens of `source` into the new folder `out`.
+
+    `source` is a file, a folder of them, or `python-docs`.
+
+    `advance` gets the bytes of each piece, and `say` a line where earlier work is continued. Return
+    the number of tokens, and the size of the vocabulary.
+    """
+    out = local_path(out, "--out")
+    chosen = Tokenizer(tokenizer)
+    filters = filters or Filters()
+    if out.exists():
+        raise UsageError(
+            f"{out} exists already", where="--out", fix="choose another folder, or remove it"
+        )
+    files = [] if str(source) == "python-docs" else text_files(local_path(source, "SOURCE"))
+    begun_with = _facts(files, source, tokenizer, text_field, filters)
+    temporary = out.with_name(f".{out.name}.preparing")
+    try:
+        with _only_one(temporary, out):
+            draft = _Draft(temporary, begun_with, chosen, filters)
+            _write(draft, files, text_field, advance, say)
+            header = {
+                "format": FORMAT,
+                "dtype": draft.dtype.name,
+                "num_tokens": draft.num_tokens,
+                "vocab_size": chosen.vocab_size,
+                "tokenizer": "bytes" if tokenizer == "bytes" else TOKENIZER,
+                "source": str(source) if files else PYTHON_DOCS,
+                "documents": filters.kept,
+                "left_out": dict(filters.left_out),
+            }
+            if tokenizer != "bytes":
+                shutil.copyfile(tokenizer, temporary / TOKENIZER)
+            (temporary / HEADER).write_text(json.dumps(header, indent=2) + "\n")
+            (temporary / PROGRESS).unlink()
+            temporary.rename(out)
+    except OSError as error:
+        raise UsageError(f"{out} can't be written", where="--out", why=str(error)) from None
+    return draft.num_tokens, chosen.vocab_size
+
+
+def _write(
+    draft: "_Draft",
+    files: Sequence[Path],
+    text_field: str,
+    advance: Advance,
+    say: Callable[[str], None],
+) -> None:
+    """Write all documents that are left; a UsageError if a file is bad, or none is kept."""
+    try:
+        with draft:
+            if draft.filters.kept:
+                say(f"goes on after {draft.filters.kept:,} documents that an earlier process wrote")
+            for number, record in _records(files, text_field, draft.file, draft.record):
+                draft.take(number, record)
+                advance(record.size if record is not None else 0)
+            draft.save()
+        if not draft.num_tokens:
+            why = told(draft.filters.left_out) or None
+            raise UsageError("no document is kept", where="SOURCE", why=why)
+    except UsageError:  # the files have to change, and then earlier work is of no use
+        shutil.rmtree(draft.folder, ignore_errors=True)
+        raise
+
+
+def _facts(
+    files: Sequence[Path], source: Path | str, tokenizer: str, text_field: str, filters: Filters
+) -> dict[str, Any]:
+    """Return what the contents of the folder follow from, as JSON."""
+    of_tokenizer = 0 if tokenizer == "bytes" else zlib.crc32(Path(tokenizer).read_bytes())
+    return {
+        "source": str(source),
+        "files": [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in files],
+        "tokenizer": [tokenizer, of_tokenizer],
+        "text_field": text_field,
+        "filters": [filters.min_tokens, filters.max_tokens, filters.keep],
+    }
+
+
+def _records(
+    files: Sequence[Path], text_field: str, file: int, record: int
+) -> Iterator[tuple[int, Record | None]]:
+    """Yield all records from a record of a file on, each with the number of its file."""
+    if not files and record == 0:  # in one piece, like the data set: it is small
+        yield 0, Record("\n\n".join(topics()), PYTHON_DOCS, 0)
+    for number in range(file, len(files)):
+        for found in records_of(files[number], text_field, record if number == file else 0):
+            yield number, found
+
+
+@contextmanager
+def _only_one(temporary: Path, out: Path) -> Iterator[None]:
+    """Refuse a second process that prepares the same folder at the same time."""
+    temporary.mkdir(parents=True, exist_ok=True)
+    folder = os.open(temporary, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(folder)
+        fix = "wait for it, or choose another folder"
+        raise UsageError(f"another process prepares {out}", where="--out", fix=fix) from None
+    try:
+        yield
+    finally:
+        os.close(folder)
+
+
+class _Draft:
+    """The files of a folder that is being written, and how far they are good.
+
+    It is a `DocumentSink` for the documents that are kept.
+    """
+
+    def __init__(
+        self, folder: Path, begun_with: dict[str, Any], tokenizer: Tokenizer, filters: Filters
+    ) -> None:
+        self.dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
+        self.folder = folder
+        self._begun_with = begun_with
+        self.filters = filters
+        self._gatherer = Gatherer(self, tokenizer, filters)
+        self._unsaved = 0  # bytes of input
+        found = self._saved()
+        self.file = found.get("file", 0)  # the next record's
+        self.record = found.get("record", 0)
+        self.num_tokens = found.get("num_tokens", 0)  # of documents that have ended
+        self._gatherer.open_tokens = found.get("open_tokens", 0)
+        filters.kept = found.get("documents", 0)
+        filters.left_out.update(found.get("left_out", {}))
+
+    def _saved(self) -> dict[str, Any]:
+        """Return what an earlier process has saved, if it did the same work; else nothing."""
+        try:
+            found: dict[str, Any] = json.loads((self.folder / PROGRESS).read_text())
+        except (OSError, ValueError):
+            found = {}
+        if found.get("begun_with") == self._begun_with:
+            return found
+        for name in (TOKENIZER, HEADER):
+            (self.folder / name).unlink(missing_ok=True)
+        return {}
+
+    def __enter__(self) -> "_Draft":
+        with ExitStack() as stack:
+            self._tokens = stack.enter_context(open(self.folder / TOKENS, "ab"))
+            self._ends = stack.enter_context(open(self.folder / DOCUMENTS, "ab"))
+            self._stack = stack.pop_all()
+        self._truncate(self._tokens, self.num_tokens + self._gatherer.open_tokens)
+        self._ends.truncate(self.filters.kept * np.dtype(ENDS).itemsize)
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._stack.close()
+
+    def _truncate(self, file: Any, tokens: int) -> None:
+        file.truncate(tokens * self.dtype.itemsize)
+
+    def take(self, file: int, record: Record | None) -> None:
+        """Write what a record of a file adds, and save now and then."""
+        if record is not None:
+            self._gatherer.take_one(record)
+            self._unsaved += record.size
+        self.record = self.record + 1 if file == self.file else 1
+        self.file = file
+        if self._unsaved >= SAVED_EVERY:
+            self.save()
+
+    def add(self, tokens: NDArray[Any]) -> None:
+        self._tokens.write(tokens.astype(self.dtype).tobytes())
+
+    def end(self) -> None:
+        self.num_tokens += self._gatherer.open_tokens
+        self._ends.write(np.array([self.num_tokens], "<u8").tobytes())
+
+    def drop(self) -> None:
+        self._tokens.flush()
+        self._truncate(self._tokens, self.num_tokens)
+
+    def save(self) -> None:
+        """Bring everything to the disk, and then note how far it is good."""
+        for file in (self._tokens, self._ends):
+            file.flush()
+            os.fsync(file.fileno())
+        state = {
+            "begun_with": self._begun_with,
+            "file": self.file,
+            "record": self.record,
+            "num_tokens": self.num_tokens,
+            "documents": self.filters.kept,
+            "open_tokens": self._gatherer.open_tokens,
+            "left_out": dict(self.filters.left_out),
+        }
+        fresh = self.folder / f"{PROGRESS}.new"
+        with fresh.open("w") as file:
+            json.dump(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        fresh.rename(self.folder / PROGRESS)
+        self._unsaved = 0
+
+
+def prepare_command(argv: Sequence[str]) -> int:
+    """Run `lockstep data prepare SOURCE --out DIR [--tokenizer bytes|FILE]`."""
+    parser = _Parser(
+        "lockstep data prepare",
+        description="Turn documents into tokens, for the data sets `tokens` and `documents`.",
+        epilog="examples:\n  lockstep data prepare text.txt --out tokens\n"
+        "  lockstep data prepare pages.jsonl --out pages --min-tokens 16\n"
+        "What a killed process has written is used by the next with the same arguments.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("verb", choices=("prepare",), help=argparse.SUPPRESS)
+    text = "a file or a folder of text, .jsonl, .jsonl.gz, .parquet, .arrow or .npy; or python-docs"
+    parser.add_argument("source", metavar="SOURCE", help=text)
+    parser.add_argument("--out", metavar="DIR", required=True, help="the folder to make")
+    parser.add_argument(
+        "--tokenizer", default="bytes", help="bytes (default), or a Hugging Face tokenizer.json"
+    )
+    text = "the field or column that holds the text (text)"
+    parser.add_argument("--text-field", metavar="NAME", default="text", help=text)
+    text = "leave out documents of fewer tokens"
+    parser.add_argument("--min-tokens", metavar="N", type=int, default=1, help=text)
+    parser.add_argument(
+        "--max-tokens", metavar="N", type=int, help="leave out documents of more tokens"
+    )
+    text = "package.module:function, which takes a row, a dict, and returns whether it is kept"
+    parser.add_argument("--keep", metavar="NAME", help=text)
+    given = parser.parse_args(list(argv))
+    filters = Filters(given.min_tokens, given.max_tokens, given.keep)
+    files = [] if given.source == "python-docs" else text_files(local_path(given.source, "SOURCE"))
+    with progress_of(
+        f"tokens of {given.source}", sum(file.stat().st_size for file in files)
+    ) as advance:
+        num_tokens, vocab_size = prepare(
+            given.source,
+            given.out,
+            given.tokenizer,
+            text_field=given.text_field,
+            filters=filters,
+            advance=advance,
+            say=print,
+        )
+    print(f"{given.out}: {num_tokens:,} tokens of {vocab_size:,} kinds, {filters.kept:,} documents")
+    if line := told(filters.left_out):
+        print(line)
+    path = quote(str(given.out))
+    print(f"use it with   data: {{name: tokens, args: {{path: {path}}}}}")
+    print(f"or packed     data: {{name: documents, args: {{sources: [{path}]}}}}")
+    return 0
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(
+            message,
+            where="the command 'lockstep data'",
+            fix="`lockstep data prepare --help` lists all",
+        )

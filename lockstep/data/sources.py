@@ -1,0 +1,193 @@
+"""Reads what a config says of sources of documents, and opens them.
+
+A source is a folder that `lockstep data prepare` made, which is read on demand, or files, which
+each process tokenizes and keeps in memory.
+
+Tests: tests/data/test_sources.py
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lockstep.data.document_files import records_of
+from lockstep.data.filters import Filters, told
+from lockstep.data.gathering import Gathered, Gatherer
+from lockstep.data.language import Tokenizer, Tokens
+from lockstep.data.mixing import draws_by_weight
+from lockstep.data.packing import Ends
+from lockstep.data.text import text_files
+from lockstep.data.token_folder import (
+    HEADER,
+    TOKENS,
+    TokenFile,
+    ends_of,
+    read_header,
+    tokenizer_of,
+)
+from lockstep.environment import rank_facts
+from lockstep.errors import UsageError, did_you_mean
+from lockstep.paths import local_path
+from lockstep.progress import progress_of
+
+_FILTERS = {"min_tokens": int, "max_tokens": int, "keep": str}
+_SHARES = {"weight": (int, float), "epochs": (int, float)}
+_KEYS: dict[str, Any] = {"path": str, "text_field": str, **_SHARES, **_FILTERS}
+_EXAMPLE = "write sources: [{path: pages.jsonl, weight: 0.7}, {path: notes, weight: 0.3}]"
+
+
+@dataclass(frozen=True)
+class Described:
+    """A source as a config describes it."""
+
+    where: str  # the key, for messages: data.args.sources[0]
+    path: str
+    settings: Mapping[str, Any]  # its other keys
+
+
+@dataclass(frozen=True)
+class Source:
+    """The tokens of a source, and where its documents end among them."""
+
+    where: str
+    path: str
+    tokens: Tokens
+    ends: Ends
+    tokenizer: Tokenizer
+    vocabulary: bytes  # the contents of its tokenizer.json; empty: bytes
+
+
+def described(given: Any, where: str) -> list[Described]:
+    """Return the sources that a config lists, each a path or a dict; raise a UsageError if bad."""
+    entries = [given] if isinstance(given, str | Mapping) else given
+    if not isinstance(entries, Sequence) or not entries:
+        what = "there are no sources" if not entries else f"{where} is no list of sources"
+        raise UsageError(what, where=where, fix=_EXAMPLE)
+    return [_one(entry, f"{where}[{number}]") for number, entry in enumerate(entries)]
+
+
+def _one(entry: Any, where: str) -> Described:
+    """Return one entry of a list of sources, whose keys and values are checked."""
+    if isinstance(entry, str):
+        return Described(where, entry, {})
+    if not isinstance(entry, Mapping):
+        what = f"a source is {entry!r:.60}, which is neither a path nor a dict"
+        raise UsageError(what, where=where, fix=_EXAMPLE)
+    for key, value in entry.items():
+        if key not in _KEYS:
+            what = f"a source takes no {key!r}{did_you_mean(str(key), _KEYS)}"
+            raise UsageError(what, where=f"{where}.{key}", fix=f"it takes {', '.join(_KEYS)}")
+        if not isinstance(value, _KEYS[key]) or isinstance(value, bool):
+            kind = "a text" if _KEYS[key] is str else "a number"
+            what = f"{key} should be {kind}, but is {value!r}"
+            raise UsageError(what, where=f"{where}.{key}", fix=_EXAMPLE)
+    if "path" not in entry:
+        raise UsageError("a source has no path", where=where, fix=_EXAMPLE)
+    for key in _SHARES:
+        if not 0 <= entry.get(key, 0) < float("inf"):
+            what = f"{key} is {entry[key]}"
+            raise UsageError(what, where=f"{where}.{key}", fix="write 0 or more")
+    settings = {key: value for key, value in entry.items() if key != "path"}
+    return Described(where, entry["path"], settings)
+
+
+def draws_of(sources: Sequence[Described], sizes: Sequence[int]) -> tuple[list[int], int]:
+    """Return the draws of each source in a block of the mixture, and the sequences of an epoch.
+
+    Args:
+        sizes: the sequences of each source.
+
+    Raises:
+        UsageError: the weights add up to nothing, or stand beside `epochs`.
+    """
+    where = sources[0].where.rpartition("[")[0]
+    with_weight = [source for source in sources if "weight" in source.settings]
+    with_epochs = [source for source in sources if "epochs" in source.settings]
+    if with_weight and (with_epochs or len(with_weight) < len(sources)):
+        other = (with_epochs or [source for source in sources if "weight" not in source.settings])[
+            0
+        ]
+        what = f"{with_weight[0].where} has a weight, and {other.where} has " + (
+            "epochs" if with_epochs else "none"
+        )
+        why = "a weight is a share of all sequences; epochs say how often a source comes"
+        raise UsageError(what, where=where, why=why, fix="write weights for all sources, or none")
+    if with_weight:
+        weights = [source.settings["weight"] for source in sources]
+        if not sum(weights) > 0:
+            what = f"the weights of the sources add up to {sum(weights)}"
+            raise UsageError(what, where=where, fix="write a weight above 0, of at least one")
+        used = [size for size, weight in zip(sizes, weights, strict=True) if weight]
+        return draws_by_weight(weights), sum(used)
+    times = [source.settings.get("epochs", 1) for source in sources]
+    draws = [round(size * number) for size, number in zip(sizes, times, strict=True)]
+    if not sum(draws):
+        what = "no source comes even once"
+        raise UsageError(what, where=where, fix="raise epochs of at least one source")
+    return draws, sum(draws)
+
+
+def opened(source: Described, tokenizer: str | None) -> Source:
+    """Open a source, and tokenize it if it is not prepared; raise a UsageError if it is bad."""
+    path = local_path(source.path, f"{source.where}.path")
+    if (path / HEADER).exists():
+        return _prepared(source, path, tokenizer)
+    chosen = Tokenizer(tokenizer or "bytes")
+    filters = Filters(**{key: source.settings[key] for key in _FILTERS if key in source.settings})
+    gathered = Gathered()
+    gatherer = Gatherer(gathered, chosen, filters)
+    files = text_files(path, where=f"{source.where}.path")
+    size = sum(file.stat().st_size for file in files)
+    # every rank tokenizes
+    with progress_of(f"tokens of {path}", size, shows=rank_facts().is_main) as advance:
+        for file in files:
+            gatherer.take(records_of(file, source.settings.get("text_field", "text")))
+            advance(file.stat().st_size)
+    vocabulary = b"" if chosen.name == "bytes" else Path(chosen.name).read_bytes()
+    tokens = gathered.tokens(chosen.dtype)
+    if not len(tokens):
+        raise _nothing(source, told(filters.left_out))
+    return Source(source.where, source.path, tokens, gathered.ends(), chosen, vocabulary)
+
+
+def _prepared(source: Described, folder: Path, tokenizer: str | None) -> Source:
+    """Open a folder of tokens."""
+    for key in (*_FILTERS, "text_field"):
+        if key in source.settings:
+            what = f"{key} beside {source.path}, whose documents are tokens already"
+            option = key.replace("_", "-")
+            fix = f"leave it out, or prepare them with --{option}"
+            raise UsageError(what, where=f"{source.where}.{key}", fix=fix)
+    header = read_header(folder)
+    chosen = tokenizer_of(folder, header)
+    vocabulary = b"" if chosen.name == "bytes" else Path(chosen.name).read_bytes()
+    if tokenizer is not None:
+        asked = b"" if tokenizer == "bytes" else local_path(tokenizer, "tokenizer").read_bytes()
+        if asked != vocabulary:
+            what = f"{source.path} was prepared with another tokenizer than {tokenizer}"
+            fix = "leave tokenizer out: prepared folders bring their own"
+            raise UsageError(what, where="data.args.tokenizer", fix=fix)
+    tokens = TokenFile(folder / TOKENS, header["dtype"], 0, header["num_tokens"])
+    return Source(source.where, source.path, tokens, ends_of(folder, header), chosen, vocabulary)
+
+
+def require_one_tokenizer(sources: Sequence[Source]) -> None:
+    """Refuse sources whose tokens mean different texts."""
+    for source in sources:
+        if source.vocabulary != sources[0].vocabulary:
+            what = f"{source.path} has another tokenizer than {sources[0].path}"
+            fix = "prepare both with the same --tokenizer, or write tokenizer: for files"
+            raise UsageError(what, where=source.where, fix=fix)
+
+
+def require_sequences(sources: Sequence[Source], sizes: Sequence[int]) -> None:
+    """Refuse sources from which no sequence can be made."""
+    for source, size in zip(sources, sizes, strict=True):
+        if not size:
+            raise _nothing(source, "a document needs a token to read and one to predict")
+
+
+def _nothing(source: Source | Described, why: str) -> UsageError:
+    what = f"{source.path} has no document to train on"
+    return UsageError(what, where=source.where, why=why or None, fix="leave it out, or fill it")

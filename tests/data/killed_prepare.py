@@ -1,0 +1,27 @@
+"""Prepares a folder, and kills itself in the midst of it: python -m tests.data.killed_prepare BYTES
+SOURCE OUT
+"""
+
+import os
+import signal
+import sys
+
+from lockstep.data import prepare
+
+
+def main(amount: int, source: str, out: str) -> None:
+    """Prepare until so many bytes are read, with a sync every 2,000."""
+    left = amount
+
+    def advance(size: int) -> None:
+        nonlocal left
+        left -= size
+        if left < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    prepare.SAVED_EVERY = 2000
+    prepare.prepare(source, out, advance=advance)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), *sys.argv[2:])

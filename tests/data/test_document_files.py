@@ -1,0 +1,115 @@
+"""Documents of each kind of file, and what is said of files that are bad."""
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lockstep.data import document_files
+from lockstep.data.document_files import records_of
+from lockstep.errors import UsageError
+
+ROWS = [{"text": f"document {n}", "n": n} for n in range(7)]
+
+
+def read(file: Path, first: int = 0, field: str = "text") -> list[Any]:
+    return [r and (r.content, r.row, r.ends) for r in records_of(file, field, first)]
+
+
+def lines(*rows: Any) -> bytes:
+    return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "parquet", "arrow"])
+def test_rows_are_documents_and_reading_goes_on_after_any(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(document_files, "ROWS", 3)
+    file = tmp_path / f"set.{kind}"
+    if kind == "jsonl":
+        file.write_bytes(lines(*ROWS))
+    elif kind == "jsonl.gz":
+        file.write_bytes(gzip.compress(lines(*ROWS)))
+    else:
+        datasets = pytest.importorskip("datasets")
+        made = datasets.Dataset.from_list(ROWS)
+        if kind == "parquet":
+            made.to_parquet(file)
+        else:
+            made.save_to_disk(tmp_path / "saved")
+            (written,) = (tmp_path / "saved").glob("*.arrow")
+            written.rename(file)
+    expected = [(row["text"], row, True) for row in ROWS]
+    for first in (0, 2, 3, 7):
+        assert read(file, first) == expected[first:]
+    with pytest.raises(UsageError, match=r"no 'body' in .*set"):
+        read(file, field="body")
+    with pytest.raises(UsageError, match="'n' is int, not text"):
+        read(file, field="n")
+
+
+def test_tokens_and_texts_come_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(document_files, "CHUNK", 4)
+    np.save(tmp_path / "one.npy", np.arange(10, dtype=np.uint16))
+    found = list(records_of(tmp_path / "one.npy", "text"))
+    assert [(r.content.tolist(), r.ends) for r in found] == [
+        ([0, 1, 2, 3], False),
+        ([4, 5, 6, 7], False),
+        ([8, 9], True),
+    ]
+    np.save(tmp_path / "rows.npy", np.arange(6).reshape(3, 2))
+    assert [r.content.tolist() for r in records_of(tmp_path / "rows.npy", "text", 1)] == [
+        [2, 3],
+        [4, 5],
+    ]
+    monkeypatch.setattr("lockstep.data.text.CHUNK", 4)
+    (tmp_path / "a.txt").write_text("abc\nde\nfghi\n")
+    assert read(tmp_path / "a.txt") == [("abc\nde\n", None, False), ("fghi\n", None, True)]
+    assert read(tmp_path / "a.txt", 1) == [("fghi\n", None, True)]
+    (tmp_path / "b.txt").write_text("")
+    assert read(tmp_path / "b.txt") == [("", None, True)]
+
+
+def test_blank_lines_are_passed_over(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(b"\n" + lines(ROWS[0]) + b"  \n" + lines(ROWS[1]))
+    assert [found and found[0] for found in read(file)] == [None, "document 0", None, "document 1"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", lines({"text": "x"}) + b'{"text": "y"', r"line 2 of a\.jsonl is not JSON"),
+        ("a.jsonl", lines({"text": "x"}) + b"\xff\n", r"line 2 of a\.jsonl is not JSON"),
+        ("a.jsonl", lines({"text": "x"}, ["y"]), r"line 2 of a\.jsonl is a list, not an object"),
+        ("a.jsonl", lines({"text": "x"}, {"txt": "y"}), r"no 'text' in .*a\.jsonl:2"),
+        ("a.jsonl", lines({"text": None}), r"'text' is NoneType, not text, in .*a\.jsonl:1"),
+        (
+            "a.jsonl.gz",
+            gzip.compress(lines(*ROWS * 900))[:-40],
+            r"a\.jsonl\.gz can't be read after line \d+",
+        ),
+        ("a.parquet", b"PAR1 not", r"a\.parquet is not a parquet file"),
+        ("a.arrow", b"not", r"a\.arrow is not an Arrow file"),
+        ("a.npy", b"not", r"a\.npy is not an array"),
+        ("a.jsonl.zst", b"x", r"a\.jsonl\.zst is compressed"),
+        ("a.txt.gz", b"x", r"a\.txt\.gz is compressed"),
+    ],
+)
+def test_bad_files_are_one_clear_message(
+    name: str, content: bytes, message: str, tmp_path: Path
+) -> None:
+    if name.endswith((".parquet", ".arrow")):
+        pytest.importorskip("datasets")
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UsageError, match=message):
+        read(tmp_path / name)
+
+
+def test_an_array_that_holds_no_tokens_is_refused(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", np.zeros(3))
+    with pytest.raises(UsageError, match="holds float64 of 1 dimensions, which are not tokens"):
+        read(tmp_path / "a.npy")
