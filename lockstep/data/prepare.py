@@ -247,10 +247,10 @@ class _Draft:
             "left_out": dict(self.filters.left_out),
         }
         fresh = self.folder / f"{PROGRESS}.new"
-        with fresh.open("w") as file:
-            json.dump(state, file)
-            file.flush()
-            os.fsync(file.fileno())
+        with fresh.open("w") as written:
+            json.dump(state, written)
+            written.flush()
+            os.fsync(written.fileno())
         fresh.rename(self.folder / PROGRESS)
         self._unsaved = 0
 
