@@ -31,6 +31,7 @@ Answer = Callable[[int], None]
 # numbers of the received signals, in order, also those that a script's own handlers answered
 seen: list[int] = []
 _answer: Answer | None = None
+_further: dict[int, Answer] = {}  # by number: answers to signals that ask for something else
 _reader: threading.Thread | None = None
 _pid = 0  # process in which the thread reads
 _pipe = -1  # where the interpreter writes for the thread
@@ -99,6 +100,16 @@ def listen(answer: Answer) -> None:
             signal.signal(number, _noted)
     # a launcher starts ranks with them blocked
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKS_TO_END)
+
+
+def answer_also(number: int, answer: Answer) -> None:
+    """Call `answer` from the thread at each signal of another kind, in this process's main thread.
+
+    `answer` must not raise. It stays until the process ends.
+    """
+    _further[number] = answer
+    _read_in_background()
+    signal.signal(number, _noted)
 
 
 @contextmanager
@@ -238,6 +249,8 @@ def _take(numbers: bytes) -> bool:
             seen.append(number)
             if signal.getsignal(number) is _noted and _answer is not None:
                 _answer(number)
+        elif number in _further and signal.getsignal(number) is _noted:
+            _further[number](number)
     return _END_OF_THREAD not in numbers
 
 

@@ -4,7 +4,7 @@ The launcher of a machine reads its ranks' heartbeats: which call each rank is i
 how long such calls took before. A call is slow, and does not hang, while its work goes forward:
 samples are read, micro-batches run, bytes and files written; work of ranks on other machines
 counts, too, since they are waited for. If nothing goes forward for too long, every rank writes its
-Python stacks (faulthandler answers a signal even while Python waits in C) and its last collectives.
+Python stacks (a thread answers a signal even while Python waits in C) and its last collectives.
 The rank that is behind was stopped, does not answer, has done the fewest steps, has begun the
 fewest calls and collectives, or does not wait in torch. Ranks that make progress meanwhile were
 slow because the machine is busy: they are not killed.
@@ -27,11 +27,11 @@ from lockstep.heartbeat.files import DUMP, Beat, Call
 from lockstep.heartbeat.watcher import read_beats, read_limits
 from lockstep.launch import failures
 from lockstep.launch.failures import Failure, Stack, Stopped, stacks_file
+from lockstep.launch.stacks import FORCED_STACKS_SIGNAL, STACKS_SIGNAL
 from lockstep.processes import core_seconds, is_running, is_stopped, send_signal
 from lockstep.run_files import replace_file
 from lockstep.store_threads import StoreThread
 
-STACKS_SIGNAL = signal.SIGQUIT  # `kill -QUIT` makes a rank write its stacks at any time
 _ANSWER_SECONDS = 2.0  # for the ranks that run
 _LAST_SECONDS = 6.0  # for all: on a busy machine a rank that was stopped takes a while
 _STATES_SECONDS = 0.5  # between two reads of the processes' states
@@ -373,7 +373,13 @@ class HangWatch:
         for rank in silent | stopped:
             # a stopped rank then writes where it stands; all are killed soon
             send_signal(pids[rank], signal.SIGCONT)
-        self._wait(before, pids, _LAST_SECONDS)
+        # code in C that keeps Python's lock runs on those that did not answer, or none at all
+        keep_the_lock = self._wait(before, pids, _LAST_SECONDS) - stopped
+        for rank in keep_the_lock:
+            if self._stacks_file(rank).exists():
+                send_signal(pids[rank], FORCED_STACKS_SIGNAL)
+        if keep_the_lock:
+            silent &= self._wait(before, pids, _ANSWER_SECONDS)
         stacks = {rank: failures.newest_stack(self.logs, self._first_rank(rank)) for rank in pids}
         return _Reports(silent, stopped, stacks, {rank: self._collectives(rank) for rank in pids})
 

@@ -31,7 +31,7 @@ from lockstep.environment import parent_identity, rank_facts
 from lockstep.errors import EXIT_DONE, EXIT_PREEMPTED, LockstepError, UsageError
 from lockstep.heartbeat.files import FOLDER
 from lockstep.launch.failures import Failure, done_mark, from_exception, preempted, stacks_file
-from lockstep.launch.hang import STACKS_SIGNAL
+from lockstep.launch.stacks import write_on_request
 from lockstep.run_files import open_to_append, printable
 
 _copiers: list[subprocess.Popen[bytes]] = []  # they end when nobody writes to them any more
@@ -298,10 +298,8 @@ def run_as_worker(
             stream = stack.enter_context(output)
             if launched:
                 faulthandler.enable(file=os.fdopen(open_to_append(log), "a"))
-                # SIGQUIT makes it write all stacks, even while Python waits in C
                 if FOLDER in os.environ:
-                    file = os.fdopen(open_to_append(stacks_file(logs, facts.rank)), "a")
-                    faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True)
+                    write_on_request(stacks_file(logs, facts.rank))
             code = work() or EXIT_DONE
             failure = preempted(facts) if code == EXIT_PREEMPTED else None
             if failure is None:

@@ -22,9 +22,10 @@ from lockstep.launch.rendezvous_handlers import Membership
 from tests.launch.shared import environment, wait_for
 
 _RANK = """
-import ctypes, faulthandler, os, signal, sys, threading, time
+import ctypes, os, signal, sys, threading, time
 from pathlib import Path
 from lockstep.heartbeat.writer import Heartbeat
+from lockstep.launch.stacks import write_on_request
 folder, logs, rank, how = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 mine = Heartbeat(folder, rank)
 beat = mine.beat
@@ -41,7 +42,7 @@ elif how == "in parts":
     (logs / f"rank-{rank}.stacks.txt").touch()
     signal.signal(signal.SIGQUIT, lambda *_: threading.Thread(target=write_in_parts).start())
 else:
-    faulthandler.register(signal.SIGQUIT, file=open(logs / f"rank-{rank}.stacks.txt", "a"), all_threads=True)
+    write_on_request(logs / f"rank-{rank}.stacks.txt")
 if how == "a script":
     time.sleep(600)
 if how == "a data worker":
@@ -68,6 +69,12 @@ if how == "a save":
         mine.leave()
     beat(2, "step")
     mine.call("save").__enter__()
+if how == "keeps the lock":
+    (folder / f"flight-{rank}.json").write_text("{}")
+    beat(19, "step")
+    mutex = ctypes.create_string_buffer(64)
+    for _ in range(2):  # the second time it waits, for ever, and lets no other thread run Python
+        ctypes.PyDLL(None).pthread_mutex_lock(mutex)
 if how in ("a data worker", "a step", "a save"):
     time.sleep(600)
 beat(19, "step")
@@ -158,6 +165,74 @@ def test_a_stack_that_is_half_written_is_waited_for(ranks: Callable[..., Ranks])
     assert failure.rank == 0
     assert failure.where is not None
     assert failure.where.endswith("train.py:7 in wait")
+
+
+def test_a_rank_whose_library_keeps_the_lock_of_python_is_asked_again(
+    ranks: Callable[..., Ranks],
+) -> None:
+    """The thread that answers can't run; faulthandler's own handler, which needs no lock, can."""
+    found = ranks("keeps the lock", "well").found()
+    assert found is not None
+    assert found.rank == 0, found
+    assert "does not answer" not in (found.why or "")
+    assert re.search(r"<string>:\d+ in <module>", found.where or ""), found
+
+
+_RUNS_PYTHON = """
+import sys, threading
+from pathlib import Path
+from lockstep.launch.stacks import write_on_request
+
+def count(n):
+    yield from range(n)
+
+def calls(n):
+    return calls(n - 1) if n else sum(count(20))
+
+def work():
+    while True:
+        exec("def f(x):\\n    return [y for y in range(x)]\\nf(5)", {})
+        calls(20)
+
+def starts_threads():
+    while True:
+        thread = threading.Thread(target=calls, args=(30,))
+        thread.start()
+        thread.join()
+
+write_on_request(Path(sys.argv[1]))
+for each in (work, work, starts_threads, starts_threads):
+    threading.Thread(target=each, daemon=True).start()
+print("up", flush=True)
+work()
+"""
+
+
+def test_a_rank_that_runs_python_may_be_asked_for_its_stacks_at_any_moment(tmp_path: Path) -> None:
+    """A handler that does not take Python's lock reads frames that change: one time in some hundred
+    it killed such a rank.
+    """
+    path = tmp_path / "stacks.txt"
+    process = subprocess.Popen(
+        [sys.executable, "-c", _RUNS_PYTHON, str(path)],
+        env=environment(),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "up\n"
+        for _ in range(100):
+            before = path.stat().st_size
+            process.send_signal(signal.SIGQUIT)
+            wait_for(lambda: process.poll() is not None or path.stat().st_size > before)  # noqa: B023
+            assert process.poll() is None, f"it was killed by signal {-process.returncode}"
+    finally:
+        process.kill()
+        process.communicate()
+    # the thread that answers wrote them, the main thread's last
+    blocks = re.split(r"^(?:Current thread|Thread) ", path.read_text(), flags=re.MULTILINE)
+    assert any("in write" in block and "signals.py" in block for block in blocks)
 
 
 @pytest.mark.fault(

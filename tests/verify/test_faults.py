@@ -37,7 +37,9 @@ FAULTS: dict[str, tuple[str, dict[str, Any], str, str, str]] = {
     "another_seed_on_a_rank": ("ddp:2", {}, "loss", "random numbers", "rank 1 has another seed"),
     "reduced_in_the_wrong_backward_pass": (
         "ddp:2",
-        {},
+        # else the gradients carry the step's losses, which are there in its last backward pass
+        # alone: DDP itself ends a run that reduces in another
+        {"distributed.ddp.find_unused_parameters": True},
         "norm",
         "synchronisation",
         "not the last of the step",
