@@ -12,6 +12,7 @@ memory after each step, a save every seven) and what follows it. A run has two o
     copy      a rank dies at one of its operations on files of a copy in memory
     update    a rank dies before or after its update, while the others make theirs
     stop      SIGSTOP to a rank
+    cut       the connections of a rank end, and all processes live on (`ss -K`, as root)
 
 After a run that ends well, its digest must be that of a run that nobody disturbed, and its metrics
 hold each step once. A run that does not end well must say one error; every checkpoint that it left
@@ -32,9 +33,12 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from benchmarks.page import RESULTS, machine, page, tell
 from lockstep import checkpoint
@@ -52,12 +56,16 @@ TOPOLOGIES = {
     "hybrid": {"strategy": "fsdp", "fsdp.sharding_strategy": "hybrid_shard", "shard_size": "2"},
     "pipeline × replicas": {"strategy": "pipeline", "pipeline_size": "2"},
     "tensor × replicas": {"strategy": "ddp", "tensor_size": "2"},
+    "tensor × shards": {"strategy": "fsdp", "tensor_size": "2"},
+    "expert × replicas": {"strategy": "ddp", "expert_size": "2"},
+    "expert × shards": {"strategy": "fsdp", "expert_size": "2"},
 }
-KINDS = ("kill", "two", "recovery", "save", "copy", "update", "stop")
+KINDS = ("kill", "two", "recovery", "save", "copy", "update", "stop", "cut")
 _SAVE_CALLS = 80  # a rank of four makes about so many operations on files in a run's saves
 _COPY_CALLS = 300
+_DENSE = "{name: transformer, args: {n_layer: 2, n_embd: 32, n_head: 4, dropout: 0.1}}"
+_MIXTURE = "{name: mixture, args: {n_layer: 2, n_embd: 32, n_head: 4, n_expert: 4, top_k: 2}}"
 _CONFIG = f"""
-model: {{name: transformer, args: {{n_layer: 2, n_embd: 32, n_head: 4, dropout: 0.1}}}}
 data: {{name: "benchmarks.chaos_data:Tokens"}}
 training: {{max_steps: {STEPS}, batch_size: 2, global_batch_size: 12, eval_steps: null}}
 distributed: {{device: cpu, reproducible: true, on_failure: continue, hang: {{seconds: 3}}}}
@@ -109,7 +117,7 @@ class Disturbed:
         self.happened: list[str] = []
         self._deadline = time.monotonic() + PATIENCE
         config = folder / "chaos.yaml"
-        config.write_text(_CONFIG)
+        config.write_text(_config(topology))
         self._command = command(config, self.run.path, topology)
         self.process: Any = None
 
@@ -168,6 +176,9 @@ class Disturbed:
         if kind == "stop":
             _send(alive[0], signal.SIGSTOP)
             return
+        if kind == "cut":
+            _end_connections(alive[0])
+            return
         seen = len(self._events("recovery"))
         for pid in alive[: 2 if kind == "two" else 1]:
             _send(pid, signal.SIGKILL)
@@ -224,6 +235,20 @@ def launch(words: Sequence[str], **variables: str) -> Any:
     )
 
 
+def _config(topology: str) -> str:
+    model = _MIXTURE if "expert" in topology else _DENSE
+    return f"model: {model}{_CONFIG}"
+
+
+def _end_connections(pid: int) -> None:
+    """End all connections of a process, on both sides."""
+    with suppress(psutil.NoSuchProcess):
+        for connection in psutil.Process(pid).net_connections("tcp"):
+            if connection.status == psutil.CONN_ESTABLISHED:
+                ends = f"sport = :{connection.laddr.port} and dport = :{connection.raddr.port}"
+                subprocess.run(["ss", "-K", "-t", *ends.split()], check=False, capture_output=True)
+
+
 def _send(pid: int, number: int) -> None:
     try:
         os.kill(pid, number)
@@ -263,10 +288,11 @@ def judge(one: Disturbed, err: str, expected: str, report: Report) -> None:
         wrong.append(f"{who}: metrics.jsonl holds {len(rows)} steps, not each once")
 
 
-def undisturbed(folder: Path) -> str:
-    """Return the digest of a run that nobody disturbs, on two ranks."""
+def undisturbed(folder: Path, topology: str) -> str:
+    """Return the digest of a run of the topology's model that nobody disturbs, on two ranks."""
+    folder.mkdir()
     config = folder / "whole.yaml"
-    config.write_text(_CONFIG)
+    config.write_text(_config(topology))
     words = ["train", str(config), "distributed.strategy=ddp", "--nproc-per-node", "2"]
     process = launch([*words, "--output-dir", str(folder / "whole")])
     _, err = process.communicate(timeout=PATIENCE)
@@ -285,7 +311,10 @@ def bench(
     report = Report()
     chance = random.Random(seed)
     with tempfile.TemporaryDirectory(prefix="lockstep-chaos-live-") as name:
-        expected = undisturbed(Path(name))
+        expected = {
+            model: undisturbed(Path(name, f"whole-{number}"), topology)
+            for number, (model, topology) in enumerate({_config(t): t for t in topologies}.items())
+        }
         number = 0
         while report.rounds.total() < rounds:
             # each kind, and each topology, in turn; the second kind is any
@@ -296,7 +325,7 @@ def bench(
             one = Disturbed(folder, topology, list(dict.fromkeys(pair)), chance, number % 2 * 3)
             number += 1
             try:
-                judge(one, one.disturb(), expected, report)
+                judge(one, one.disturb(), expected[_config(topology)], report)
             except (TimeoutError, subprocess.TimeoutExpired):
                 report.wrong.append(f"{topology} {'+'.join(one.kinds)}: it hangs")
             finally:

@@ -91,6 +91,26 @@ def bind(local_rank: int, local_world_size: int, root: Path = Path("/")) -> int 
     return node
 
 
+def bind_again(local_rank: int, local_world_size: int, root: Path = Path("/")) -> int | None:
+    """Bind this process, with all of its threads, as the rank that it has become.
+
+    Return the node, or None. The number of threads stays: another one may change sums in the last
+    bit.
+    """
+    global _before, _node
+    was_bound = _before is not None
+    if _before is not None:
+        os.sched_setaffinity(0, _before)
+    _before = None
+    _node = None
+    node = bind(local_rank, local_world_size, root)
+    if was_bound or node is not None:
+        for thread in os.listdir("/proc/self/task"):
+            with suppress(ProcessLookupError):  # it has ended
+                os.sched_setaffinity(int(thread), os.sched_getaffinity(0))
+    return node
+
+
 def choose_node(
     local_rank: int, local_world_size: int, nodes: Mapping[int, set[int]], gpus: list[int] | None
 ) -> int | None:

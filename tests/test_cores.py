@@ -105,14 +105,22 @@ def test_a_rank_goes_to_the_node_of_its_gpu_or_is_dealt_out() -> None:
 
 
 _BIND = """
-import json, os, sys
+import json, os, sys, threading
 from pathlib import Path
 from lockstep import cores
 rank, world, root, start = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
 if start:
     os.sched_setaffinity(0, {int(core) for core in start.split(",")})
 node = cores.bind(rank, world, root)
-print(json.dumps([node, sorted(os.sched_getaffinity(0)), cores.threads_per_rank(1), cores.bound_node()]))
+done = threading.Event()
+thread = threading.Thread(target=done.wait, daemon=True)
+thread.start()
+if sys.argv[5]:
+    node = cores.bind_again(*map(int, sys.argv[5].split()), root)
+own = os.sched_getaffinity(thread.native_id)
+assert own == os.sched_getaffinity(0)
+done.set()
+print(json.dumps([node, sorted(own), cores.threads_per_rank(1), cores.bound_node()]))
 """
 
 
@@ -126,9 +134,9 @@ def test_processes_are_bound_and_never_to_more_than_they_had(tmp_path: Path) -> 
     two = machine(tmp_path / "two", {0: ",".join(map(str, low)), 1: ",".join(map(str, high))})
     one = machine(tmp_path / "one", {0: ",".join(map(str, own))})
 
-    def bound(rank: int, world: int, root: Path, start: str = "") -> list[object]:
+    def bound(rank: int, world: int, root: Path, start: str = "", again: str = "") -> list[object]:
         done = subprocess.run(
-            [sys.executable, "-c", _BIND, str(rank), str(world), str(root), start],
+            [sys.executable, "-c", _BIND, str(rank), str(world), str(root), start, again],
             env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
             capture_output=True,
             text=True,
@@ -147,6 +155,9 @@ def test_processes_are_bound_and_never_to_more_than_they_had(tmp_path: Path) -> 
     assert bound(1, 2, one) == [None, own, len(own), None]
     assert bound(0, 1, two) == [None, own, len(own), None], "one rank has the machine for itself"
     assert bound(1, 2, two, start=str(own[0])) == [None, low, 1, None]
+    assert bound(0, 2, two, again="1 2") == [1, high, len(own), 1], "with the threads that it has"
+    assert bound(0, 2, two, again="0 1") == [None, own, len(own), None], "it is alone now"
+    assert bound(0, 1, two, again="1 2") == [1, high, len(own), 1]
     both = machine(tmp_path / "both", {0: ",".join(map(str, own)), 1: ",".join(map(str, own))})
     assert bound(0, 2, both, start=str(own[0])) == [
         0,

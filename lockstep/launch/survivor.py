@@ -23,7 +23,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lockstep import cluster, recovery_clock, signals
+from lockstep import cluster, cores, recovery_clock, signals
 from lockstep.environment import GENERATION, rank_facts
 from lockstep.errors import EXIT_DONE, EXIT_PREEMPTED, UsageError, lost_a_peer
 from lockstep.heartbeat.files import FOLDER
@@ -143,6 +143,7 @@ class Survivor:
             FOLDER: str(world.beats(self._beats)),
         }
         begin_anew()
+        cores.bind_again(rank, len(world.members))
         if rank == 0:
             show_output()
         print(
