@@ -75,7 +75,8 @@ class RunError(LockstepError):
 
 
 _PEER_IS_GONE = re.compile(
-    r"connection (closed|reset|refused|aborted)|broken pipe|socket timeout|communicator was aborted"
+    r"connection (closed|reset|refused|abort|timed out)|broken pipe|no route to host"
+    r"|network is (down|unreachable)|transport endpoint|socket timeout|communicator was aborted"
     r"|remote process exited|failed to (recv|send)|recvvalue failed|sendbytes failed|heartbeat"
     r"|did not meet the other ranks",
     re.IGNORECASE,

@@ -2,6 +2,8 @@
 lists them.
 """
 
+import errno
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,11 +14,12 @@ from torch import nn
 
 from lockstep.config import Config, load_config
 from lockstep.config.schema_distributed import DistributedConfig
-from lockstep.errors import LockstepError, UsageError
+from lockstep.errors import LockstepError, UsageError, lost_a_peer
 from lockstep.parallel.axes.axis import Axis, axes_named
 from lockstep.parallel.site import Site
 from lockstep.strategy import resolve
 from tests.errors import with_tests
+
 
 # What says all of it by itself, or is worded where it is found out.
 WHAT_IS_ENOUGH = (
@@ -317,3 +320,23 @@ def test_it_is_said(
     assert message in caught.value.what
     assert caught.value.why or caught.value.fix
     assert isinstance(caught.value, UsageError)
+
+
+@pytest.mark.parametrize(
+    "number",
+    [
+        errno.ECONNABORTED,
+        errno.ECONNREFUSED,
+        errno.ECONNRESET,
+        errno.EHOSTUNREACH,
+        errno.ENETDOWN,
+        errno.ENETUNREACH,
+        errno.ENOTCONN,
+        errno.EPIPE,
+        errno.ESHUTDOWN,
+        errno.ETIMEDOUT,
+    ],
+)
+def test_whatever_the_system_calls_a_lost_connection_it_is_one(number: int) -> None:
+    text = f"[pair.cc:537] Read error [127.0.0.1]:25732: {os.strerror(number)}. This is typical"
+    assert lost_a_peer(RuntimeError(text))

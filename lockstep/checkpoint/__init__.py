@@ -45,7 +45,7 @@ from lockstep.checkpoint.manifest import (
     read_state,
     verify,
 )
-from lockstep.checkpoint.memory import MemoryStorage
+from lockstep.checkpoint.memory import MemoryStorage, copies_of, save_newest
 from lockstep.checkpoint.ranks import Ranks, gather, scatter
 from lockstep.checkpoint.restore import (
     add_missing_groups,
@@ -85,6 +85,7 @@ __all__ = [
     "add_missing_groups",
     "build_storage",
     "config_text",
+    "copies_of",
     "copy_to_hosts",
     "digest",
     "digest_tensors",
@@ -105,6 +106,7 @@ __all__ = [
     "resume_point",
     "rotate",
     "save",
+    "save_newest",
     "scatter",
     "set_aside",
     "step_of",

@@ -12,6 +12,9 @@ The way of the data, every `checkpoint.memory_steps` steps:
             → files of this folder, each block from one rank, by a thread over groups of its own
             → the commit: a rename; then the copy before it is deleted
 
+A launch that ends with an error writes the newest copy among the run's checkpoints, where it is
+newer than they are (`save_newest`).
+
 Why shared memory: pages of a tmpfs belong to the machine, not to a process. A rank that dies takes
 none with it, and neither a neighbour nor the launcher needs a second copy of them. What dies with
 the machine is the checkpoint on disk for. The folder holds two copies at most: the complete one is
@@ -21,13 +24,26 @@ Tests: tests/checkpoint/test_memory.py, tests/faults/test_memory_copies.py
 """
 
 import errno
+import hashlib
 import os
+import shutil
 from collections.abc import Generator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import BinaryIO
 
-from lockstep.checkpoint.posix import PosixStorage
-from lockstep.checkpoint.storage import step_name, step_of
+from lockstep.checkpoint.commit import new_draft
+from lockstep.checkpoint.keep import list_checkpoints
+from lockstep.checkpoint.manifest import read_manifest, verify
+from lockstep.checkpoint.posix import PosixStorage, storage_at
+from lockstep.checkpoint.storage import (
+    MANIFEST,
+    CheckpointPath,
+    Directory,
+    Location,
+    step_name,
+    step_of,
+)
 from lockstep.errors import RunError
 
 _KIB = 1 << 10
@@ -83,3 +99,30 @@ class MemoryStorage(PosixStorage):
             fix="give it more (docker run --shm-size=…, or mount -o remount,size=…), or leave"
             " checkpoint.memory_steps out",
         )
+
+
+def copies_of(memory: Path, run: Path) -> MemoryStorage:
+    """Return where a launch keeps the copies of a run: each of its runs has a folder of its own."""
+    name = hashlib.sha256(os.fsencode(run.absolute())).hexdigest()[:16]
+    return MemoryStorage(memory / name)
+
+
+def save_newest(copies: MemoryStorage, folder: Directory) -> CheckpointPath | None:
+    """Write the newest complete copy into a folder of checkpoints, if it is newer than they are.
+
+    Return the new checkpoint; None: none was written.
+    """
+    kept = [step_of(path.name) or 0 for path in list_checkpoints(folder)]
+    newer = [step for step in copies.steps if step > max(kept, default=0)]
+    sources = [Location(copies, step_name(step)) for step in reversed(newer)]
+    source = next((copy for copy in sources if not verify(copy)), None)
+    if source is None:
+        return None
+    storage = storage_at(folder)
+    with new_draft(storage, source.name) as draft:
+        for file in read_manifest(source).files:
+            with source.open(file) as stream, draft.create(file) as copy:
+                shutil.copyfileobj(stream, copy)
+        with source.open(MANIFEST) as stream:
+            storage.commit(draft.name, source.name, stream.read())
+    return storage.path(source.name)

@@ -25,7 +25,15 @@ from typing import TYPE_CHECKING, Any
 from lockstep import signals
 from lockstep.cores import threads_per_rank
 from lockstep.environment import MEMORY, RANK_0_OF_1, WORLD, check_numbers, rank_facts
-from lockstep.errors import EXIT_PREEMPTED, LockstepError, RunError, UsageError, refuse
+from lockstep.errors import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_PREEMPTED,
+    LockstepError,
+    RunError,
+    UsageError,
+    refuse,
+)
 from lockstep.heartbeat.files import FOLDER
 from lockstep.launch.failures import Failure, exit_code, first_cause
 from lockstep.launch.hang import HangWatch
@@ -150,10 +158,16 @@ def train(
                 if distributed.on_failure == "continue"
                 else None
             ),
+            saves=run if _saves_there(config) else None,
         ),
         options,
         processes,
     )
+
+
+def _saves_there(config: "Config") -> bool:
+    """Return whether a run saves into its own directory."""
+    return config.checkpoint.save_strategy != "none" and config.checkpoint.storage is None
 
 
 def _largest_world(config: "Config", options: LaunchOptions, most: int) -> int | None:
@@ -318,6 +332,8 @@ class LaunchJob:
     fresh: str | None = None
     # chooses how many ranks go on when some have died; None: they do not
     largest: LargestWorld | None = None
+    # the run whose newest copy in memory is saved when the launch ends with an error
+    saves: RunDirectory | None = None
 
 
 def launch(job: LaunchJob, options: LaunchOptions, processes: int) -> int:
@@ -362,6 +378,7 @@ def launch(job: LaunchJob, options: LaunchOptions, processes: int) -> int:
         variables.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     if "OMP_NUM_THREADS" not in os.environ:
         variables.setdefault("OMP_NUM_THREADS", str(threads_per_rank(processes)))
+    code = EXIT_FAILED
     try:
         watch = HangWatch(beats, job.logs, *job.hang)
         with (
@@ -369,18 +386,33 @@ def launch(job: LaunchJob, options: LaunchOptions, processes: int) -> int:
             environment_with(variables),
             rank_starter(job.fresh, _log_to_stderr) as starter,
         ):
-            return _run_agent(job, options, processes, failures, memory, watch, starter)
+            code = _run_agent(job, options, processes, failures, memory, watch, starter)
+        return code
     except LockstepError as error:
         print_error(error)
         return error.exit_code
     finally:
         remove(scratch)
         if memory is not None:
+            if code != EXIT_DONE and job.saves is not None:
+                _save_newest_copy(memory, job.saves)
             remove(memory)
         for path in job.logs.glob("rank-*.stacks.txt"):
             with suppress(FileNotFoundError):  # launchers of other machines clean the same folder
                 if not path.stat().st_size:
                     path.unlink()
+
+
+def _save_newest_copy(memory: Path, run: RunDirectory) -> None:
+    """Save the newest copy in memory among the run's checkpoints, where it is newer."""
+    checkpoint = _load("lockstep.checkpoint")
+    try:
+        path = checkpoint.save_newest(checkpoint.copies_of(memory, run.path), run.checkpoints)
+        if path is not None:
+            run.append_event("save", step=checkpoint.step_of(path.name), checkpoint=path.name)
+            _log_to_stderr(f"the newest copy in memory is saved: {path}")
+    except (OSError, LockstepError) as error:
+        _log_to_stderr(f"warning: the newest copy in memory could not be saved: {error}")
 
 
 def _run_agent(

@@ -3,7 +3,6 @@
 Tests: tests/test_run_lock.py, tests/trainer/test_resume.py
 """
 
-import hashlib
 import os
 from functools import cached_property
 from pathlib import Path
@@ -97,9 +96,6 @@ class RunOutput:
 
 
 def _memory_of(run: Path) -> checkpoint.MemoryStorage | None:
-    """Return where this launch keeps copies of a run: each of its runs has a folder of its own."""
+    """Return where this launch keeps copies of a run; None: it keeps none."""
     folder = os.environ.get(MEMORY)
-    if not folder:
-        return None
-    name = hashlib.sha256(os.fsencode(run.absolute())).hexdigest()[:16]
-    return checkpoint.MemoryStorage(Path(folder, name))
+    return checkpoint.copies_of(Path(folder), run) if folder else None

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.checkpoint import digest
+from lockstep.checkpoint import digest, list_checkpoints, step_of, verify
 from tests.faults.test_processes import ranks_of
 from tests.faults.tiny import YAML, events, hold, steps
 from tests.launch.shared import Ended, finish, start, wait_for
@@ -28,6 +28,36 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     os.kill(ranks_of(folder)[1], signal.SIGKILL)
     hold(folder, None)
     return finish(process, folder)
+
+
+@pytest.mark.fault(
+    "process: all ranks are killed between saves, `checkpoint.memory_steps: k`",
+    "nobody is left to go on from the copy in memory",
+    "the launcher saves the newest whole copy among the run's checkpoints, if it is newer, and ends"
+    " with one error",
+)
+def test_the_newest_copy_is_saved_when_a_launch_ends_with_an_error(tmp_path: Path) -> None:
+    (tmp_path / "tiny.yaml").write_text(YAML)
+    hold(tmp_path, 10)
+    live = ("distributed.on_failure=continue", "distributed.strategy=fsdp")
+    process = start(tmp_path, *TWO[:4], "--output-dir", "run", *COPIES, *live, OMP_NUM_THREADS="1")
+    wait_for(lambda: process.poll() is not None or max(steps(tmp_path / "run"), default=0) >= 10)
+    assert process.poll() is None, process.communicate()
+    ranks = ranks_of(tmp_path)
+    for pid in ranks.values():
+        os.kill(pid, signal.SIGSTOP)  # so that the launcher finds both of them dead at once
+    for pid in ranks.values():
+        os.kill(pid, signal.SIGKILL)
+    ended = finish(process, tmp_path)
+    assert ended.code == 1
+    assert "killed by SIGKILL" in ended.err
+    (saved,) = list_checkpoints(tmp_path / "run/checkpoints")
+    assert f"lockstep: the newest copy in memory is saved: {Path('run', *saved.parts[-2:])}" in (
+        ended.err
+    )
+    assert (step_of(saved.name) or 0) >= 6
+    assert verify(saved) == []
+    assert [event["checkpoint"] for event in events(tmp_path / "run", "save")] == [saved.name]
 
 
 @pytest.mark.fault(
