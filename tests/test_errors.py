@@ -20,7 +20,6 @@ from lockstep.parallel.site import Site
 from lockstep.strategy import resolve
 from tests.errors import with_tests
 
-
 # What says all of it by itself, or is worded where it is found out.
 WHAT_IS_ENOUGH = (
     "has … mistakes",  # each is told below it, with what to do

@@ -57,6 +57,7 @@ class StepConsumers:
         every = [
             self.keep_position,
             self.require_lock,
+            *([self.finish_copy] if self.checkpointer.copies else []),
             self.record,
             *([self.tell_recovered] if recovery_clock.is_running() else []),
             self.say_placement_lines,
@@ -89,6 +90,13 @@ class StepConsumers:
     def require_lock(self, _taken: TakenStep) -> None:
         """End the run if another one has taken the run directory."""
         self.run.output.check_lock()
+
+    def finish_copy(self, _taken: TakenStep) -> None:
+        """Wait for the copy before the one that is due now.
+
+        So a step of which people have read is lost only with the copy of its own.
+        """
+        self.checkpointer.finish_copy()
 
     def record(self, taken: TakenStep) -> None:
         """Hand the record to meters, sinks, callbacks and the profiler (`Monitor.on_step`)."""

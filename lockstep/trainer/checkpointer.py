@@ -42,7 +42,8 @@ class Checkpointer:
         self._memory: MemoryCopies | None = None
         if output.memory is not None and self._config.memory_steps is not None:
             self._memory = MemoryCopies(run, output.memory, monitor, self._tolerate)
-        self.saves = self._folder is not None or self._memory is not None
+        self.copies = self._memory is not None
+        self.saves = self._folder is not None or self.copies
         self._saver: checkpoint.AsyncSaver | None = None
         self._evaluated: dict[int, float] = {}
         self._rollbacks: dict[int, int] = {}  # step → rollbacks to it
@@ -70,6 +71,11 @@ class Checkpointer:
         name = self._config.keep_best
         if name is not None and name in results and self._run.is_main_process:
             self._evaluated[step] = float(results[name])
+
+    def finish_copy(self) -> None:
+        """Wait for the copy in memory that is under way, if the next one is due at this step."""
+        if self._memory is not None:
+            self._memory.finish_before_next()
 
     def after_step(self, *, last: bool, last_of_epoch: bool) -> None:
         """Save if it is due; check the running save."""

@@ -38,14 +38,21 @@ class MemoryCopies:
         self._is_recorded = False
         self._saver = checkpoint.AsyncSaver(then=self._committed, use="memory")
 
-    def after_step(self) -> None:
-        """Copy the run if it is due.
+    @property
+    def _is_due(self) -> bool:
+        return self._run.step.progress.step % self._steps == 0
 
-        Only the next copy waits for this one, and raises its error.
-        """
-        step = self._run.step.progress.step
-        if step % self._steps:
+    def finish_before_next(self) -> None:
+        """Wait for the copy that is under way, if the next one is due; raise its error."""
+        if self._is_due:
+            with self._run.step.clock.during("checkpoint"):
+                self.finish()
+
+    def after_step(self) -> None:
+        """Copy the run if it is due."""
+        if not self._is_due:
             return
+        step = self._run.step.progress.step
         with self._run.step.clock.during("checkpoint"):
             self._run.step.flush()  # host waits for the device: bad numbers must not be kept
             self._monitor.flush()  # a run that resumes here has the records up to here

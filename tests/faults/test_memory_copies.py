@@ -2,13 +2,17 @@
 
 import os
 import signal
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from lockstep.checkpoint import digest, list_checkpoints, step_of, verify
+from lockstep.checkpoint import MemoryStorage, digest, list_checkpoints, step_of, verify
+from lockstep.environment import MEMORY
+from lockstep.trainer.after_step import StepConsumers, TakenStep
 from tests.faults.test_processes import ranks_of
-from tests.faults.tiny import YAML, events, hold, steps
+from tests.faults.tiny import YAML, Points, events, hold, steps, trainer
 from tests.launch.shared import Ended, finish, start, wait_for
 
 TWO = ("train", "tiny.yaml", "--nproc-per-node", "2", "--max-restarts", "2", "--output-dir")
@@ -63,8 +67,8 @@ def test_the_newest_copy_is_saved_when_a_launch_ends_with_an_error(tmp_path: Pat
 @pytest.mark.fault(
     "process: a rank is killed between saves, `checkpoint.memory_steps: k`",
     "the newest checkpoint on disk may be hundreds of steps old; the copy in memory is not",
-    "the ranks are started again, and go on from the copy: at most k - 1 steps are trained"
-    " again, and k more if the newest copy was not whole yet",
+    "the ranks are started again, and go on from the copy: at most k - 1 recorded steps are"
+    " trained again, and k more if the newest copy was not whole yet",
 )
 def test_ranks_go_on_from_memory(killed: Ended) -> None:
     assert killed.code == 0, killed.err
@@ -86,6 +90,32 @@ def test_the_digest_is_the_undisturbed_ones(killed: Ended, tmp_path: Path) -> No
     assert undisturbed.code == 0, undisturbed.err
     last = "checkpoints/step-00000040"
     assert digest(killed.folder / "run" / last) == digest(tmp_path / "run" / last)
+
+
+def test_a_step_is_recorded_once_the_copy_before_it_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a death could cost two recorded steps, with a copy after each."""
+    monkeypatch.setenv(MEMORY, str(tmp_path / "memory"))
+    commit = MemoryStorage.commit
+    record = StepConsumers.record
+    seen: list[list[int]] = []
+
+    def slow_commit(*arguments: Any) -> None:
+        time.sleep(0.2)
+        commit(*arguments)
+
+    def noted(consumers: StepConsumers, taken: TakenStep) -> None:
+        memory = consumers.run.output.memory
+        assert memory is not None
+        seen.append(memory.steps)
+        record(consumers, taken)
+
+    monkeypatch.setattr(MemoryStorage, "commit", slow_commit)
+    monkeypatch.setattr(StepConsumers, "record", noted)
+    run = trainer(tmp_path / "run", training={"max_steps": 5}, checkpoint={"memory_steps": 1})
+    run.train(Points())
+    assert seen == [[], [1], [2], [3], [4]]
 
 
 def test_nothing_stays_in_memory(killed: Ended) -> None:
