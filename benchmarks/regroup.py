@@ -17,13 +17,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from benchmarks.page import RESULTS, machine, page, tell
 from tests.ranks import run_ranks
 
 RANKS = 4
 LEFT = RANKS - 1
-_CAN_RECONFIGURE = hasattr(dist, "_reconfigure")
+_reconfigure: Any = getattr(dist, "_reconfigure", None)
+_get_handle: Any = getattr(dist, "_get_reconfigure_handle", None)
 
 
 def regroup(rounds: int) -> dict[str, list[float]]:
@@ -32,23 +34,23 @@ def regroup(rounds: int) -> dict[str, list[float]]:
 
     hosted = default_store()  # kept, by the rank that hosts it
     port = int(os.environ["MASTER_PORT"])
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], port, is_master=False)
+    store = TCPStore(os.environ["MASTER_ADDR"], port, is_master=False)
     rank = dist.get_rank()
     dist.barrier()
     dist.destroy_process_group()
     numbers = iter(range(1, 1_000_000))
     found: dict[str, list[float]] = {"destroy and init": []}
-    found |= {"reconfigure": []} if _CAN_RECONFIGURE else {}
+    found |= {"reconfigure": []} if _reconfigure is not None else {}
 
     def init(ranks: int, **more: Any) -> None:
-        prefixed = dist.PrefixStore(f"group-{next(numbers)}", store)
+        prefixed = PrefixStore(f"group-{next(numbers)}", store)
         dist.init_process_group("gloo", store=prefixed, rank=rank, world_size=ranks, **more)
 
     def reconfigure(ranks: int) -> None:
         number = next(numbers)
-        store.set(f"handle-{number}-{rank}", dist._get_reconfigure_handle())
+        store.set(f"handle-{number}-{rank}", _get_handle())
         handles = [store.get(f"handle-{number}-{one}").decode() for one in range(ranks)]
-        dist._reconfigure(uuid=number, handles=handles).wait()
+        _reconfigure(uuid=number, handles=handles).wait()
 
     def init_anew(ranks: int) -> None:
         dist.destroy_process_group()
@@ -76,9 +78,7 @@ def regroup(rounds: int) -> dict[str, list[float]]:
                 init(RANKS)
                 found[name].append(timed(init_anew))
             dist.destroy_process_group()
-    dist.init_process_group(
-        "gloo", store=dist.PrefixStore("end", store), rank=rank, world_size=RANKS
-    )
+    dist.init_process_group("gloo", store=PrefixStore("end", store), rank=rank, world_size=RANKS)
     dist.barrier()
     del hosted
     return found
@@ -114,9 +114,9 @@ def main() -> None:
         rows,
         [
             "The difference is a fortieth of the 0.6 s that a live recovery takes (`recovery.md`),"
-            " for one of its groups. And reconfigure ends no wait: a rank that waits in a collective"
-            " of the old group has to be told otherwise. So Lockstep destroys and makes anew under"
-            " every version of torch.",
+            " for one of its groups. And reconfigure ends no wait: a rank that waits in a"
+            " collective of the old group has to be told otherwise. So Lockstep destroys and makes"
+            " anew under every version of torch.",
         ],
     )
     tell(text, RESULTS / "regroup.md" if given.write else None)

@@ -212,11 +212,11 @@ def _seconds_to_wait(error: BaseException) -> float:
     A wrong use is a rank's own mistake, unless it explains a lost connection: a rank that left for
     the next world is missed by those that are still in this one.
     """
-    chain: list[BaseException] = [error]
-    while (cause := chain[-1].__cause__ or chain[-1].__context__) and cause not in chain:
-        chain.append(cause)
-    if any(map(lost_a_peer, chain)):
-        return _WORD_SECONDS
+    reason: BaseException | None = error
+    while reason is not None:
+        if lost_a_peer(reason):
+            return _WORD_SECONDS
+        reason = reason.__cause__ or reason.__context__
     return 0.0 if isinstance(error, UsageError) else _WORD_AFTER_ERROR_SECONDS
 
 
