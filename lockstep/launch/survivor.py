@@ -213,9 +213,11 @@ def _seconds_to_wait(error: BaseException) -> float:
     the next world is missed by those that are still in this one.
     """
     reason: BaseException | None = error
-    while reason is not None:
+    seen: list[BaseException] = []  # an error may be raised from itself
+    while reason is not None and reason not in seen:
         if lost_a_peer(reason):
             return _WORD_SECONDS
+        seen.append(reason)
         reason = reason.__cause__ or reason.__context__
     return 0.0 if isinstance(error, UsageError) else _WORD_AFTER_ERROR_SECONDS
 

@@ -136,7 +136,9 @@ def test_a_wrong_use_that_explains_a_lost_rank_waits_for_the_launcher(
     survivor: Survivor, tmp_path: Path
 ) -> None:
     """A survivor that leaves for the next world is missed by those that are in this one."""
-    assert survivor.world_after(UsageError("the config is wrong")) is None
+    wrong = UsageError("the config is wrong")
+    wrong.__cause__ = wrong
+    assert survivor.world_after(wrong) is None
     left = UsageError("rank 0 has left before save")
     left.__cause__ = RuntimeError("Connection closed by peer")
     world = LiveWorld(1, (0,), lost=(1,))
