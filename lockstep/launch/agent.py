@@ -293,6 +293,8 @@ class Agent(ExtensibleAgent):
         if self._live is not None and self._go_on(self._live):
             result = RunResult(state=WorkerState.HEALTHY)
         else:
+            if self._live is not None:
+                self._live.give_up()
             result = super().look_at_ranks(worker_group)
         if result.state == WorkerState.HEALTHY:
             pids = {worker.global_rank: int(worker.id) for worker in worker_group.workers}

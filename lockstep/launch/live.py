@@ -8,6 +8,7 @@ Tests: tests/launch/test_live.py, tests/faults/test_live_recovery.py
 import shutil
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from lockstep.launch.failures import done_mark
@@ -101,7 +102,12 @@ class LiveRanks:
         """Let the spares leave once all members have done their work."""
         world = self.world
         if world.spares and not world.ended and all(map(self._is_done, world.members)):
-            self._tell(LiveWorld(world.generation, world.members, world.spares, (), ended=True))
+            self._tell(replace(world, lost=(), ended=True))
+
+    def give_up(self) -> None:
+        """Tell the ranks that none goes on without others any more."""
+        if not self.world.over:
+            self._tell(replace(self.world, over=True))
 
     def by_rank(self, pids: Mapping[int, int]) -> dict[int, int]:
         """Return the processes of the members by their ranks now."""

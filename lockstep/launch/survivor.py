@@ -103,7 +103,7 @@ class Survivor:
         seen = self._last_look()
         looks = 0 if seconds else _LOOKS
         while not self._is_over():
-            if time.monotonic() > deadline and looks >= _LOOKS:
+            if self._seen.over or (time.monotonic() > deadline and looks >= _LOOKS):
                 return None
             time.sleep(_LOOK_SECONDS)
             now = self._last_look()

@@ -45,6 +45,7 @@ class LiveWorld:
     spares: Sequence[int] = ()
     lost: Sequence[int] = ()  # those whose death has led to it
     ended: bool = False  # the members have done their work: spares may leave
+    over: bool = False  # nobody goes on without others any more: the launcher ends the ranks
     died: float = 0.0  # when the lost ranks died, at the earliest (seconds, monotonic)
     noticed: float = 0.0  # when the launcher saw it
 

@@ -5,26 +5,24 @@ import signal
 from pathlib import Path
 
 from torch.distributed.elastic.agent.server.api import WorkerSpec, WorkerState
-from torch.distributed.elastic.rendezvous import RendezvousParameters
-from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import create_rdzv_handler
 
 from lockstep.launch.agent import Agent
 from lockstep.launch.hang import HangWatch
 from lockstep.launch.live import LiveRanks
+from lockstep.launch.options import LaunchOptions
+from lockstep.launch.rendezvous_handlers import handler, open_store
 from lockstep.launch.world import LiveWorld
 from tests.launch.shared import alive, wait_for
-from tests.ranks import free_port
 
 
 def agent(folder: Path, ranks: int, live: LiveRanks) -> Agent:
     """An agent of ranks that sleep."""
-    parameters = RendezvousParameters(
-        "static", f"127.0.0.1:{free_port()}", "run", 1, 1, rank=0, timeout=60
-    )
+    options = LaunchOptions()
+    store = open_store(options, print)
     spec = WorkerSpec(
         "default",
         ranks,
-        create_rdzv_handler(parameters),
+        handler(options, store),
         entrypoint="/bin/sleep",
         args=("600",),
         max_restarts=0,
@@ -39,6 +37,7 @@ def agent(folder: Path, ranks: int, live: LiveRanks) -> Agent:
         watch=watch,
         checkpoints=folder,
         live=live,
+        meeting=store,
     )
 
 
@@ -74,3 +73,4 @@ def test_a_rank_that_dies_while_the_others_are_told_of_another_one_is_a_death_li
     assert [[*world.members] for world in worlds] == [[1, 2, 3], [1, 2]]
     assert result.state == WorkerState.FAILED, "the last two die together"
     assert live.refusal == "no rank of 2 would be left"
+    assert LiveWorld.read(tmp_path / "world.json").over

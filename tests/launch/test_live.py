@@ -94,3 +94,5 @@ def test_spares_may_leave_when_all_others_are_done(even: LiveRanks, tmp_path: Pa
     (tmp_path / done_mark(1)).touch()
     even.end_if_done()
     assert now(even, tmp_path).ended
+    even.give_up()
+    assert now(even, tmp_path).over

@@ -132,6 +132,14 @@ def test_an_error_is_a_rank_s_own_once_the_launcher_has_looked_again(
     assert found == [None]
 
 
+def test_nobody_waits_for_a_launcher_that_ends_all_ranks(
+    survivor: Survivor, tmp_path: Path
+) -> None:
+    """It looks no more."""
+    LiveWorld(0, (0, 1), over=True).write(tmp_path / "world.json")
+    assert survivor.world_after(RuntimeError("Connection closed by peer")) is None
+
+
 def test_a_wrong_use_that_explains_a_lost_rank_waits_for_the_launcher(
     survivor: Survivor, tmp_path: Path
 ) -> None:
