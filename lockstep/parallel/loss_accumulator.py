@@ -25,6 +25,7 @@ from collections.abc import Callable
 from ctypes import c_float
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -290,30 +291,33 @@ class CarriedFigures(nn.Module):
         *losses, tokens, votes = losses
         *counts, _, step = counts
         has_room = len(losses) <= _ROOM
-        places = [0.0] * self._places
+        # NumPy's calls take a third of the time of torch's, and so few numbers no time at all.
+        exact = np.zeros(self._places)
         if has_room:
-            places[: len(losses)] = losses
-            places[_ROOM : _ROOM + len(counts)] = counts
-            places[self._own : self._own + 3] = tokens, votes, step
-        exact = torch.tensor(places, dtype=torch.float64)
-        near = exact.float()
-        left = (exact - near).nan_to_num(0.0, 0.0, 0.0)  # of what is no number, nothing is left
+            exact[: len(losses)] = losses
+            exact[_ROOM : _ROOM + len(counts)] = counts
+            exact[self._own : self._own + 3] = tokens, votes, step
+        with np.errstate(over="ignore", invalid="ignore"):
+            near = exact.astype(np.float32)
+            left = exact - near
+        left[~np.isfinite(left)] = 0.0  # of what is no number, nothing is left
+        gradient = np.concatenate([near, left], dtype=np.float32)
         self.figures.grad = None
         # the way in which every gradient comes to DDP, which waits for this one, too
         root = self.figures.view_as(self.figures)
-        torch.autograd.backward(root, torch.cat([near, left.float()]))
+        torch.autograd.backward(root, torch.from_numpy(gradient))
         return has_room
 
     def received(self, micro_batches: int) -> tuple[list[float], list[float]]:
         """Return the lists that `send` takes, summed over all ranks, after the backward pass."""
         gradient = self.figures.grad
         assert gradient is not None
-        near, left = (gradient.double() * self._ranks).chunk(2)
-        figures = (near + left).tolist()
-        of_ranks = figures[2 * _ROOM :]
-        tokens, votes, steps = (sum(of_ranks[k::3]) for k in range(3))
-        losses = figures[:micro_batches]
-        counts = figures[_ROOM : _ROOM + micro_batches]
+        near, left = gradient.numpy().astype(np.float64).reshape(2, self._places) * self._ranks
+        figures = near + left
+        of_ranks = figures[2 * _ROOM :].reshape(self._ranks, 3)
+        tokens, votes, steps = of_ranks.sum(axis=0).tolist()
+        losses = figures[:micro_batches].tolist()
+        counts = figures[_ROOM : _ROOM + micro_batches].tolist()
         return [*losses, tokens, votes], [*counts, 0.0, steps]
 
 

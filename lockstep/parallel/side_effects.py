@@ -477,10 +477,8 @@ def _tensors(root: nn.Module, known: set[str]) -> Iterator[tuple[str, Tensor]]:
 
     Parameters and `known` buffers are left out.
     """
-    for path, module in root.named_modules():
-        for name, value in vars(module).items():
-            if name not in OF_TORCH:
-                yield from _inside(f"{path}.{name}" if path else name, value, depth=3)
+    for name, value in _own_attributes(root):
+        yield from _inside(name, value, depth=3)
     yield from (
         (name, b) for name, b in root.named_buffers(remove_duplicate=False) if name not in known
     )
@@ -496,31 +494,30 @@ def _inside(name: str, value: Any, *, depth: int) -> Iterator[tuple[str, Tensor]
 
 def _attributes(root: nn.Module) -> Iterator[tuple[str, float]]:
     """Yield (name, value) of the numbers among the attributes of its modules."""
-    for path, module in root.named_modules():
-        for name, value in vars(module).items():
-            if isinstance(value, int | float) and not isinstance(value, bool):
-                yield f"{path}.{name}" if path else name, value
+    for name, value in _own_attributes(root):
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            yield name, value
 
 
 def _generators(root: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield (name, state) of the generators among the attributes of its modules."""
     numpy = sys.modules.get("numpy")
+    for name, value in _own_attributes(root):
+        if isinstance(value, torch.Generator):
+            yield name, value.get_state().cpu().numpy().tobytes()
+        elif isinstance(value, random.Random):
+            yield name, value.getstate()
+        elif numpy is not None and isinstance(value, numpy.random.Generator):
+            yield name, repr(value.bit_generator.state)
+        elif numpy is not None and isinstance(value, numpy.random.RandomState):
+            state = value.get_state()
+            parts = [part.tolist() if hasattr(part, "tolist") else part for part in state]
+            yield name, repr(parts)
+
+
+def _own_attributes(root: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield (name, value) of the attributes that not every module has."""
     for path, module in root.named_modules():
         for name, value in vars(module).items():
-            full = f"{path}.{name}" if path else name
-            if isinstance(value, torch.Generator):
-                yield full, value.get_state().cpu().numpy().tobytes()
-            elif isinstance(value, random.Random):
-                yield full, value.getstate()
-            elif numpy is not None and isinstance(value, numpy.random.Generator):
-                yield full, repr(value.bit_generator.state)
-            elif numpy is not None and isinstance(value, numpy.random.RandomState):
-                yield (
-                    full,
-                    repr(
-                        [
-                            part.tolist() if hasattr(part, "tolist") else part
-                            for part in value.get_state()
-                        ]
-                    ),
-                )
+            if name not in OF_TORCH:
+                yield f"{path}.{name}" if path else name, value
