@@ -11,6 +11,8 @@ The ratio is the first of these over their sum.
 Tests: tests/report/test_effective_time.py
 """
 
+from collections.abc import Mapping
+
 from lockstep.report.read import RunData, phase_totals
 
 PARTS = ("trained", "waited", "saved", "recovered", "lost")
@@ -37,10 +39,19 @@ def effective_time(run: RunData) -> dict[str, float]:
     }
 
 
-def in_words(parts: dict[str, float]) -> tuple[str, str]:
-    """Return the ratio, and the other parts' shares; both are empty without measurements."""
+def shares(parts: Mapping[str, float]) -> dict[str, float]:
+    """Return part → its share of the wall time, that of `trained` is the ratio; empty without any.
+
+    `benchmarks.fleet` divides simulated runs in the same way.
+    """
     wall = sum(parts.values())
-    if not wall:
+    return {name: parts[name] / wall for name in PARTS} if wall else {}
+
+
+def in_words(parts: Mapping[str, float]) -> tuple[str, str]:
+    """Return the ratio, and the other parts' shares; both are empty without measurements."""
+    found = shares(parts)
+    if not found:
         return "", ""
-    others = [f"{name} {parts[name] / wall:.1%}" for name in PARTS[1:] if parts[name]]
-    return f"{parts['trained'] / wall:.1%}", ", ".join(others)
+    others = [f"{name} {found[name]:.1%}" for name in PARTS[1:] if found[name]]
+    return f"{found['trained']:.1%}", ", ".join(others)
