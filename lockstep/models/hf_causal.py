@@ -24,11 +24,12 @@ import transformers
 from torch import Tensor, nn
 
 from lockstep.errors import UsageError
-from lockstep.models.attention import Attend
+from lockstep.models.attention import Attend, positions_within
+from lockstep.models.hf_decoder import FAMILIES
 from lockstep.models.hf_layers import ATTENDING
 from lockstep.models.language import LanguageModel, TokenLosses, TokenTable
 from lockstep.models.observed import LossCalls
-from lockstep.models.protocol import IGNORED_TARGET
+from lockstep.models.protocol import DOCUMENTS, IGNORED_TARGET
 
 # With these kinds of rotary positions the angles do not depend on the length of the text.
 _FIXED_ROTARY = ("default", "linear", "llama3", "yarn")
@@ -80,13 +81,42 @@ class CausalModel(LanguageModel):
         if self._computes_losses:
             self.token_losses = TokenLosses()
 
-    def forward(self, ids: Tensor | None = None, **arguments: Any) -> Tensor:
+    # A pipeline's stages hand on the numbers of documents, and not a mask.
+    takes_documents = True
+
+    def forward(
+        self, ids: Tensor | None = None, document_ids: Tensor | None = None, **arguments: Any
+    ) -> Tensor:
+        """Return the logits; documents, numbered in int64 [B, T], do not see each other.
+
+        The library masks them by their positions, which begin anew in each.
+        """
+        if document_ids is not None:
+            arguments["position_ids"] = positions_within(document_ids)
         arguments = {"input_ids": ids, "use_cache": False, **arguments}
         logits: Tensor = super(LanguageModel, self).forward(**arguments).logits
         return logits
 
     def inputs(self, batch: Mapping[str, Tensor]) -> Any:
-        return (batch["input_ids"],)
+        documents = batch.get(DOCUMENTS)
+        if documents is None:
+            return (batch["input_ids"],)
+        self._require_documents()
+        return batch["input_ids"], documents
+
+    def _require_documents(self) -> None:
+        """Refuse documents where the library would let them see each other."""
+        kind = self.config.model_type
+        fix = "train it on sequences of one document each: data.name: tokens, or text"
+        if kind not in FAMILIES:
+            what = f"hf:{kind} is not known to keep the documents of a sequence apart"
+            fix = f"use one of {', '.join(sorted(FAMILIES))}; or {fix}"
+            raise UsageError(what, where="data.name: documents", fix=fix)
+        if self.config._attn_implementation == _ATTENTION:
+            what = f"hf:{kind} is cut along its sequences, and these hold several documents"
+            why = "its attention over ranks takes no mask of documents"
+            fix = f"write context_size: 1; or use the model transformer; or {fix}"
+            raise UsageError(what, where="distributed.context_size", why=why, fix=fix)
 
     def context_plan(self) -> dict[str, int]:
         """Let attention know of other ranks.
@@ -111,6 +141,7 @@ class MixtureModel(CausalModel):
     """
 
     averages_in_forward = True  # it returns a mean, which dp can't weigh
+    takes_documents = False
     _computes_losses = False
     _takes_targets_as_they_are = False  # determined in the first forward pass
 

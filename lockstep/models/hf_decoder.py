@@ -6,6 +6,9 @@ last norm, and gives it what the previous segment has returned; what the decoder
 embeddings, the first segment alone uses. Layers stay modules of the model. The mask is passed on
 with the hidden states. Each listed family is tested to compute the library's bits with every field
 of its config changed, and `lockstep.parallel.chain_check` compares each model that is placed.
+
+A model that Lockstep has built by name takes the numbers of documents in the place of the mask
+(`lockstep.models.hf_causal`).
 """
 
 import copy
@@ -17,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import UsageError, listed
+from lockstep.models.attention import positions_within
 from lockstep.torch_compat.module_copy import with_own_children
 
 
@@ -139,17 +143,21 @@ def _segments_of(model: nn.Module, family: Family, path: str) -> list[tuple[str,
     decoder: Any = getattr(model, family.decoder)
     layers = dict(getattr(decoder, family.layers).named_children())
     prefix = f"{path}{family.decoder}.{family.layers}"
-    first = Inputs(str(getattr(model, "random_key", "")), _before_the_layers(decoder, family))
+    by_documents = getattr(model, "takes_documents", False)
+    key = str(getattr(model, "random_key", ""))
+    first = Inputs(key, _before_the_layers(decoder, family), by_documents=by_documents)
     found: list[tuple[str, nn.Module]] = [("inputs", first)]
     for position, (index, layer) in enumerate(layers.items()):
         name = f"{prefix}.{index}"
         door = Door(layer)
-        found.append((name, Layer(name, _with_layer(decoder, family, door, position), door)))
+        part = _with_layer(decoder, family, door, position)
+        found.append((name, Layer(name, part, door, by_documents=by_documents)))
     head = with_own_children(model)
     door = Door(getattr(decoder, family.norm))
     head.__dict__.pop(_CACHE, None)
     setattr(head, family.decoder, _after_the_layers(decoder, family, door))
-    found.append(("outputs", Outputs(f"{found[-1][0]}/after", head, door)))
+    last = Outputs(f"{found[-1][0]}/after", head, door, by_documents=by_documents)
+    found.append(("outputs", last))
     return found
 
 
@@ -204,21 +212,38 @@ class Door(nn.Module):
             self.received = self.returned = None
 
 
+def _where_to_attend(carried: Tensor | None, *, by_documents: bool) -> dict[str, Tensor]:
+    """Return the decoder's arguments that say which positions a position attends to.
+
+    What stages carry is the batch's attention mask, or the numbers of documents, of which the
+    library makes masks by the positions within them.
+    """
+    if carried is None:
+        return {}
+    if by_documents:
+        return {"position_ids": positions_within(carried)}
+    return {"attention_mask": carried}
+
+
 class Inputs(nn.Module):
     """First segment: token ids [B, T] → hidden states [B, T, D].
 
-    The attention mask is passed on if there is one.
+    The attention mask, or the numbers of documents, are passed on if there are any.
     """
 
-    def __init__(self, random_key: str, decoder: nn.Module) -> None:
+    def __init__(self, random_key: str, decoder: nn.Module, *, by_documents: bool) -> None:
         super().__init__()
         self.random_key = random_key  # of what the model draws before its layers
         self.decoder = decoder
+        self.by_documents = by_documents
 
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, **others: Any
     ) -> Any:
-        """Return the hidden states, and the mask if there is one; refuse what stages drop."""
+        """Return the hidden states, and what stages carry; refuse what they drop.
+
+        A model that takes documents gives their numbers in the place of a mask.
+        """
         if unknown := sorted(
             key for key in others if key not in _KNOWN_ARGUMENTS and others[key] is not None
         ):
@@ -228,29 +253,35 @@ class Inputs(nn.Module):
                 " strategy"
             )
             raise UsageError(what, fix=fix)
-        hidden = self.decoder(input_ids=input_ids, use_cache=False).last_hidden_state
+        # Learned positions are added here; a mask tells nothing of them.
+        where = {}
+        if self.by_documents:
+            where = _where_to_attend(attention_mask, by_documents=True)
+        hidden = self.decoder(input_ids=input_ids, use_cache=False, **where).last_hidden_state
         return hidden if attention_mask is None else (hidden, attention_mask)
 
 
 class Layer(nn.Module):
     """One layer: hidden states [B, T, D] → hidden states [B, T, D].
 
-    The attention mask is passed on.
+    The attention mask, or the numbers of documents, are passed on.
     """
 
-    def __init__(self, name: str, decoder: nn.Module, door: Door) -> None:
+    def __init__(self, name: str, decoder: nn.Module, door: Door, *, by_documents: bool) -> None:
         super().__init__()
         # the key of its random numbers in the model
         self.random_key = name
         self.decoder = decoder
         self.door = door
+        self.by_documents = by_documents
 
-    def forward(self, hidden: Tensor, attention_mask: Tensor | None = None) -> Any:
-        run = partial(self.decoder, attention_mask=attention_mask, use_cache=False)
+    def forward(self, hidden: Tensor, carried: Tensor | None = None) -> Any:
+        where = _where_to_attend(carried, by_documents=self.by_documents)
+        run = partial(self.decoder, **where, use_cache=False)
         _, returned = self.door.pass_through(hidden, run)
         # a tuple before transformers 5
         hidden = returned[0] if isinstance(returned, tuple) else returned
-        return hidden if attention_mask is None else (hidden, attention_mask)
+        return hidden if carried is None else (hidden, carried)
 
 
 class Outputs(nn.Module):
@@ -262,16 +293,19 @@ class Outputs(nn.Module):
     # it is called with `inputs`, the whole model's (positional, keyword) arguments, for labels
     takes_inputs = True
 
-    def __init__(self, random_key: str, model: nn.Module, door: Door) -> None:
+    def __init__(
+        self, random_key: str, model: nn.Module, door: Door, *, by_documents: bool
+    ) -> None:
         super().__init__()
         self.random_key = random_key
         self.model = model
         self.door = door
+        self.by_documents = by_documents
 
     def forward(
         self,
         hidden: Tensor,
-        attention_mask: Tensor | None = None,
+        carried: Tensor | None = None,
         *,
         inputs: tuple[tuple[Any, ...], Mapping[str, Any]],
     ) -> Any:
@@ -281,7 +315,9 @@ class Outputs(nn.Module):
             for key, value in inputs[1].items()
             if key not in ("input_ids", "attention_mask")
         }
-        run = partial(self.model, attention_mask=attention_mask, **{**given, "use_cache": False})
+        # No layer is left here, so it does not count which positions see each other.
+        mask = None if self.by_documents else carried
+        run = partial(self.model, attention_mask=mask, **{**given, "use_cache": False})
         outputs, _ = self.door.pass_through(hidden, run)
         return outputs
 

@@ -82,13 +82,37 @@ def test_a_run_of_queries_sees_its_documents() -> None:
         torch.testing.assert_close(run, attend(q, k, v, documents)[:, :, 4:6])
 
 
-@pytest.mark.parametrize("name", ["hf:llama", "hf:qwen3"])
-def test_a_model_that_is_not_given_them_is_refused(name: str) -> None:
-    pytest.importorskip("transformers")
-    objective = objective_of(language_model(name))
+class Deaf(nn.Module):
+    """A model that looks at token ids alone."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return input_ids.sum()
+
+
+def test_a_model_that_is_not_given_them_is_refused() -> None:
+    objective = objective_of(Deaf())
     objective.inputs(Tokens()[0])
-    with pytest.raises(UsageError, match="does not take document_ids"):
+    with pytest.raises(UsageError, match="Deaf does not take document_ids"):
         objective.inputs(Packed()[0])
+
+
+def test_a_model_of_the_library_that_may_mix_documents_is_refused() -> None:
+    pytest.importorskip("transformers")
+    unknown = objective_of(language_model("hf:llama"))
+    unknown.inputs(Packed()[0])
+    model = language_model("hf:llama")
+    model.config.model_type = "llama9"
+    with pytest.raises(UsageError, match="hf:llama9 is not known to keep the documents"):
+        objective_of(model).inputs(Packed()[0])
+    cut = language_model("hf:qwen3")
+    cut.context_plan()  # as where sequences are cut over ranks
+    objective_of(cut).inputs(Tokens()[0])
+    with pytest.raises(UsageError, match="hf:qwen3 is cut along its sequences"):
+        objective_of(cut).inputs(Packed()[0])
+    balanced = {"num_local_experts": 4, "output_router_logits": True}
+    mixture = objective_of(language_model("hf:mixtral", **balanced))
+    with pytest.raises(UsageError, match="does not take document_ids"):
+        mixture.inputs(Packed()[0])
 
 
 def test_a_model_of_ones_own_takes_them_by_name() -> None:
