@@ -96,14 +96,22 @@ def test_a_model_that_is_not_given_them_is_refused() -> None:
         objective.inputs(Packed()[0])
 
 
-def test_a_model_of_the_library_that_may_mix_documents_is_refused() -> None:
+def test_a_model_of_the_library_that_may_mix_documents_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     pytest.importorskip("transformers")
     unknown = objective_of(language_model("hf:llama"))
     unknown.inputs(Packed()[0])
     model = language_model("hf:llama")
-    model.config.model_type = "llama9"
-    with pytest.raises(UsageError, match="hf:llama9 is not known to keep the documents"):
-        objective_of(model).inputs(Packed()[0])
+    for kind in ("llama9", "gpt_oss"):
+        model.config.model_type = kind
+        with pytest.raises(UsageError, match=f"hf:{kind} is not known to keep the documents"):
+            objective_of(model).inputs(Packed()[0])
+    model.config.model_type = "llama"
+    with monkeypatch.context() as patched:
+        patched.setattr("transformers.__version__", "4.57.1")
+        with pytest.raises(UsageError, match=r"transformers 4\.57\.1 is not known to keep"):
+            objective_of(model).inputs(Packed()[0])
     cut = language_model("hf:qwen3")
     cut.context_plan()  # as where sequences are cut over ranks
     objective_of(cut).inputs(Tokens()[0])

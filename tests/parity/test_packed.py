@@ -1,4 +1,4 @@
-"""Packed documents train as documents alone do, and a packed, mixed, filtered run has one digest."""
+"""Packed documents train as documents alone do; a packed, mixed, filtered run has one digest."""
 
 import json
 from itertools import islice
@@ -13,13 +13,15 @@ from torch import Tensor, nn
 from lockstep.config import DataConfig, config_from
 from lockstep.data import build_data
 from lockstep.data.prepare import prepare
-from lockstep.models.hf_decoder import FAMILIES
 from lockstep.models.protocol import DOCUMENTS, objective_of, require_segments
 from lockstep.strategy import parse_topology
 from lockstep.trainer import Trainer
 from tests.parity.same_bits import digest, trainer_for
 from tests.parity.toy import language_model, unchecked
 from tests.ranks import run_ranks
+
+pytest.importorskip("transformers")
+from lockstep.models.hf_causal import _KEEPS_DOCUMENTS_APART
 
 LENGTH = 24
 WITHOUT_DROPOUT = {"dropout": 0.0}
@@ -129,13 +131,21 @@ def test_packed_gradients_of_models_that_compute_in_fp32(name: str, folder: Path
         check_gradients(name, torch.float64, folder, 1e-7)
 
 
+# Norms of the library that multiply in fp32, and experts whose kernel takes no float64.
+ROUNDED = ("cohere", "gemma", "gemma2", "gemma3_text")
+IN_FP32_ALONE = ("mixtral", "qwen3_moe")
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("dtype", PRECISIONS, ids=str)
-@pytest.mark.parametrize("family", sorted({*FAMILIES} - {"llama"}))
+@pytest.mark.parametrize("family", _KEEPS_DOCUMENTS_APART)
 def test_packed_gradients_of_each_family_are_those_of_documents_alone(
-    family: str, dtype: torch.dtype, folder: Path
+    family: str, folder: Path
 ) -> None:
-    check_gradients(f"hf:{family}", dtype, folder, PRECISIONS[dtype])
+    for dtype, tolerance in PRECISIONS.items():
+        if dtype == torch.float32 or family not in IN_FP32_ALONE:
+            check_gradients(
+                f"hf:{family}", dtype, folder, max(tolerance, 1e-6 * (family in ROUNDED))
+            )
 
 
 def check_gradients(name: str, dtype: torch.dtype, folder: Path, tolerance: float) -> None:
