@@ -40,6 +40,11 @@ class Filters:
             what = f"max_tokens {most} is below min_tokens {self.min_tokens}: nothing is kept"
             raise UsageError(what, where="max_tokens", fix="raise it, or leave it out")
 
+    def go_on_from(self, kept: int, left_out: Mapping[str, int]) -> None:
+        """Count on from what an earlier process has counted."""
+        self.kept = kept
+        self.left_out = Counter(left_out)
+
     def takes(self, row: Mapping[str, Any] | None, where: str) -> bool:
         """Return what the user's function says to a row; a UsageError if it fails."""
         if self._function is None:

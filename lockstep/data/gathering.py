@@ -55,13 +55,18 @@ class Gathered:
 
 
 class Gatherer:
-    """Tokenizes records into a sink."""
+    """Tokenizes records into a sink.
 
-    def __init__(self, sink: DocumentSink, tokenizer: Tokenizer, filters: Filters) -> None:
+    `open_tokens` are those of a document that the sink has from an earlier process, in part.
+    """
+
+    def __init__(
+        self, sink: DocumentSink, tokenizer: Tokenizer, filters: Filters, open_tokens: int = 0
+    ) -> None:
         self._sink = sink
         self._tokenizer = tokenizer
         self._filters = filters
-        self.open_tokens = 0  # of the document that has not ended
+        self.open_tokens = open_tokens  # of the document that has not ended
 
     def take(self, records: Iterable[Record | None]) -> None:
         for record in records:

@@ -174,15 +174,13 @@ class _Draft:
         self.folder = folder
         self._begun_with = begun_with
         self.filters = filters
-        self._gatherer = Gatherer(self, tokenizer, filters)
         self._unsaved = 0  # bytes of input
         found = self._saved()
         self.file = found.get("file", 0)  # the next record's
         self.record = found.get("record", 0)
         self.num_tokens = found.get("num_tokens", 0)  # of documents that have ended
-        self._gatherer.open_tokens = found.get("open_tokens", 0)
-        filters.kept = found.get("documents", 0)
-        filters.left_out.update(found.get("left_out", {}))
+        filters.go_on_from(found.get("documents", 0), found.get("left_out", {}))
+        self._gatherer = Gatherer(self, tokenizer, filters, found.get("open_tokens", 0))
 
     def _saved(self) -> dict[str, Any]:
         """Return what an earlier process has saved, if it did the same work; else nothing."""

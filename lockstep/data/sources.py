@@ -38,7 +38,7 @@ _EXAMPLE = "write sources: [{path: pages.jsonl, weight: 0.7}, {path: notes, weig
 
 
 @dataclass(frozen=True)
-class Described:
+class DescribedSource:
     """A source as a config describes it."""
 
     where: str  # the key, for messages: data.args.sources[0]
@@ -58,7 +58,7 @@ class Source:
     vocabulary: bytes  # the contents of its tokenizer.json; empty: bytes
 
 
-def described(given: Any, where: str) -> list[Described]:
+def described(given: Any, where: str) -> list[DescribedSource]:
     """Return the sources that a config lists, each a path or a dict; raise a UsageError if bad."""
     entries = [given] if isinstance(given, str | Mapping) else given
     if not isinstance(entries, Sequence) or not entries:
@@ -67,10 +67,10 @@ def described(given: Any, where: str) -> list[Described]:
     return [_one(entry, f"{where}[{number}]") for number, entry in enumerate(entries)]
 
 
-def _one(entry: Any, where: str) -> Described:
+def _one(entry: Any, where: str) -> DescribedSource:
     """Return one entry of a list of sources, whose keys and values are checked."""
     if isinstance(entry, str):
-        return Described(where, entry, {})
+        return DescribedSource(where, entry, {})
     if not isinstance(entry, Mapping):
         what = f"a source is {entry!r:.60}, which is neither a path nor a dict"
         raise UsageError(what, where=where, fix=_EXAMPLE)
@@ -89,10 +89,10 @@ def _one(entry: Any, where: str) -> Described:
             what = f"{key} is {entry[key]}"
             raise UsageError(what, where=f"{where}.{key}", fix="write 0 or more")
     settings = {key: value for key, value in entry.items() if key != "path"}
-    return Described(where, entry["path"], settings)
+    return DescribedSource(where, entry["path"], settings)
 
 
-def draws_of(sources: Sequence[Described], sizes: Sequence[int]) -> tuple[list[int], int]:
+def draws_of(sources: Sequence[DescribedSource], sizes: Sequence[int]) -> tuple[list[int], int]:
     """Return the draws of each source in a block of the mixture, and the sequences of an epoch.
 
     Args:
@@ -128,7 +128,7 @@ def draws_of(sources: Sequence[Described], sizes: Sequence[int]) -> tuple[list[i
     return draws, sum(draws)
 
 
-def opened(source: Described, tokenizer: str | None) -> Source:
+def opened(source: DescribedSource, tokenizer: str | None) -> Source:
     """Open a source, and tokenize it if it is not prepared; raise a UsageError if it is bad."""
     path = local_path(source.path, f"{source.where}.path")
     if (path / HEADER).exists():
@@ -151,7 +151,7 @@ def opened(source: Described, tokenizer: str | None) -> Source:
     return Source(source.where, source.path, tokens, gathered.ends(), chosen, vocabulary)
 
 
-def _prepared(source: Described, folder: Path, tokenizer: str | None) -> Source:
+def _prepared(source: DescribedSource, folder: Path, tokenizer: str | None) -> Source:
     """Open a folder of tokens."""
     for key in (*_FILTERS, "text_field"):
         if key in source.settings:
@@ -188,6 +188,6 @@ def require_sequences(sources: Sequence[Source], sizes: Sequence[int]) -> None:
             raise _nothing(source, "a document needs a token to read and one to predict")
 
 
-def _nothing(source: Source | Described, why: str) -> UsageError:
+def _nothing(source: Source | DescribedSource, why: str) -> UsageError:
     what = f"{source.path} has no document to train on"
     return UsageError(what, where=source.where, why=why or None, fix="leave it out, or fill it")

@@ -86,8 +86,8 @@ class CausalModel(LanguageModel):
         if self._computes_losses:
             self.token_losses = TokenLosses()
 
-    # A pipeline's stages hand on the numbers of documents, and not a mask.
-    takes_documents = True
+    takes_documents = True  # a pipeline's stages hand on their numbers, and not a mask
+    attends_over_ranks = False  # each rank has a part of every sequence
 
     def forward(
         self, ids: Tensor | None = None, document_ids: Tensor | None = None, **arguments: Any
@@ -122,7 +122,7 @@ class CausalModel(LanguageModel):
             what = f"transformers {installed} is not known to keep packed documents apart"
             fix = f'pip install "transformers>={_KEEPS_THEM_SINCE}"; or {fix}'
             raise UsageError(what, where="the model and its packed documents", fix=fix)
-        if self.config._attn_implementation == _ATTENTION:
+        if self.attends_over_ranks:
             what = f"hf:{kind} is cut along its sequences, and these hold several documents"
             why = "its attention over ranks takes no mask of documents"
             fix = f"write context_size: 1; or use the model transformer; or {fix}"
@@ -133,7 +133,9 @@ class CausalModel(LanguageModel):
 
         Return the dims of a batch along which its sequences lie.
         """
-        return attend_through(self)
+        plan = attend_through(self)
+        self.attends_over_ranks = True
+        return plan
 
     def blocks(self) -> list[tuple[str, nn.Module]]:
         names = set(self._no_split_modules or ())

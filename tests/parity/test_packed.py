@@ -271,7 +271,7 @@ def leg(folder: str, topology: str, workers: int, steps: int, packing: str) -> s
         "training.max_steps": 8,
         "training.global_batch_size": 12,
     }
-    trainer = trainer_for(topology, "transformer", settings, block_size=LENGTH)
+    trainer = trainer_for(topology, "transformer", settings, block_size=LENGTH, vocab_size=64)
     newest = Path(folder, "newest")
     if newest.exists():
         trainer.load_checkpoint(newest.read_text())
