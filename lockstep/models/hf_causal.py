@@ -157,7 +157,7 @@ class MixtureModel(CausalModel):
     _computes_losses = False
     _takes_targets_as_they_are = False  # determined in the first forward pass
 
-    def forward(
+    def forward(  # type: ignore[override]
         self, ids: Tensor | None = None, targets: Tensor | None = None, **arguments: Any
     ) -> Any:
         """Return (logits, mean loss); logits alone where there are no targets."""
