@@ -24,7 +24,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -38,7 +38,7 @@ from lockstep.registry import OPTIMIZERS, SCHEDULES, keywords_of, require_argume
 
 # In these optimizers the update of each element depends on that element alone, so a shard is
 # updated like the whole.
-_ELEMENTWISE: set[type[Optimizer]] = {
+_ELEMENTWISE: Final = (
     torch.optim.SGD,
     torch.optim.Adam,
     torch.optim.AdamW,
@@ -50,7 +50,9 @@ _ELEMENTWISE: set[type[Optimizer]] = {
     torch.optim.Adadelta,
     torch.optim.ASGD,
     torch.optim.Rprop,
-}
+)
+# so users say of these
+_registered: set[type[Optimizer]] = set()
 
 # torch can run the fused kernels of these on shards; for others it raises "no sharding strategy".
 _FUSED_ON_SHARDS = (torch.optim.Adam, torch.optim.AdamW)
@@ -63,7 +65,7 @@ def register_elementwise(optimizer: type[Optimizer]) -> None:
 
     It may then be sharded.
     """
-    _ELEMENTWISE.add(optimizer)
+    _registered.add(optimizer)
 
 
 def check_shardable(optimizer: Optimizer) -> None:
@@ -73,7 +75,7 @@ def check_shardable(optimizer: Optimizer) -> None:
 
     Fused kernels that torch cannot run on shards are replaced by plain ones, in place.
     """
-    if type(optimizer) not in _ELEMENTWISE:
+    if type(optimizer) not in _registered.union(_ELEMENTWISE):
         what = f"{type(optimizer).__name__} is not known to update each element on its own"
         fix = (
             "use ddp, or call lockstep.optim.register_elementwise(TheOptimizer) if it is"
