@@ -48,7 +48,7 @@ from lockstep.parallel.fsdp_units import Unit
 from lockstep.parallel.passes import MicroBatchPass
 from lockstep.torch_compat.backward_pass import graph_task
 from lockstep.torch_compat.default_store import default_store
-from lockstep.torch_compat.fsdp_state import pass_through, repeats_apart
+from lockstep.torch_compat.fsdp_state import TAKES_ZEROS, pass_through, repeats_apart
 from lockstep.torch_compat.pytree import tree_leaves, tree_map_only
 
 _ROOT = 0  # the position of the model itself among the units
@@ -301,37 +301,56 @@ class UnitOrder:
             first, theirs = divmod(found, kinds)
             if first == self._end:
                 return
-            # Ranks are at different units, and `first` was called already: an order would have to
-            # have it twice, and whose second call it is no one can tell.
-            if first != -last and (first in self._called or not self._joins):
-                raise self._not_joined(first)
             known = self._inputs[self._mode]
             if self._mode and first in self._assumed:
                 self._assumed.remove(first)
                 del known[first]
             known[first] = min(_Inputs(theirs), known.get(first, _Inputs.NO_BACKWARD))
+            # Ranks are at different units: some have to join, and if they can't, all say so. Was
+            # `first` called already, an order would have to have it twice, and whose second call
+            # it is no one can tell.
+            if first != -last:
+                refusal = self._why_not_joined(first, alone=first not in self._called)
+                if refusal is not None:
+                    raise refusal
             if first == position:
                 self._called.append(position)
                 return
             self._join(first, alone=True)
 
-    def _join(self, position: int, *, alone: bool) -> None:
-        """Take part in the messages of a unit; `alone`: it is called once in a pass."""
-        unit = self._units[position].module
-        inputs = self._inputs[self._mode][position]
-        backward = self._mode and inputs is not _Inputs.NO_BACKWARD
+    def _why_not_joined(self, position: int, *, alone: bool) -> UsageError | None:
+        """Return why a rank that leaves this unit out can't join its messages; None if it can.
+
+        `alone`: the unit is called once in a pass. The answer is the same on all ranks.
+        """
+        if not self._joins:
+            return self._not_joined(position)
         if self._mode and position in self._again.known:
-            raise self._not_recomputed(position)
+            return self._not_recomputed(position)
+        backward = self._has_backward(position)
         # Trained, and called under `no_grad`: a reentrant checkpoint may call it again in the
         # backward pass.
         unclear = self._mode and not backward and self._trained[position]
-        if not alone or unclear or not self._can_join(position, backward=backward):
-            raise self._not_joined(position)
+        if not alone or unclear or self._units[position].name in self._nested:
+            return self._not_joined(position)
+        if not self._can_join(position, backward=backward):
+            return self._too_old(position)
+        return None
+
+    def _has_backward(self, position: int) -> bool:
+        return self._mode and self._inputs[self._mode][position] is not _Inputs.NO_BACKWARD
+
+    def _join(self, position: int, *, alone: bool) -> None:
+        """Take part in the messages of a unit; `alone`: it is called once in a pass."""
+        refusal = self._why_not_joined(position, alone=alone)
+        if refusal is not None:
+            raise refusal
+        unit = self._units[position].module
         self._called.append(position)
         token = self._own_token()
-        if not backward:
+        if not self._has_backward(position):
             pass_through(unit, token.detach(), token.detach())
-        elif inputs is _Inputs.NEED_GRADIENTS:
+        elif self._inputs[self._mode][position] is _Inputs.NEED_GRADIENTS:
             self._token = pass_through(unit, token, None)
         else:
             self._token = pass_through(unit, token.detach(), token)
@@ -339,14 +358,9 @@ class UnitOrder:
     def _can_join(self, position: int, *, backward: bool) -> bool:
         """Return whether a rank can join this unit's messages without calling it.
 
-        Zeros can stand for gradients since torch 2.13. Messages must come one unit after another,
-        which those of nested units do not.
+        Messages must come one unit after another, which those of nested units do not.
         """
-        name = self._units[position].name
-        unit = self._units[position].module
-        return name not in self._nested and (
-            not backward or hasattr(unit, "set_reduce_scatter_unused_params")
-        )
+        return self._units[position].name not in self._nested and (not backward or TAKES_ZEROS)
 
     def _meet(self, position: int, error: UsageError) -> None:
         """Wait until all ranks call this unit here, where the order does not have it.
@@ -437,6 +451,19 @@ class UnitOrder:
         else:
             why += "in a stage of a pipeline, whose passes overlap, a rank can't join in for it"
         return self._error(what, why)
+
+    def _too_old(self, position: int) -> UsageError:
+        """Return the error of ranks that could join with a newer torch."""
+        what = (
+            f"the data of some ranks leave out {self._units[position].name}, which those of others"
+            " need"
+        )
+        why = (
+            "FSDP gathers a unit from all ranks at once, and that of torch"
+            f" {torch.__version__} takes no zeros for the gradients of a rank that leaves it out"
+        )
+        fix = f"install torch 2.13 or newer; or {_FIX}"
+        return UsageError(what, where="distributed.strategy: fsdp", why=why, fix=fix)
 
     def _not_recomputed(self, position: int) -> UsageError:
         """Return the error of ranks whose checkpoints recompute other units."""

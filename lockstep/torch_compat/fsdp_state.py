@@ -16,6 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+# Whether a unit reduces zeros where a rank has no gradients, from torch 2.13 on. Before, a rank
+# can't take part in the backward pass of a unit that its data leave out.
+TAKES_ZEROS = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
 
 
 def reduces_by_hand(unit: Any) -> None:

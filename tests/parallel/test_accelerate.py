@@ -14,6 +14,7 @@ from lockstep.records import RunDirectory
 from lockstep.trainer import run
 from tests.hosts import Host, hosts, require_root
 from tests.launch.shared import environment
+from tests.ranks import free_port
 
 CONFIG = """
 model: {name: transformer, args: {n_layer: 2, n_embd: 16, n_head: 2}}
@@ -54,7 +55,7 @@ def test_under_accelerate_launch_it_is_the_run_of_one_process(tmp_path: Path) ->
         "--dynamo_backend",
         "no",
         "--main_process_port",
-        "0",
+        str(free_port()),  # Accelerate 1.0 hands 0 to the ranks, which then wait for each other
         "-m",
         "lockstep",
         "train",

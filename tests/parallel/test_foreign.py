@@ -14,6 +14,7 @@ from torch.utils.data import Dataset
 from lockstep.config import config_from
 from lockstep.errors import UsageError
 from lockstep.strategy import parse_topology
+from lockstep.torch_compat.fsdp_state import TAKES_ZEROS
 from lockstep.trainer import Trainer
 from tests.parity.same_bits import whole
 from tests.ranks import run_ranks
@@ -197,6 +198,10 @@ ALIKE: list[tuple[str, str, dict[str, Any]]] = [
     ("ddp:2", "complex", {}),
     ("ddp:2", "scripted part", {}),
 ]
+# Units that the data of some ranks leave out: FSDP of older torches can't join those.
+_LEAVES_OUT = [("fsdp:2", "experts"), ("fsdp:2", "sometimes short")]
+if not TAKES_ZEROS:
+    ALIKE = [case for case in ALIKE if case[:2] not in _LEAVES_OUT]
 # What is refused: (topology, model, settings, what the message says).
 REFUSED: list[tuple[str, str, dict[str, Any], list[str]]] = [
     (

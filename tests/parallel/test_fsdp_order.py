@@ -17,6 +17,7 @@ from lockstep.config import config_from
 from lockstep.errors import UsageError
 from lockstep.parallel import fsdp_order
 from lockstep.strategy import parse_topology
+from lockstep.torch_compat.fsdp_state import TAKES_ZEROS
 from lockstep.trainer import Trainer
 from tests.ranks import run_ranks
 
@@ -231,6 +232,10 @@ def assert_like_one_process(cases: list[Case], found: list[list[tuple[float, flo
             assert mine == pytest.approx(right, rel=2e-5), case
 
 
+joins = pytest.mark.skipif(not TAKES_ZEROS, reason="units are joined from torch 2.13 on")
+
+
+@joins
 def test_ranks_join_the_units_that_their_data_leave_out() -> None:
     cases: list[Case] = [
         ("fsdp:2", "towers", KINDS, {}),
@@ -249,6 +254,7 @@ def test_ranks_join_the_units_that_their_data_leave_out() -> None:
 
 
 @pytest.mark.full
+@joins
 def test_ranks_join_under_each_setting() -> None:
     settings: list[dict[str, Any]] = [
         {"training.gradient_checkpointing": "full"},
@@ -298,6 +304,18 @@ def refused(case: Case) -> str:
     return str(error.value)
 
 
+def test_what_the_installed_fsdp_can_not_join_is_one_error_on_all_ranks() -> None:
+    """As torch 2.11 and 2.12, which reduce nothing for a rank that has no gradients."""
+    for text in run_ranks(refused_by_old_torch, 2, ("fsdp:2", "towers", "0101" * 6, {})):
+        assert "the data of some ranks leave out first.0, which those of others need" in text
+        assert "install torch 2.13 or newer; or call it on every rank" in text
+
+
+def refused_by_old_torch(case: Case) -> str:
+    fsdp_order.TAKES_ZEROS = False
+    return refused(case)
+
+
 def test_a_unit_that_ranks_call_another_number_of_times_is_an_error() -> None:
     """In the first step, where all ranks know, and later, where the one that leaves out a call
     does. So are units that ranks call in different orders.
@@ -307,7 +325,8 @@ def test_a_unit_that_ranks_call_another_number_of_times_is_an_error() -> None:
     texts = run_ranks(refused, 2, ("fsdp:2", "repeated", "0000" + "01" * 10, {}))
     assert any("leave out a call of first.0" in text for text in texts)
     for text in run_ranks(refused, 2, ("fsdp:2", "either order", "0101" * 6, {})):
-        assert "a call of first.0, which others make, or make it in another order" in text
+        in_order = "a call of first.0, which others make, or make it in another order"
+        assert (in_order if TAKES_ZEROS else "leave out first.0, which those of others") in text
 
 
 @pytest.mark.parametrize(
@@ -329,9 +348,15 @@ def test_a_unit_that_ranks_call_another_number_of_times_is_an_error() -> None:
 def test_a_unit_that_is_recomputed_with_others_and_left_out_is_an_error(
     way: str, kinds: str, settings: dict[str, Any]
 ) -> None:
-    """In the first step, as in a later one, where the rank that leaves it out says so."""
+    """In the first step, as in a later one, where the rank that leaves it out says so.
+
+    Units are joined from torch 2.13 on; before, the rank that calls one says that others don't.
+    """
     texts = run_ranks(refused, 2, ("fsdp:2", way, kinds, settings))
-    assert any("a checkpoint of the model's own recomputes" in text for text in texts), texts
+    said = ["a checkpoint of the model's own recomputes"]
+    if not TAKES_ZEROS:
+        said += ["where no rank's did before, and others don't now", "install torch 2.13 or newer"]
+    assert any(each in text for text in texts for each in said), texts
 
 
 @pytest.mark.full
