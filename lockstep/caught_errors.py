@@ -1,10 +1,11 @@
-"""Ends a rank that waits for another one whose script has caught the error of their common call.
+"""Ends a rank that waits in vain: for one whose script has caught an error, or for all others.
 
 Lockstep's launcher sees this itself (`lockstep.launch.hang`). Under torchrun, or without a
-launcher, nobody watches, and the rank that caught the error lives on with its connections open:
-gloo would wait for the whole of `distributed.timeout_seconds`, and no other thread can call the
-wait off. So a thread of the waiting rank ends its process with an explanation. torchrun then stops
-the others.
+launcher, nobody watches. A rank that caught the error of a common call lives on with its
+connections open; one that calls a collective of torch's alone waits for ranks that wait for it in
+the next step. gloo would wait for the whole of `distributed.timeout_seconds`, and no other thread
+can call the wait off. So a thread of the waiting rank ends its process with an explanation.
+torchrun then stops the others.
 
 Tests: tests/launch/test_only_some.py
 """
@@ -16,8 +17,9 @@ import time
 from collections.abc import Collection
 
 from lockstep.errors import RunError
+from lockstep.heartbeat.callers import collective_under_way
 from lockstep.heartbeat.files import Call, FailedCall
-from lockstep.heartbeat.writer import own_heartbeat
+from lockstep.heartbeat.writer import Heartbeat, own_heartbeat
 from lockstep.run_files import printable
 
 # for a script to end after an error of a call in which the others wait
@@ -54,22 +56,58 @@ def watch_caught_errors(ranks: int) -> None:
 
 def _watch(ranks: int) -> None:
     """Look again and again, and end the process where it waits in vain."""
+    alone_since: dict[str, float] = {}  # by the collective
     while True:
         time.sleep(_POLL)
         beat = own_heartbeat()
-        found = beat.waits_in_vain()
         factor, seconds = beat.limits
-        if found is None or factor is None:
+        if factor is None:
             continue
-        call, failed = found
-        waited = time.monotonic() - max(failed.time, call.begun, beat.last_forward)
-        if waited <= min(seconds, CAUGHT_SECONDS):
-            continue
-        what, why, fix = caught_error(failed, call, [beat.rank], waited)
-        error = RunError(
-            f"rank {failed.rank} of {ranks} failed: {what}", where=failed.line, why=why, fix=fix
-        )
-        sys.stdout.flush()
-        sys.stderr.write(f"lockstep: {printable(str(error))}\n")
-        sys.stderr.flush()
-        os._exit(1)
+        error = _of_caught(beat, ranks, min(seconds, CAUGHT_SECONDS))
+        error = error or _of_one_alone(beat, ranks, seconds, alone_since)
+        if error is not None:
+            sys.stdout.flush()
+            sys.stderr.write(f"lockstep: {printable(str(error))}\n")
+            sys.stderr.flush()
+            os._exit(1)
+
+
+def _of_caught(beat: Heartbeat, ranks: int, seconds: float) -> RunError | None:
+    """Return the error if this rank waits for one whose script has caught an error."""
+    found = beat.waits_in_vain()
+    if found is None:
+        return None
+    call, failed = found
+    waited = time.monotonic() - max(failed.time, call.begun, beat.last_forward)
+    if waited <= seconds:
+        return None
+    what, why, fix = caught_error(failed, call, [beat.rank], waited)
+    who = f"rank {failed.rank} of {ranks} failed: {what}"
+    return RunError(who, where=failed.line, why=why, fix=fix)
+
+
+def _of_one_alone(
+    beat: Heartbeat, ranks: int, seconds: float, since: dict[str, float]
+) -> RunError | None:
+    """Return the error if this rank waits in a collective for ranks that wait for it.
+
+    `since` is kept between two looks: when the rank was first seen in the collective, and others
+    in a call that it has not begun.
+    """
+    waiting = beat.awaited_by()
+    collective = collective_under_way() if waiting else None
+    if collective is None:
+        since.clear()
+        return None
+    now = time.monotonic()
+    waited = now - since.setdefault(collective, now)
+    if waited <= seconds:
+        return None
+    what = f"it hangs: it waits in a collective which the others have not entered, for {waited:.0f}"
+    others = ", ".join(sorted({str(call) for call in waiting.values()}))
+    return RunError(
+        f"rank {beat.rank} of {ranks} failed: {what} s now",
+        where=collective,
+        why=f"the others wait in {others}",
+        fix="all ranks must make the same calls: take it out of `if is_main_process:`",
+    )

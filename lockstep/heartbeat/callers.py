@@ -7,6 +7,7 @@ import contextlib
 import functools
 import os
 import sys
+import threading
 import traceback
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from lockstep.heartbeat.files import Call
 
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _COLLECTIVES = os.path.join("torch", "distributed", "distributed_c10d.py")
+_TORCH = f"{os.sep}torch{os.sep}"
 _ANY_COLLECTIVE = "a collective"
 _NOBODYS = (_PACKAGE, "<frozen ", functools.__file__, contextlib.__file__)
 
@@ -46,6 +48,29 @@ def collective_of(error: BaseException) -> Call:
     return Call(
         0, next(names, _ANY_COLLECTIVE), f"{shown(frame.f_code.co_filename)}:{line}", 0.0, 0.0
     )
+
+
+def collective_under_way() -> str | None:
+    """Return the collective in which this process's main thread is, and the user's line.
+
+    None if it is in none. Any thread may ask.
+    """
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    name = None
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename.endswith(_COLLECTIVES):
+            name = f"torch.distributed.{code.co_name}"
+        elif name is not None and code.co_filename.startswith(_PACKAGE):
+            name = _ANY_COLLECTIVE  # one of Lockstep's own
+        elif (
+            name is not None
+            and _TORCH not in code.co_filename
+            and not code.co_filename.startswith(_NOBODYS)
+        ):
+            return f"{name} at {shown(code.co_filename)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return None
 
 
 @functools.cache

@@ -159,6 +159,20 @@ class Heartbeat:
                 return mine, failed
         return None
 
+    def awaited_by(self) -> dict[int, Call]:
+        """Return the calls in which ranks of this machine wait, and which this one has not begun.
+
+        It is empty while this rank makes a call itself. Any thread may ask.
+        """
+        if self._map is None or self._under_way:
+            return {}
+        newest = {rank: last_call(seen) for rank, seen in self._others.items()}
+        return {
+            rank: call
+            for rank, call in newest.items()
+            if call is not None and not call.ended and call.number > self._number
+        }
+
     @property
     def last_forward(self) -> float:
         """When the work of this rank's calls last went forward (seconds, monotonic)."""
@@ -216,7 +230,8 @@ class Heartbeat:
             or not lost_a_peer(error)
         ):
             return
-        mine = None if self._map is None else read_call(self._map, self._under_way[-1])
+        # the outermost one, which is the user's
+        mine = None if self._map is None else read_call(self._map, self._under_way[0])
         if mine is None:
             return
         left = {
@@ -391,6 +406,12 @@ def write_limits(factor: float | None, seconds: float, patience: float) -> None:
         beside = beat.folder / f".limits-{beat.rank}"
         beside.write_text(json.dumps([factor, seconds, patience]))
         beside.rename(beat.folder / LIMITS)
+
+
+def tell_call(name: str) -> None:
+    """Compare a call that begins here with those of other ranks, without timing it."""
+    with own_heartbeat().call(name):
+        pass
 
 
 class _CallContext:

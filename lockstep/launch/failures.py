@@ -249,6 +249,8 @@ def from_exit_code(rank: int, world_size: int, code: int, seen: float, log: Path
     # SIGABRT alone has no cause: the library that called abort() has logged it.
     known = recognise(what) or (None if log is None or ours else recognise(tail(log)))
     parts: dict[str, Any] = {"why": known.cause, "fix": known.fix} if known else {}
+    if kind == "signal" and log is not None:
+        parts["where"] = _place_of_death(log)
     return Failure(**common, **parts, kind=kind, what=what, log=path, consequence=ours)
 
 
@@ -367,8 +369,22 @@ def newest_stack(logs: Path, rank: int) -> Stack:
         text = stacks_file(logs, rank).read_text(errors="replace")
     except OSError:
         return Stack()
+    return _last_stack(text)
+
+
+def _last_stack(text: str) -> Stack:
+    """Return the last stack in what faulthandler wrote: the main thread's."""
     blocks = re.split(r"^(?:Current thread|Thread) ", text, flags=re.MULTILINE)
     return Stack(tuple((m["file"], int(m["line"]), m["name"]) for m in _FRAME.finditer(blocks[-1])))
+
+
+def _place_of_death(log: Path) -> str | None:
+    """Return where the main thread was when a signal such as SIGABRT ended a rank.
+
+    None if its log does not say so.
+    """
+    _, found, stacks = tail(log).rpartition("Fatal Python error: ")
+    return _last_stack(stacks).place if found else None
 
 
 # The outermost frame of a main thread, which faulthandler writes last; of more than a hundred

@@ -23,7 +23,7 @@ from lockstep.config import Config, apply_flags
 from lockstep.config.checks import launch_contradictions
 from lockstep.environment import WORLD
 from lockstep.errors import UsageError, refuse
-from lockstep.heartbeat.writer import own_heartbeat, write_limits
+from lockstep.heartbeat.writer import own_heartbeat, tell_call, write_limits
 from lockstep.mesh import layout_of
 from lockstep.monitor.callbacks import understood
 from lockstep.optim import PlateauSchedule
@@ -107,6 +107,7 @@ def assemble(given: TrainerArguments, settings: Mapping[str, Any]) -> RunState:
 
     # The model, before it is placed and after.
     here = cluster.setup(config.distributed)
+    tell_call("Trainer")
     recovery_clock.end_of("groups")
     refuse(
         launch_contradictions(

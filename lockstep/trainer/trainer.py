@@ -19,7 +19,7 @@ from lockstep.bad_numbers import BadNumbersError
 from lockstep.config import Config
 from lockstep.config.names import advice_for_method
 from lockstep.errors import NoEffectWarning, UsageError, warn_at_caller
-from lockstep.heartbeat.writer import called_by_all_ranks, own_heartbeat
+from lockstep.heartbeat.writer import called_by_all_ranks, own_heartbeat, tell_call
 from lockstep.models.hf_cache import switch_cache_off
 from lockstep.models.protocol import blocks_of
 from lockstep.parallel.activation import apply_activation_checkpointing
@@ -137,6 +137,7 @@ class Trainer:
         """
         arguments.check_epochs(epochs)
         arguments.check_metrics(metrics, "Trainer.train")
+        tell_call("Trainer.train")
         self._open.close()
         state = self.state
         with ExitStack() as ending:
@@ -210,6 +211,7 @@ class Trainer:
         """
         with ExitStack() as ending:
             ending.callback(self.state.output.release)
+            tell_call("Trainer.steps")
             self._start.begin(train_data, no_effect.STEPS)
             source, total = self._start.open_data(train_data, epochs)
             if line := start_lines.no_step_left(self.state, total):

@@ -59,6 +59,40 @@ def test_trap_79_saving_on_rank_0_alone_is_an_error_at_once(tmp_path: Path) -> N
     assert "Traceback" not in ended.err
 
 
+@pytest.mark.parametrize(
+    ("code", "call"),
+    [
+        ("trainer.train(data)", "Trainer.train"),
+        *(
+            pytest.param(code, call, marks=pytest.mark.full)
+            for code, call in (
+                ("Trainer(nn.Linear(4, 1), loss_fn=nn.MSELoss(), config=config)", "Trainer"),
+                ("trainer.evaluate(data)", "evaluate"),
+                ("trainer.resume('auto')", "resume"),
+            )
+        ),
+    ],
+)
+def test_trap_79_what_rank_0_alone_begins_before_the_loop_is_an_error_at_once(
+    tmp_path: Path, code: str, call: str
+) -> None:
+    """Its collectives would meet others of the loop: torch's errors of objects, or SIGABRT."""
+    text = (
+        _BEGIN
+        + f"if dist.get_rank() == 0:\n    {code}\nfor record in trainer.steps(data):\n    pass\n"
+    )
+    (tmp_path / "own.py").write_text(text)
+    ended = lockstep(tmp_path, "launch", "--nproc-per-node", "2", "own.py", OMP_NUM_THREADS="1")
+    assert ended.code == 2, ended.err
+    assert (
+        f"the ranks do not make the same calls: rank 0 calls {call}, rank 1 calls Trainer.steps"
+        in ended.err
+    )
+    beginning, looping = line_of(text, code), line_of(text, "for record in")
+    assert f"rank 0 at own.py:{beginning}, rank 1 at own.py:{looping}" in ended.err
+    assert "Traceback" not in ended.err
+
+
 @pytest.mark.fault(
     "hang: a metric is reduced under `if is_main_process:`",
     "a collective of torch's own, in a script: rank 0 waits in it, and the others in the next step",
@@ -83,6 +117,24 @@ def test_trap_79_a_collective_of_torch_on_rank_0_alone_is_found(tmp_path: Path) 
     assert re.search(rf"own\.py:{line_of(text, 'dist.all_reduce')} in <module>", ended.err)
     assert f"the others wait in steps at own.py:{line_of(text, 'for record in')}" in ended.err
     assert time.monotonic() - since < 250
+
+
+def test_trap_79_a_collective_of_torch_that_meets_one_of_a_step_is_told_with_its_line(
+    tmp_path: Path,
+) -> None:
+    """Tensors of other sizes meet, which gloo ends by SIGABRT, from a thread of its own."""
+    text = (
+        _BEGIN + "for record in trainer.steps(data):\n"
+        "    if trainer.is_main_process and record.step == 2:\n"
+        "        dist.all_reduce(torch.ones(1))\n"
+    )
+    (tmp_path / "own.py").write_text(text)
+    ended = lockstep(tmp_path, "launch", "--nproc-per-node", "2", "own.py", OMP_NUM_THREADS="1")
+    assert ended.code == 1, ended.err
+    assert "rank 0 of 2 failed: killed by SIGABRT" in ended.err
+    assert f"own.py:{line_of(text, 'dist.all_reduce')} in <module>" in ended.err, ended.err
+    assert "ranks gave tensors of different sizes to one collective" in ended.err
+    assert "let all ranks make the same calls: one under `if is_main_process:`" in ended.err
 
 
 _CAUGHT = """
@@ -159,6 +211,42 @@ def test_an_error_that_a_script_catches_on_one_rank_is_told_soon_under_torchrun(
     assert "ValueError: no more of this" in said
     assert f"own.py:{line_of(_CAUGHT, 'raise ValueError')}" in said
     assert f"the others wait for it in steps at own.py:{line_of(_CAUGHT, 'for record')}" in said
+
+
+@pytest.mark.fault(
+    "hang: a metric is reduced under `if is_main_process:`, under torchrun",
+    "the same, where nobody watches the ranks: each waits for the other",
+    "after `hang.seconds` the rank that is alone in it ends itself, with its line and the line"
+    " where the others of its machine wait; torchrun stops the rest. A collective whose tensors"
+    " differ from those of the step that it meets ends a rank at once, in torch's words",
+)
+def test_trap_79_a_collective_of_torch_on_rank_0_alone_is_told_under_torchrun(
+    tmp_path: Path,
+) -> None:
+    text = (
+        _BEGIN + "for record in trainer.steps(data):\n"
+        "    if trainer.is_main_process and record.step == 2:\n"
+        "        dist.barrier()\n"
+    )
+    (tmp_path / "own.py").write_text(text)
+    command = [sys.executable, "-m", TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m", "own"]
+    torchrun = Forked(
+        command,
+        cwd=tmp_path,
+        env=environment(OMP_NUM_THREADS="1", PYTHONPATH=f"{tmp_path}:{REPOSITORY}"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    _, said = torchrun.communicate(timeout=300)
+    assert torchrun.returncode == 1
+    assert (
+        "rank 0 of 2 failed: it hangs: it waits in a collective which the others have not entered"
+        in said
+    )
+    line = line_of(text, "dist.barrier")
+    assert f"where: torch.distributed.barrier at own.py:{line}" in said, said
+    assert f"the others wait in steps at own.py:{line_of(text, 'for record in')}" in said
 
 
 _OTHERS = {
