@@ -15,7 +15,7 @@ that of a real one (`lockstep.report.effective_time`):
 The ratio of `trained` to their sum is the ETTR. With saves alone it has a closed form (Daly 2006),
 which `benchmarks.goodput` has, and a test compares.
 
-Tests: tests/plan/test_fleet.py
+Tests: tests/report/test_fleet.py
 """
 
 import argparse

@@ -8,7 +8,7 @@
 
 The ratio is the first of these over their sum.
 
-Tests: tests/report/test_effective_time.py
+Tests: tests/report/test_effective_time.py, tests/report/test_fleet.py
 """
 
 from collections.abc import Mapping
