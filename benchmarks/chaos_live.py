@@ -158,6 +158,13 @@ class Disturbed:
             self.process.kill()
             self.process.communicate()
 
+    @property
+    def state(self) -> str:
+        """How far the run has come."""
+        last = self.run.read_events()[-4:]
+        ages = [f"{e['kind']} {time.time() - e['time']:.0f} s ago" for e in last]
+        return f"after step {self._step()}; {', '.join(ages)}; {len(self._ranks())} ranks live"
+
     def _arm(self, kind: str) -> dict[str, str]:
         rank = self.chance.randrange(RANKS)
         if kind == "save":
@@ -327,7 +334,7 @@ def bench(
             try:
                 judge(one, one.disturb(), expected[_config(topology)], report)
             except (TimeoutError, subprocess.TimeoutExpired):
-                report.wrong.append(f"{topology} {'+'.join(one.kinds)}: it hangs")
+                report.wrong.append(f"{topology} {'+'.join(one.kinds)}: it hangs {one.state}")
             finally:
                 one.kill()
             report.runs[topology] += 1

@@ -300,8 +300,11 @@ class Agent(ExtensibleAgent):
             pids = {worker.global_rank: int(worker.id) for worker in worker_group.workers}
             world = worker_group.workers[0].world_size
             if self._live is not None:
+                spares = {rank: pids[rank] for rank in self._live.world.spares}
                 pids = self._live.by_rank(pids)
                 world = len(pids)
+                # the next look finds them dead: nobody has to stop for that
+                self._kill(spares[rank] for rank in self._watch.stopped_spares(spares, pids))
             hanging = self._watch.check(pids, world, stop_requested=self.stop_signal is not None)
             # the next look at the processes finds them dead and reads the failure file
             if hanging is not None:

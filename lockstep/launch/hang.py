@@ -69,6 +69,7 @@ class HangWatch:
     # rank → the newest write whose duration was recorded
     _known_writes: dict[int, int] = field(default_factory=dict)
     _stopped_since: dict[Stopped, float] = field(default_factory=dict)
+    _spare_stopped_since: dict[int, float] = field(default_factory=dict)
     # rank → idle since, seconds of a core
     _cores_used: dict[int, tuple[float, float]] = field(default_factory=dict)
     _states_read: float = 0.0
@@ -98,6 +99,7 @@ class HangWatch:
         self._known.clear()
         self._known_writes.clear()
         self._stopped_since.clear()
+        self._spare_stopped_since.clear()
         self._cores_used.clear()
         self._stop_requested_at = None
 
@@ -135,6 +137,23 @@ class HangWatch:
         return next(
             (found for look in looks if (found := look(beats, pids, world_size)) is not None), None
         )
+
+    def stopped_spares(self, spares: Mapping[int, int], pids: Mapping[int, int]) -> list[int]:
+        """Return the spare ranks that a signal has stopped for too long.
+
+        No other rank waits for them, before the end of the run.
+
+        Args:
+            spares: rank → process.
+            pids: the same of those that train.
+        """
+        now = time.monotonic()
+        stopped = [rank for rank, pid in spares.items() if is_stopped(pid)]
+        if stopped and all(map(is_stopped, pids.values())):
+            stopped = []  # somebody has suspended the job
+        since = {rank: self._spare_stopped_since.get(rank, now) for rank in stopped}
+        self._spare_stopped_since = since
+        return [rank for rank, begun in since.items() if now - begun >= self.seconds]
 
     def _look_for_stopped(
         self, beats: list[Beat], pids: Mapping[int, int], world_size: int

@@ -136,10 +136,8 @@ def test_a_host_that_is_killed_is_done_without_and_taken_back(hosts: Hosts) -> N
 
     def save_again() -> None:
         before = len(events(run, "save"))
-        hold(hosts.folder, max(steps(run), default=0) + 15)
         wait_for(lambda: len(events(run, "save")) > before, 120)
 
-    hold(hosts.folder, 10)
     first, second = (hosts.start_on(number, "1:2", *options) for number in (0, 1))
     started_with(2, 1)
     save_again()
@@ -149,7 +147,6 @@ def test_a_host_that_is_killed_is_done_without_and_taken_back(hosts: Hosts) -> N
     returned = hosts.start_on(1, "1:2", *options)
     started_with(2, 2)
     save_again()
-    hold(hosts.folder, None)
     (hosts.folder / "hurry").touch()
     ended = [finish(process, hosts.folder, timeout=300) for process in (first, returned)]
     assert [e.code for e in ended] == [0, 0], ended

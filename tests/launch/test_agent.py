@@ -4,7 +4,12 @@ import os
 import signal
 from pathlib import Path
 
-from torch.distributed.elastic.agent.server.api import WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
 
 from lockstep.launch.agent import Agent
 from lockstep.launch.hang import HangWatch
@@ -16,7 +21,7 @@ from tests.launch.shared import alive, wait_for
 
 
 def agent(folder: Path, ranks: int, live: LiveRanks) -> Agent:
-    """An agent of ranks that sleep."""
+    """An agent of ranks that sleep; a stopped one hangs after a second."""
     options = LaunchOptions()
     store = open_store(options, print)
     spec = WorkerSpec(
@@ -28,7 +33,7 @@ def agent(folder: Path, ranks: int, live: LiveRanks) -> Agent:
         max_restarts=0,
         monitor_interval=0.02,
     )
-    watch = HangWatch(folder / "beats", folder, None, 60.0, 60.0)
+    watch = HangWatch(folder / "beats", folder, None, 1.0, 60.0)
     return Agent(
         spec,
         failures=folder,
@@ -74,3 +79,38 @@ def test_a_rank_that_dies_while_the_others_are_told_of_another_one_is_a_death_li
     assert result.state == WorkerState.FAILED, "the last two die together"
     assert live.refusal == "no rank of 2 would be left"
     assert LiveWorld.read(tmp_path / "world.json").over
+
+
+def test_a_spare_that_is_stopped_is_not_waited_for(tmp_path: Path) -> None:
+    """Nobody misses it before the end, when the launcher waits for all ranks to leave."""
+    (tmp_path / "beats").mkdir()
+    worlds: list[LiveWorld] = []
+    live = LiveRanks(
+        tmp_path / "world.json",
+        tmp_path / "beats",
+        tmp_path,
+        lambda most: most - most % 2 or None,
+        worlds.append,
+    )
+    agent_of_ranks = agent(tmp_path, 4, live)
+    look = agent_of_ranks.look_at_ranks
+    disturbances = [(0, signal.SIGKILL), (3, signal.SIGSTOP)]
+
+    def disturb_and_look(group: WorkerGroup) -> RunResult:
+        pids = agent_of_ranks.pids()
+        if len(worlds) == 2 - len(disturbances):
+            rank, number = disturbances.pop(0)
+            os.kill(pids[rank], number)
+        if worlds and not live.world.spares:
+            assert not alive(pids[3])
+            for pid in pids[1:3]:
+                os.kill(pid, signal.SIGKILL)
+                wait_for(lambda ended=pid: not alive(ended))  # type: ignore[misc]
+        return look(group)
+
+    agent_of_ranks.look_at_ranks = disturb_and_look  # type: ignore[method-assign]
+    result = agent_of_ranks.run()
+    agent_of_ranks.leave_rendezvous(5.0)
+    assert [([*world.members], [*world.spares]) for world in worlds] == [([1, 2], [3])]
+    assert [*live.world.members] == [1, 2]
+    assert result.state == WorkerState.FAILED, "the last two die together"
