@@ -88,7 +88,8 @@ def test_trap_79_what_rank_0_alone_begins_before_the_loop_is_an_error_at_once(
         f"the ranks do not make the same calls: rank 0 calls {call}, rank 1 calls Trainer.steps"
         in ended.err
     )
-    beginning, looping = line_of(text, code), line_of(text, "for record in")
+    beginning = line_of(text, code)
+    looping = line_of(text, "for record in")
     assert f"rank 0 at own.py:{beginning}, rank 1 at own.py:{looping}" in ended.err
     assert "Traceback" not in ended.err
 
