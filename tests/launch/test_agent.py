@@ -4,6 +4,7 @@ import os
 import signal
 from pathlib import Path
 
+import pytest
 from torch.distributed.elastic.agent.server.api import (
     RunResult,
     WorkerGroup,
@@ -81,6 +82,11 @@ def test_a_rank_that_dies_while_the_others_are_told_of_another_one_is_a_death_li
     assert LiveWorld.read(tmp_path / "world.json").over
 
 
+@pytest.mark.fault(
+    "hang: a rank that waits for a place is stopped (SIGSTOP), `distributed.on_failure: continue`",
+    "no other rank misses it before the end of the run, when the launcher waits for it to leave",
+    "it is ended after `hang.seconds`, and nobody has to stop for that",
+)
 def test_a_spare_that_is_stopped_is_not_waited_for(tmp_path: Path) -> None:
     """Nobody misses it before the end, when the launcher waits for all ranks to leave."""
     (tmp_path / "beats").mkdir()
