@@ -458,10 +458,10 @@ def _plan_parser() -> Parser:
 
 
 def verify(argv: list[str]) -> int:
-    """Run `lockstep verify CONFIG`, or `lockstep verify SCRIPT.py`.
+    """Run `lockstep verify CONFIG`, `lockstep verify SCRIPT.py` or `lockstep verify -- COMMAND …`.
 
-    `lockstep verify CONFIG [KEY=VALUE …] [--against TOPOLOGY,…]` or `… SCRIPT.py [--nproc-per-node
-    N,…]`.
+    `lockstep verify CONFIG [KEY=VALUE …] [--against TOPOLOGY,…]`, `… SCRIPT.py [--nproc-per-node
+    N,…]` or `… [--ranks N,…] -- COMMAND …`.
     """
     parser = Parser(
         "verify",
@@ -470,11 +470,12 @@ def verify(argv: list[str]) -> int:
         " distributed.reproducible=true. If they do not, report the first difference and its cause,"
         " and exit with 1. CONFIG may be anybody's training script: SCRIPT.py [--nproc-per-node"
         " 1,2,4] [--steps N] [--json] [--html FILE] [-- ARGS …], where {n} in ARGS is the number of"
-        ' ranks; or a command, as in lockstep verify "accelerate launch --num_processes {n}'
-        ' train.py" --ranks 1,2.',
+        " ranks; or a command as it is typed, as in lockstep verify --ranks 1,2 -- torchrun"
+        " --nproc-per-node 2 train.py, whose number of ranks is replaced.",
         [
             "lockstep verify run.yaml --against ddp:2,fsdp:2",
             "lockstep verify train.py --nproc-per-node 1,2",
+            "lockstep verify --ranks 1,2 -- accelerate launch train.py",
         ],
     )
     add_config(parser)
@@ -494,16 +495,26 @@ def verify(argv: list[str]) -> int:
     parser.add_argument("--html", metavar="FILE", type=Path, help=text)
     end = argv.index("--") if "--" in argv else len(argv)
     given = parser.parse(argv[:end])
-    if given.words and (given.words[0].endswith(".py") or len(given.words[0].split()) > 1):
+    command_words = argv[end + 1 :] if not given.words and given.config is None else []
+    first = given.words[0] if given.words else ""
+    is_script = first.endswith(".py") or len(first.split()) > 1
+    if command_words or is_script:
         from lockstep.verify.command import run_script
 
         ranks_typed = ("nproc_per_node",) if given.nproc_per_node is not None else ("against",)
         accepted = ("words", "steps", "json", "html", *ranks_typed)
         fix = "leave it out: a script sets such keys itself; what follows -- goes to the script"
         parser.take_only("SCRIPT", lambda dest: dest in accepted, fix)
-        script = given.words[0]
-        arguments = [*given.words[1:], *argv[end + 1 :]]
         ranks = given.nproc_per_node or given.against
+        if command_words:
+            from lockstep.verify.launchers import with_ranks
+
+            script, typed = with_ranks(command_words)
+            arguments = []
+            ranks = ranks or (str(typed) if typed is not None and typed > 1 else None)
+        else:
+            script = first
+            arguments = [*given.words[1:], *argv[end + 1 :]]
         return run_script(
             script, arguments, ranks=ranks, steps=given.steps, in_json=given.json, page=given.html
         )

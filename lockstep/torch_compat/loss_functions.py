@@ -6,19 +6,45 @@ no longer calls by its name there is not noted, and losses that are means are we
 `tests/torch_compat/test_loss_functions.py` compares each.
 """
 
+import math
 from typing import Any
 
 import torch.nn.functional as F
+from torch import Tensor
+
+_ROUNDING = 1e-6  # relative
 
 NAMES: dict[str, Any] = vars(F)
 
 
 def is_mean(loss: Any) -> bool:
-    """Return whether a loss is a mean as a loss function, or `mean()`, returns it.
+    """Return whether a loss is a mean that nothing divides or weighs.
 
-    Nothing divides or weighs it.
+    A loss function or `mean()` returns it, or a sum is divided by its number of terms. The numbers
+    by which it is multiplied and divided are followed down to that: of 6 terms, `2 * x.sum() / 12`
+    is a mean, and `x.mean() / 4` is not.
     """
     node = loss.grad_fn
-    if node is None:
-        return False
-    return node.name().startswith("MeanBackward") or getattr(node, "_saved_reduction", None) == 1
+    times = 1.0
+    while node is not None:
+        name = node.name()
+        if name.startswith("MeanBackward") or getattr(node, "_saved_reduction", None) == 1:
+            return abs(times - 1) < _ROUNDING
+        if name == "SumBackward0":
+            return abs(times * math.prod(node._saved_self_sym_sizes) - 1) < _ROUNDING
+        if name in ("MulBackward0", "DivBackward0"):
+            number = _number(node)
+            if not number:
+                return False
+            times = times * number if name == "MulBackward0" else times / number
+        elif name != "NegBackward0":
+            return False
+        node = node.next_functions[0][0]
+    return False
+
+
+def _number(node: Any) -> float:
+    """Return the number that a tensor was multiplied or divided by; 0 if it is no such number."""
+    other = node._saved_other
+    is_number = isinstance(other, Tensor) and other.ndim == 0 and other.device.type == "cpu"
+    return abs(float(other)) if is_number and not other.requires_grad else 0.0

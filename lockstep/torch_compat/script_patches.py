@@ -6,10 +6,12 @@ gone: importing this file raises ImportError, or `lockstep verify SCRIPT` says t
 """
 
 import inspect
+import random
 from collections.abc import Callable, Iterator
 from functools import wraps
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed.tensor.parallel as tensor_parallel
 import torch.nn.utils.clip_grad as clip
@@ -151,9 +153,34 @@ def patch_model_parallel(together: Callable[[list[int]], None], around: Around) 
 
 
 def patch_made(made: Callable[[Any], None]) -> Undo:
-    """Report each wrapper and learning rate schedule that is made."""
-    kinds = (DistributedDataParallel, LRScheduler)
+    """Report each wrapper, optimizer and learning rate schedule that is made."""
+    kinds = (DistributedDataParallel, torch.optim.Optimizer, LRScheduler)
     return _all_of([_after(kind, "__init__", lambda self, _result: made(self)) for kind in kinds])
+
+
+def patch_hooks(registered: Callable[[str, bool], bool]) -> None:
+    """Ask `registered` of each hook that replaces how DistributedDataParallel reduces gradients.
+
+    It is given the hook's name, and whether torch itself offers it. It returns whether the hook is
+    registered.
+    """
+    original = DistributedDataParallel.register_comm_hook
+    built_in = DistributedDataParallel._register_builtin_comm_hook
+
+    @wraps(original)
+    def observed(self: Any, state: Any, hook: Any) -> None:
+        name = getattr(hook, "__name__", type(hook).__name__)
+        of_torch = str(getattr(hook, "__module__", "")).startswith("torch.")
+        if registered(name, of_torch):
+            original(self, state, hook)
+
+    @wraps(built_in)
+    def observed_kind(self: Any, kind: Any) -> None:
+        if registered(str(kind).rpartition(".")[2], True):
+            built_in(self, kind)  # type: ignore[no-untyped-call]
+
+    setattr(DistributedDataParallel, "register_comm_hook", observed)  # noqa: B010
+    setattr(DistributedDataParallel, "_register_builtin_comm_hook", observed_kind)  # noqa: B010
 
 
 def patch_samplers(begun: Callable[[Any], None]) -> Undo:
@@ -186,3 +213,132 @@ def _after(kind: type, name: str, call: Callable[[Any, Any], None]) -> Undo:
         return result
 
     return _set(kind, name, observed)
+
+
+# ---- random numbers ----
+
+Drawn = Callable[[str, Callable[[], Any]], Any]
+"""Is given the name of a draw, and a call that makes it; returns the numbers for the script."""
+
+_OF_TORCH = (
+    "bernoulli",
+    "multinomial",
+    "normal",
+    "poisson",
+    "rand",
+    "rand_like",
+    "randint",
+    "randint_like",
+    "randn",
+    "randn_like",
+    "randperm",
+)
+_OF_TENSORS = (
+    "bernoulli",
+    "bernoulli_",
+    "cauchy_",
+    "exponential_",
+    "geometric_",
+    "log_normal_",
+    "multinomial",
+    "normal_",
+    "random_",
+    "uniform_",
+)
+_OF_NUMPY = (
+    "beta",
+    "binomial",
+    "choice",
+    "dirichlet",
+    "exponential",
+    "gamma",
+    "integers",
+    "laplace",
+    "lognormal",
+    "multinomial",
+    "normal",
+    "permutation",
+    "poisson",
+    "rand",
+    "randint",
+    "randn",
+    "random",
+    "random_sample",
+    "standard_normal",
+    "triangular",
+    "uniform",
+)
+_OF_PYTHON = (
+    "betavariate",
+    "choice",
+    "choices",
+    "expovariate",
+    "gauss",
+    "normalvariate",
+    "randint",
+    "random",
+    "randrange",
+    "sample",
+    "triangular",
+    "uniform",
+)
+PERMUTATIONS = (
+    "torch.randperm",
+    "numpy.random.permutation",
+    "numpy.random.shuffle",
+    "random.shuffle",
+)
+
+
+def patch_draws(drawn: Drawn) -> None:
+    """Let `drawn` make each draw of random numbers: of torch, NumPy and Python, by name."""
+    for owner, prefix, names in (
+        (torch, "torch", _OF_TORCH),
+        (torch.Tensor, "Tensor", _OF_TENSORS),
+        (np.random, "numpy.random", _OF_NUMPY),
+        (random, "random", _OF_PYTHON),
+    ):
+        for name in names:
+            if hasattr(owner, name):
+                setattr(owner, name, _drawing(getattr(owner, name), f"{prefix}.{name}", drawn))
+    for module, name in ((np.random, "numpy.random.shuffle"), (random, "random.shuffle")):
+        setattr(module, "shuffle", _shuffling(module.shuffle, name, drawn))  # noqa: B010
+    made = np.random.default_rng
+    methods = {
+        name: _drawing(getattr(np.random.Generator, name), f"numpy.random.{name}", drawn)
+        for name in _OF_NUMPY
+        if hasattr(np.random.Generator, name)
+    }
+    observed = type("Generator", (np.random.Generator,), methods)
+    setattr(  # noqa: B010
+        np.random, "default_rng", lambda seed=None: observed(made(seed).bit_generator)
+    )
+
+
+def _drawing(original: Callable[..., Any], name: str, drawn: Drawn) -> Callable[..., Any]:
+    def observed(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return original(*args, **kwargs)
+        return drawn(name, lambda: original(*args, **kwargs))
+
+    observed.__name__ = original.__name__
+    observed.__doc__ = original.__doc__
+    return observed
+
+
+def _shuffling(original: Callable[[Any], None], name: str, drawn: Drawn) -> Callable[[Any], None]:
+    """Return a function that shuffles by positions, so that these are what is drawn."""
+
+    def positions(count: int) -> list[int]:
+        order = list(range(count))
+        original(order)
+        return order
+
+    def observed(values: Any) -> None:
+        if not isinstance(values, list | np.ndarray):
+            original(values)
+            return
+        order = drawn(name, lambda: positions(len(values)))
+        values[:] = values[order] if isinstance(values, np.ndarray) else [values[i] for i in order]
+
+    return observed

@@ -90,12 +90,26 @@ class SameDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class MeanDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Replaces each random number by the mean of its distribution.
 
-    Training mode and all else stay.
+    Training mode and all else stay. While it is `paused`, numbers are drawn.
     """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._paused = False
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Let the block draw."""
+        before = self._paused
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = before
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded not in func.tags:
+        if self._paused or torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
         name = func.overloadpacket.__name__
         if name == "native_dropout":

@@ -201,7 +201,7 @@ class _Parts:
             ]
             batch = tree_unflatten(leaves, flat[0][1])
         args, kwargs = objective.inputs(batch)
-        draws = MeanDraws()  # type: ignore[no-untyped-call]
+        draws = MeanDraws()
         with draws, self._trainer.placed.random_state.running("train", 0):
             self._trainer.placed.random_state.at(0)
             loss = objective.loss(model(*args, **kwargs), batch)

@@ -77,6 +77,27 @@ def _name_in(model: nn.Module, name: str) -> str:
     return plain_name(name) if naming is None else str(naming(plain_name(name)))
 
 
+class Nesting:
+    """Tells an optimizer's step from those inside of it, as ZeroRedundancyOptimizer takes them."""
+
+    def __init__(self) -> None:
+        self._outermost: Optimizer | None = None
+
+    def begins(self, optimizer: Optimizer) -> bool:
+        """Note that an optimizer's step begins, and return whether it is the outermost one."""
+        if self._outermost is None or self._outermost is optimizer:
+            self._outermost = optimizer
+            return True
+        return False
+
+    def ends(self, optimizer: Optimizer) -> bool:
+        """Note that an optimizer's step has ended, and return whether it was the outermost one."""
+        if self._outermost is not optimizer:
+            return False
+        self._outermost = None
+        return True
+
+
 class TrainingChecks:
     """Checks what one rank sees of a training loop.
 
@@ -119,7 +140,10 @@ class TrainingChecks:
         self._with_gradient: dict[int, Tensor] = {}
         # a parameter whose gradient was clipped since the last step
         self._clipped: Tensor | None = None
+        # of each sampler: the epoch of its last pass, and the number of steps when that began
         self._epochs: dict[int, tuple[int, int]] = {}
+        self._trained: set[tuple[int, int]] = set()  # samplers and epochs of which a step was taken
+        self._repeated: dict[int, bool] = {}  # sampler → whether its pass repeats an epoch's order
 
     @property
     def looks(self) -> bool:
@@ -326,6 +350,7 @@ class TrainingChecks:
         found = next((p for p in own if p.grad is not None), None)
         if found is not None:
             self._with_gradient[id(optimizer)] = found
+        self._check_order()
         self.steps += 1
         self._passes = 0
         self._batches = 0
@@ -333,11 +358,11 @@ class TrainingChecks:
         self._undivided_losses = True
         if self.steps == self.first:
             self._check_models()
-        elif self.steps > self.first and not all(map(_in_training, self.models)):
+        if self.steps > 1 and not all(map(_in_training, self.models)):
             self._check_modes(own)
 
     def _check_modes(self, own: list[Tensor]) -> None:
-        """Find a model that evaluation code has left in evaluation mode, after the first steps."""
+        """Find a model that evaluation code has left in evaluation mode."""
         updated = {id(p) for p in own if p.grad is not None}
         for model in self.models:
             was_in_training = self._calls[id(model), True] > 0
@@ -479,10 +504,16 @@ class TrainingChecks:
 
     def sampler_begun(self, sampler: DistributedSampler[Any]) -> None:
         """Look at a pass over the data that begins."""
-        epoch, times = self._epochs.get(id(sampler), (-1, 0))
-        times = times + 1 if epoch == sampler.epoch else 1
-        self._epochs[id(sampler)] = (sampler.epoch, times)
-        if times > 1 and sampler.shuffle and self.steps:
+        epoch, steps = self._epochs.get(id(sampler), (-1, self.steps))
+        if self.steps > steps:  # else it was a look at a batch, and not an epoch
+            self._trained.add((id(sampler), epoch))
+        self._epochs[id(sampler)] = (sampler.epoch, self.steps)
+        again = (id(sampler), sampler.epoch) in self._trained
+        self._repeated[id(sampler)] = again and sampler.shuffle
+
+    def _check_order(self) -> None:
+        """Find an epoch that repeats the order of another, when a step is taken of it."""
+        if any(self._repeated.values()):
             text = (
                 "each epoch reads the samples in the same order: DistributedSampler.set_epoch is"
                 " not called"

@@ -13,7 +13,8 @@ import runpy
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -36,7 +37,7 @@ from lockstep.errors import listed
 from lockstep.parallel.divergence import fingerprint
 from lockstep.store_threads import StoreThread
 from lockstep.torch_compat import script_patches
-from lockstep.verify.training_checks import LoopFinding, TrainingChecks
+from lockstep.verify.training_checks import LoopFinding, Nesting, TrainingChecks
 
 _PREFIX = "lockstep-watch"
 _CONNECT_SECONDS = 20.0
@@ -71,6 +72,10 @@ class observe:  # noqa: N801 — called as a function
         self._undo: list[Callable[[], None]] = []
         self._depth = 0
         self._ranks: _Ranks | None = None
+        self._nesting = Nesting()
+        self._steps_of: Counter[int] = Counter()  # of each optimizer
+        self._compares = False  # whether ranks are compared in this step
+        self._before: dict[str, Tensor] = {}  # fingerprints of weights when it began
 
     @property
     def findings(self) -> dict[str, LoopFinding]:
@@ -162,31 +167,42 @@ class observe:  # noqa: N801 — called as a function
         return call()
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not self._nesting.begins(optimizer):
+            return
         # a closure computes the gradients later
         if len(args) == 1 and kwargs.get("closure") is None:
             self._checks.begin_update(optimizer)
+        self._before = {}
+        # Each of several optimizers has first steps of its own.
+        begins = self._steps_of[id(optimizer)] < self._checks.first
+        self._steps_of[id(optimizer)] += 1
+        self._compares = (begins or self._checks.looks) and _has_ranks()
+        if self._compares:
+            for kind, name, p in self._compared(optimizer):
+                if kind == "plain":
+                    self._before[f"before|{kind}|{name}"] = fingerprint(p.detach())
 
     def _after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        if (
-            self._checks.looks
-            and torch.distributed.is_available()
-            and torch.distributed.is_initialized()
-        ):
+        if not self._nesting.ends(optimizer):
+            return
+        if self._compares:
             self._ranks = self._ranks or _Ranks(self._checks)
-            if self._ranks.world > 1:
-                self._compare_ranks(optimizer, self._ranks)
+            self._compare_ranks(optimizer, self._ranks)
         self._checks.end_update(optimizer)
+
+    def _compared(self, optimizer: Optimizer) -> Iterator[tuple[str, str, Tensor]]:
+        """Yield each parameter that all ranks hold: `wrapped` or `plain`, its name, itself."""
+        wrappers = [made for made in self._checks.made if isinstance(made, DistributedDataParallel)]
+        wrapped = {id(p) for wrapper in wrappers for p in wrapper.parameters()}
+        for number, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+            if not isinstance(p, DTensor) and p.numel():
+                kind = "wrapped" if id(p) in wrapped else "plain"
+                yield kind, self._checks.names.get(id(p), f"parameter {number}"), p
 
     def _compare_ranks(self, optimizer: Optimizer, ranks: "_Ranks") -> None:
         """Send fingerprints of weights and gradients, and learning rates, to be compared."""
-        wrappers = [made for made in self._checks.made if isinstance(made, DistributedDataParallel)]
-        wrapped = {id(p) for wrapper in wrappers for p in wrapper.parameters()}
-        prints: dict[str, Tensor] = {}
-        for number, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
-            if isinstance(p, DTensor) or p.numel() == 0:
-                continue
-            kind = "wrapped" if id(p) in wrapped else "plain"
-            name = self._checks.names.get(id(p), f"parameter {number}")
+        prints = dict(self._before)
+        for kind, name, p in self._compared(optimizer):
             prints[f"weight|{kind}|{name}"] = fingerprint(p.detach())
             if p.grad is not None and not p.grad.is_sparse:
                 prints[f"gradient|{kind}|{name}"] = fingerprint(p.grad.detach())
@@ -290,7 +306,14 @@ class _Ranks:
                 self._equal.add(key)
             elif kind == "wrapped" or key in self._equal:
                 apart.setdefault(what, []).append(name)
-        if "gradient" in apart:
+        if "before" in apart:
+            text = (
+                f"{listed(apart['before'], 5)} were equal on all ranks, and differ when step {step}"
+                " begins: each rank updates them with gradients of its own"
+            )
+            fix = "wrap their model in DistributedDataParallel, or average its gradients"
+            self._checks.find("gradient synchronisation", text, fix)
+        elif "gradient" in apart:
             text = f"the gradients of {listed(apart['gradient'], 5)} differ on ranks in step {step}"
             fix = (
                 "call the wrapped model, leave no_sync() for the last backward pass, and change no"
@@ -306,6 +329,14 @@ class _Ranks:
                 "let nothing but the optimizer write weights, or let it write the same on all ranks"
             )
             self._checks.find("replicas", text, fix)
+
+
+def _has_ranks() -> bool:
+    """Return whether there are other ranks to compare with."""
+    distributed = torch.distributed
+    if not distributed.is_available() or not distributed.is_initialized():
+        return False
+    return distributed.get_world_size() > 1
 
 
 def _warn(finding: LoopFinding) -> None:

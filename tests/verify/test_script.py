@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.silent_bugs import programs
+from benchmarks.silent_bugs.idioms import IDIOMS, Idiom, judge
 from lockstep.cli import main
 from lockstep.errors import UsageError
 from lockstep.verify.command import verify_script
@@ -32,7 +33,7 @@ def kinds(outcome: Outcome) -> dict[str, bool]:
 @pytest.mark.parametrize(
     ("faults", "found"),
     [
-        (["accumulate", "autocast"], {}),
+        (["accumulate", "autocast", "deep", "fp16", "look", "noise", "own draws", "zero"], {}),
         (
             ["own draws", "dropout", "batch norm"],
             {"random numbers": False, "batch statistics": False},
@@ -55,6 +56,24 @@ def test_replicas(faults: list[str], found: dict[str, bool]) -> None:
     assert outcome.passed == (not any(found.values()))
     assert outcome.steps == 2
     assert any("2 ranks take" in notice for notice in outcome.notices)
+
+
+# Of the scripts in public idiom, one of each kind of fault.
+QUICK = ("evaluated evaluation mode", "gan generator unwrapped", "tensor_parallel sharded loader")
+
+
+@pytest.mark.parametrize(
+    "idiom",
+    [
+        idiom if idiom.name in QUICK else pytest.param(idiom, marks=pytest.mark.full)
+        for idiom in IDIOMS
+    ],
+    ids=lambda idiom: idiom.name,
+)
+def test_scripts_in_public_idiom(idiom: Idiom) -> None:
+    """Sound ones raise no alarm; each fault is found, with its cause, and no other is named."""
+    judged = judge(idiom)
+    assert judged.right, judged
 
 
 @pytest.mark.parametrize("faults", [[], ["uneven"]])

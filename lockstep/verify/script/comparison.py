@@ -8,24 +8,35 @@ Tests: tests/verify/test_script.py
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
+from lockstep.errors import listed
 from lockstep.verify.algebra import CEILING, Values, distance, mean_of
 from lockstep.verify.outcome import UNKNOWN, Cause, Difference, Outcome
 from lockstep.verify.script import gradients
 from lockstep.verify.script.fixes import script_cause
 from lockstep.verify.script.gradients import GradientEvidence, vector
 from lockstep.verify.script.ranks import is_cut_by_script, replicas_cause
-from lockstep.verify.script.record import Pieces, RecordedStep, ScriptRecord, World
+from lockstep.verify.script.record import (
+    Pieces,
+    RecordedStep,
+    ScriptRecord,
+    TensorPiece,
+    World,
+)
 from lockstep.verify.script.reduction import reduction_cause
 from lockstep.verify.script.runs import Feed, Runs, step_batches, united
 
 ROUNDING = 2e-5  # relative difference that needs no explanation in float32
 NUDGES = 10.0  # how many times as far as changed last bits do a difference may be
 MOST_PARTS = 8  # processes that are started for the parts of one step
+# What ranks are run without, and must be in each further run of them.
+_UNDONE = ("mean_draws", "full_precision", "plain_reduction", "first")
 
 
 class ScriptComparison:
@@ -142,6 +153,39 @@ class ScriptComparison:
             number, at, [[[(unit[0], i)] for i in at[1]] for unit in self.world.units]
         )
 
+    def mean_of_ranks(self) -> ScriptRecord | None:
+        """Return the mean of one process for each unit, given its samples and random numbers.
+
+        Their optimizers are given the ranks' gradients. None if samples can't be given so.
+        """
+        units = [unit[0] for unit in self.world.units]
+        can_be_given = self.feed and not self.is_split() and not is_cut_by_script(self.world)
+        if not can_be_given or not 1 < len(units) <= MOST_PARTS:
+            return None
+        feeds = [
+            {
+                at: [part for part in parts if part[0] == rank]
+                for at, parts in self.feed.items()
+                if any(part[0] == rank for part in parts)
+            }
+            for rank in units
+        ]
+        self.give_gradients()
+        records = self.alone("given each rank's samples and random numbers", feeds)
+        steps = zip(*(record.steps for record in records), strict=False)
+        means = [
+            _mean_step(of_units, self.given["gradients"][number])
+            for number, of_units in enumerate(steps)
+        ]
+        return replace(records[0], steps=means)
+
+    def give_gradients(self) -> None:
+        """Let the optimizers of one process use the ranks' gradients from now on."""
+        steps = zip(*(record.steps[: self.outcome.steps] for record in self.records), strict=True)
+        self.given["gradients"] = [
+            self.on_ranks([step.gradients for step in ranks]) for ranks in steps
+        ]
+
     def parts(
         self, step: int, at: tuple[int, range], given: Sequence[Sequence[Sequence[tuple[int, int]]]]
     ) -> list[tuple[Values, ScriptRecord]]:
@@ -155,6 +199,28 @@ class ScriptComparison:
         ]
         records = self.alone("given parts of the samples alone", feeds, steps=step + 1)
         return [(self.gradients(step, World([record]))[0], record) for record in records]
+
+
+def _mean_step(steps: Sequence[RecordedStep], of_ranks: dict[str, list[Any]]) -> RecordedStep:
+    """Return a step with the mean of the gradients of several processes.
+
+    Where they clip them, the clipped ones are those of the ranks: a norm of a mean is not the mean
+    of norms.
+    """
+    pieces = [step.unclipped or step.gradients for step in steps]
+    means = {}
+    for name, piece in pieces[0].items():
+        values = [each[name].local for each in pieces if name in each]
+        total = torch.stack(values).sum(0)
+        means[name] = TensorPiece(total / len(pieces), piece.shape)
+    if not steps[0].unclipped:
+        return replace(steps[0], gradients=means)
+    clipped = {
+        name: TensorPiece(of_ranks[name][0], piece.shape)
+        for name, piece in steps[0].gradients.items()
+        if name in of_ranks
+    }
+    return replace(steps[0], unclipped=means, gradients=clipped)
 
 
 def explain(c: ScriptComparison, first: Difference, reference: ScriptRecord) -> None:
@@ -188,6 +254,9 @@ def _gradient_causes(
 ) -> list[Cause]:
     """Return why the gradients of ranks differ: how they were added, or what was."""
     evidence = _evidence(c, first.step, reference)
+    found = _hook_cause(c, first, evidence)
+    if found is not None:
+        return [found]
     if not evidence.own:
         found = _statistics_cause(c, first) or gradients.shared_cause(evidence)
         return [] if found is None else [found]
@@ -196,10 +265,34 @@ def _gradient_causes(
         same = distance(mean_of(evidence.own), evidence.reference) < CEILING / NUDGES
         weighed = None if same else gradients.weighing_cause(evidence)
         return [found] if weighed is None else [found, weighed]
-    found = gradients.weighing_cause(evidence) or _statistics_cause(c, first)
+    found = _statistics_cause(c, first) or _computation_cause(c, first, evidence)
     if found is None:
-        found = _computation_cause(c, first, evidence) or _micro_batch_cause(c, first, evidence)
+        found = gradients.weighing_cause(evidence)
+    if found is None:
+        found = _coupling_cause(c, first, evidence) or _micro_batch_cause(c, first, evidence)
     return [] if found is None else [found]
+
+
+def _hook_cause(c: ScriptComparison, first: Difference, evidence: GradientEvidence) -> Cause | None:
+    """Return the cause if ranks without the script's own communication hook are right."""
+    names = sorted(
+        {name for record in c.records for name, of_torch in record.hooks if not of_torch}
+    )
+    if not names:
+        return None
+    undone = {key: c.given[key] for key in _UNDONE if key in c.given} | {"plain_reduction": True}
+    _, records = c.runs.world(c.ranks, f"without {listed(names)}", **undone)
+    if any(len(record.steps) <= first.step for record in records):
+        return None
+    plain = c.gradients(first.step, World(records, c.joined))
+    if any(distance(mine, evidence.reference) > CEILING / NUDGES for mine in plain):
+        return None
+    text = (
+        f"the communication hook {listed(names)} makes another gradient of the ranks' own than"
+        " their mean"
+    )
+    by = "ranks whose DistributedDataParallel has no hook have the gradient of one process"
+    return script_cause("communication hook", text, by, evidence.framework)
 
 
 def _evidence(c: ScriptComparison, number: int, reference: ScriptRecord) -> GradientEvidence:
@@ -229,10 +322,17 @@ def _computation_cause(
     alone = c.alone_on_each(first.step, at)
     parts = [gradient for gradient, _ in alone]
     records = [record for _, record in alone]
-    found = gradients.computation_cause(evidence, parts, c.world.leaders, records, first.step)
-    if found is None and len(at[1]) == 1:
-        found = gradients.coupling_cause(evidence, parts)
-    return found
+    return gradients.computation_cause(evidence, parts, c.world.leaders, records, first.step)
+
+
+def _coupling_cause(
+    c: ScriptComparison, first: Difference, evidence: GradientEvidence
+) -> Cause | None:
+    at = c.batches_of(first.step)
+    if at is None or len(c.world.units) == 1 or len(at[1]) > 1:
+        return None
+    parts = [gradient for gradient, _ in c.alone_on_each(first.step, at)]
+    return gradients.coupling_cause(evidence, parts)
 
 
 def _micro_batch_cause(
@@ -260,9 +360,7 @@ def _statistics_cause(c: ScriptComparison, first: Difference) -> Cause | None:
     """Return the cause if the gradients agree where batch normalisation uses running statistics."""
     if not c.records[0].normalises:
         return None
-    undone = {
-        key: c.given[key] for key in ("mean_draws", "full_precision", "first") if key in c.given
-    }
+    undone = {key: c.given[key] for key in _UNDONE if key in c.given}
     folder, records = c.runs.world(
         c.ranks, "with running statistics", fixed_statistics=True, **undone
     )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lockstep.diagnose import recognise
-from lockstep.errors import LockstepError, RunError
+from lockstep.errors import LockstepError, RunError, listed
 from lockstep.verify.algebra import CEILING
 from lockstep.verify.outcome import Cause, Outcome, PartDifference
 from lockstep.verify.script.comparison import (
@@ -17,6 +17,7 @@ from lockstep.verify.script.comparison import (
     check_accumulation,
     explain,
 )
+from lockstep.verify.script.draws import drawn_apart
 from lockstep.verify.script.fixes import script_cause
 from lockstep.verify.script.ranks import (
     hang_cause,
@@ -30,6 +31,7 @@ from lockstep.verify.script.runs import HangError, Runs, one_after_another, unit
 from lockstep.verify.script.signs import signs_of
 
 _ROUNDING_16 = 2e-2  # the same for parameters of 16 bits
+_EXACT_HOOK = "allreduce_hook"  # of torch: what DistributedDataParallel does without a hook
 
 
 def judge_script(runs: Runs, ranks: int) -> Outcome:
@@ -186,6 +188,15 @@ class _Judgement(ScriptComparison):
             self.outcome.notices.append(
                 f"weights of 16 bits: differences below {_ROUNDING_16:.0%} are not judged"
             )
+        hooks = {name for record in self.records for name, of_torch in record.hooks if of_torch}
+        hooks.discard(_EXACT_HOOK)
+        if hooks:
+            again["plain_reduction"] = self.given["plain_reduction"] = True
+            what.append(f"without {listed(sorted(hooks))}")
+            self.outcome.notices.append(
+                f"without {listed(sorted(hooks))}: it sends gradients with less precision, and"
+                " ranks differ by what it leaves out"
+            )
         if any(found.kind == "first values" for found in self.outcome.causes):
             again["first"] = self.on_ranks([record.first for record in self.records])
             what.append("with rank 0's first values")
@@ -218,12 +229,18 @@ class _Judgement(ScriptComparison):
         first = self.on_ranks([record.first for record in self.records])
         self.given |= {"first": first, "settings": settings, "steps": self.outcome.steps}
         self.given |= {"samples": self.folder, "sizes": {k: v for k, v in sizes.items() if v}}
+        leaders = [unit[0] for unit in self.world.units]
+        self.given["draws"] = {rank: self.records[rank].draws for rank in leaders}
         try:
             reference = self.alone("given the samples of all ranks", [self.feed])[0]
         except LockstepError as error:
             text = "one process, with which ranks are compared, does not run the script: "
             self.outcome.leave_open(text + str(error).splitlines()[0])
             return None
+        names = _other_names(reference, self.records[0])
+        if names:
+            self.given["names"] = names
+            reference = self.alone("with the ranks' names of its parameters", [self.feed])[0]
         loader = self.records[0].training_loader
         mine = self.records[0].passes[:1]
         theirs = reference.passes[:1]
@@ -237,6 +254,9 @@ class _Judgement(ScriptComparison):
                 " one process "
             )
             self.outcome.notices.append(f"{text}over {theirs[0]}: the same global batch")
+        elif not self.feed and mine and theirs == [mine[0] * units] and units > 1:
+            self.given["in_turn"] = True
+            reference = self.alone("given each rank's random numbers in turn", [self.feed])[0]
         elif self.feed and loader is not None:
             self._say_batch(reference, loader, readers)
         if not reference.steps:
@@ -313,14 +333,13 @@ class _Judgement(ScriptComparison):
         """Find the first difference that is more than rounding, and explain it."""
         limits = [(self.rounding, self.rounding * 50)] * self.outcome.steps
         first, rounding = self.first_difference(reference, limits)
+        self._say_draws(reference)
+        if first is not None and reference.unkeyed:
+            self._compare_with_mean(reference, limits)
+            return
         if first is not None and (first.step or first.aspect == "weights"):
             # Adam, for one, makes whole updates of gradients that are nothing but rounding.
-            steps = zip(
-                *(record.steps[: self.outcome.steps] for record in self.records), strict=True
-            )
-            self.given["gradients"] = [
-                self.on_ranks([step.gradients for step in ranks]) for ranks in steps
-            ]
+            self.give_gradients()
             reference = self.alone("given the ranks' gradients for its updates", [self.feed])[0]
             text = (
                 f"left to itself, one process has {first.aspect} in step {first.step + 1} that"
@@ -352,3 +371,54 @@ class _Judgement(ScriptComparison):
         self.outcome.compare(first, rounding)
         if first is not None:
             explain(self, first, reference)
+
+    def _say_draws(self, reference: ScriptRecord) -> None:
+        """Say what the loop draws on each rank, and that one process was given it."""
+        places = drawn_apart([record.draws for record in self.world.leaders])
+        joined = [place for place in places if place not in reference.unkeyed]
+        if joined:
+            self.outcome.notices.append(
+                f"each rank draws its own {listed(joined, 5)}: one process was given the ranks'"
+                " numbers with their samples"
+            )
+
+    def _compare_with_mean(
+        self, reference: ScriptRecord, limits: Sequence[tuple[float, float]]
+    ) -> None:
+        """Compare ranks with one process for each, given that rank's samples and random numbers.
+
+        A number for a whole batch can't be given to one process that has the batches of all ranks.
+        """
+        places = listed(list(dict.fromkeys(reference.unkeyed)), 5)
+        text = f"each rank draws its own {places} for a whole batch"
+        mean = self.mean_of_ranks()
+        if mean is None:
+            self.outcome.leave_open(f"{text}, which one process can't be given")
+            return
+        first, rounding = self.first_difference(mean, limits)
+        self.outcome.compare(first, rounding)
+        text += (
+            ", which the batch of all ranks can't have at once: the mean of one process for each"
+            " rank was compared, given its samples and numbers"
+        )
+        by = "the numbers that ranks and one process drew, by the line that drew them"
+        kind = "random numbers"
+        self.outcome.causes.append(Cause(kind, text, [by], is_error=False, column=kind))
+        if first is not None:
+            explain(self, first, mean)
+
+
+def _other_names(reference: ScriptRecord, record: ScriptRecord) -> dict[str, str]:
+    """Return the ranks' names of one process's parameters, by the order in the optimizers.
+
+    A framework may wrap the model on several ranks only, so that another module is called first.
+    Empty if the names are the same, or the orders do not tell.
+    """
+    names: dict[str, str] = {}
+    for mine, theirs in zip(reference.steps, record.steps, strict=False):
+        if len(mine.order) != len(theirs.order):
+            return {}
+        for name, other in zip(mine.order, theirs.order, strict=True):
+            if names.setdefault(name, other) != other:
+                return {}
+    return {} if all(mine == other for mine, other in names.items()) else names

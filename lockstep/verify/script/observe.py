@@ -12,13 +12,13 @@ import atexit
 import gc
 import json
 import os
-import pickle
 import random
 import re
 import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -47,6 +47,7 @@ from lockstep.torch_compat.pytree import tree_leaves
 from lockstep.verify.experiments import with_other_last_bits
 from lockstep.verify.modes import FullPrecision, MeanDraws
 from lockstep.verify.script import values
+from lockstep.verify.script.draws import BatchKey, ObservedDraws
 from lockstep.verify.script.record import (
     RandomDraw,
     RecordedStep,
@@ -56,10 +57,9 @@ from lockstep.verify.script.record import (
     for_ranks,
 )
 from lockstep.verify.script.values import ObservedLoaders
-from lockstep.verify.training_checks import TrainingChecks, plain_name
+from lockstep.verify.training_checks import Nesting, TrainingChecks, plain_name
 from lockstep.verify.watch import verified_part
 
-TASK = "task.pickle"
 _WAIT = 60.0  # seconds to wait for the other ranks to finish their last step; longer than _PATIENCE
 _PATIENCE = 15.0  # seconds for which no rank may compute; longer than a script sleeps on purpose
 _POLL = 0.5
@@ -94,7 +94,7 @@ def observe(task: ScriptTask, *, alone: bool) -> None:
 
 def observe_command(folder: str) -> None:
     """Observe this process of a command, whose task is in a folder."""
-    task: ScriptTask = pickle.loads((Path(folder) / TASK).read_bytes())
+    task = ScriptTask.read(Path(folder))
     facts = rank_facts()
     observer = _ScriptObserver(task, facts.rank, facts.world_size)
 
@@ -120,14 +120,29 @@ class _ScriptObserver:
         self._in_backward = False
         self._in_schedule = False  # of a pipeline
         self._modes = ExitStack()  # from the forward pass to the end of the backward pass
+        self._mean_draws = MeanDraws()
         self._states: dict[str, Any] | None = None  # of the generators, when the micro-batch began
+        self._called_with: dict[str, Any] = {}  # those when the outermost module was called
+        self._moved: dict[str, Any] = {}  # generator that a forward pass has moved → its state then
+        self._passes = 0  # backward passes
+        self._nesting = Nesting()
         self._modules: dict[int, str] = {}
         self._watched = False
         self._finished = False  # nothing of the script is left to run
         self._checks = TrainingChecks(
             task.steps, 1, lambda found: self.record.findings.append(vars(found))
         )
-        self._loaders = ObservedLoaders(task, self.record, rank, self._checks.batch_read)
+        self._loaders = ObservedLoaders(task, self.record, rank, self._batch_read)
+        self._draws = ObservedDraws(
+            task.draws,
+            self._sources,
+            lambda: self._loaders.last or (-1, self._passes),
+            self.record.draws.append,
+            self.record.unkeyed.append,
+            lambda: self._depth > 0,
+            self._draw,
+            lambda file: not _NOT_OWN.search(file),
+        )
         # settings of the parameter groups to put back after the step
         self._own: list[list[dict[str, Any]]] = []
         register_module_forward_pre_hook(self._before_forward)
@@ -137,7 +152,8 @@ class _ScriptObserver:
         script_patches.patch_backward(self._around_backward)
         script_patches.patch_clipping(self._around_clipping)
         script_patches.patch_collectives(self._collective)
-        script_patches.patch_made(self._checks.made.add)
+        script_patches.patch_made(self._made)
+        script_patches.patch_hooks(self._hook_registered)
         script_patches.patch_samplers(self._checks.sampler_begun)
         script_patches.patch_loading(self._checks.loaded)
         script_patches.patch_model_parallel(self.record.together.update, self._around_schedule)
@@ -178,7 +194,7 @@ class _ScriptObserver:
         if own and not self._finished:
             location = f"{short_path(own[-1].filename)}:{own[-1].lineno}: {own[-1].line}"
         self.task.hang_file(self.rank).write_text(json.dumps(location))
-        self._write()
+        self.task.write_record(self.rank, self.record)
         deadline = time.monotonic() + _GRACE
         while (
             time.monotonic() < deadline
@@ -187,11 +203,6 @@ class _ScriptObserver:
             time.sleep(_POLL / 10)
         os._exit(0)
 
-    def _write(self) -> None:
-        path = self.task.record_file(self.rank)
-        torch.save(self.record, path.with_suffix(".part"))
-        path.with_suffix(".part").rename(path)
-
     def finish(self) -> None:
         """Write the record, wait for the other ranks, and end this process.
 
@@ -199,8 +210,8 @@ class _ScriptObserver:
         """
         self._finished = True
         sys.stdout.flush()
-        self._write()
         task = self.task
+        task.write_record(self.rank, self.record)
         deadline = time.monotonic() + _WAIT
         while time.monotonic() < deadline and not read_all(task.folder):  # the failures of others
             if any(task.hang_file(rank).exists() for rank in range(self.world)):
@@ -219,6 +230,38 @@ class _ScriptObserver:
                 (name, size, f"{short_path(frame.filename)}:{frame.lineno}")
             )
 
+    # ---- what is made, read and drawn ----
+
+    def _made(self, made: Any) -> None:
+        self._checks.made.add(made)
+        if isinstance(made, torch.optim.Optimizer):
+            self._draws.active = True  # what was drawn before is the model's first values, or data
+
+    def _batch_read(self) -> None:
+        self._checks.batch_read()
+        self._draws.active = True
+
+    def _hook_registered(self, name: str, of_torch: bool) -> bool:
+        self.record.hooks.append((name, of_torch))
+        return not self.task.plain_reduction
+
+    def _sources(self) -> list[BatchKey]:
+        """Return which ranks' numbers belong to the samples that this process has now."""
+        if self._loaders.last is not None:
+            return self._loaders.sources
+        ranks = list(self.task.draws)
+        if not self.task.in_turn:
+            return [(rank, self._passes) for rank in ranks]
+        index, turn = divmod(self._passes, len(ranks))
+        return [(ranks[turn], index)]
+
+    def _draw(self, call: Callable[[], Any]) -> Any:
+        """Draw: outside of modules the numbers themselves, which one process is given, too."""
+        if self._depth:
+            return call()
+        with self._mean_draws.paused():
+            return call()
+
     # ---- forward ----
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
@@ -234,6 +277,7 @@ class _ScriptObserver:
             self._checks.called.add(id(module))
         if self._depth > 1 or not torch.is_grad_enabled() or self._in_backward or not self.active:
             return
+        self._called_with = {} if self._states is None else values.generator_states()
         if not any(parameter.requires_grad for parameter in module.parameters()):
             return  # a module for the loss
         self._checks.model_called(module)
@@ -247,13 +291,14 @@ class _ScriptObserver:
                     inner.eval()
         if self._states is None:
             self._states = self._begin_pass()
+            self._called_with = values.generator_states()
 
     def _begin_pass(self) -> dict[str, Any]:
         states = values.generator_states()
         if self.task.mean_draws:
             random.seed(0)
             np.random.seed(0)
-            self._modes.enter_context(MeanDraws())  # type: ignore[no-untyped-call]
+            self._modes.enter_context(self._mean_draws)
         if self.task.full_precision:
             self._modes.enter_context(FullPrecision())  # type: ignore[no-untyped-call]
         return states
@@ -267,6 +312,8 @@ class _ScriptObserver:
         self._depth -= 1
         if self._states is None or self._in_backward or not torch.is_grad_enabled():
             return
+        if self._depth == 0:
+            self._note_moved()
         name = self._modules.get(id(module))
         if name is not None:
             self._step.flow.append((name, *values.two_numbers(output)))
@@ -276,16 +323,21 @@ class _ScriptObserver:
     def _begin_with(self, model: nn.Module) -> None:
         """Learn the names of a model at its first call, and give it the task's first values."""
         self.watch()
-        number = f"{len(self._models)}:" if self._models else ""
+        parameters = dict(model.named_parameters())
+        is_new = not any(id(parameter) in self._names for parameter in parameters.values())
+        number = f"{len(self._models)}:" if self._models and is_new else ""
         self._models.append(model)
         kinds = {kind.__name__ for inner in model.modules() for kind in type(inner).__mro__}
         if any(isinstance(inner, _STATISTICS) for inner in model.modules()):
             self.record.note_statistics()
         generator = torch.Generator().manual_seed(0)
         for name, module in model.named_modules():
-            self._modules.setdefault(id(module), number + plain_name(name))
-        for name, parameter in model.named_parameters():
+            self._modules.setdefault(id(module), self._name_of_module(number + plain_name(name)))
+        for name, parameter in parameters.items():
+            if id(parameter) in self._names:  # a part of a model that was called before, or around
+                continue
             plain = number + plain_name(name)
+            plain = self.task.names.get(plain, plain)
             if "FullyShardedDataParallel" in kinds:
                 self._flat.add(id(parameter))
             elif parameter.requires_grad and not isinstance(parameter, DTensor):
@@ -303,6 +355,10 @@ class _ScriptObserver:
                     and not isinstance(parameter, DTensor)
                 ):
                     parameter.copy_(with_other_last_bits(parameter, generator))
+
+    def _name_of_module(self, name: str) -> str:
+        """Return the name that the ranks have for a module of this process."""
+        return (self.task.prefix + name).rstrip(".")
 
     # ---- backward ----
 
@@ -330,6 +386,7 @@ class _ScriptObserver:
         """Take a pipeline's step, with the passes of all its micro-batches, as one pass."""
         # A pipeline's step, with the passes of all its micro-batches, is taken as one pass.
         self._states = self._begin_pass()
+        self._called_with = values.generator_states()
         self._in_schedule = True
         self._step.losses.append(0.0)
         self._checks.backward(None)
@@ -337,6 +394,7 @@ class _ScriptObserver:
             return call()
         finally:
             self._checks.backward_done()
+            self._note_moved()
             self._record_draws()
             self._in_schedule = False
             self._end_pass()
@@ -344,10 +402,15 @@ class _ScriptObserver:
     def _record_draws(self) -> None:
         if self._states is not None:
             before = {name: values.fingerprint(state) for name, state in self._states.items()}
-            now = {
-                name: values.fingerprint(state) for name, state in values.generator_states().items()
-            }
-            self._step.draws.append(RandomDraw(before, now))
+            moved = {name: values.fingerprint(state) for name, state in self._moved.items()}
+            self._step.draws.append(RandomDraw(before, {**before, **moved}))
+
+    def _note_moved(self) -> None:
+        """Note the generators that have moved since the outermost module was called."""
+        now = values.generator_states()
+        for name, state in self._called_with.items():
+            if values.fingerprint(state) != values.fingerprint(now[name]):
+                self._moved[name] = now[name]
 
     def _end_pass(self) -> None:
         self._modes.close()
@@ -355,6 +418,8 @@ class _ScriptObserver:
             random.setstate(self._states["python"])
             np.random.set_state(self._states["numpy"])
         self._states = None
+        self._moved = {}
+        self._passes += 1
 
     def _own_gradient(self, name: str, gradient: Tensor) -> None:
         piece = values.piece_of(gradient)
@@ -372,7 +437,7 @@ class _ScriptObserver:
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         """Record the gradients before an update, or when its closure has computed them."""
-        if not self.active:
+        if not self.active or not self._nesting.begins(optimizer):
             return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
@@ -396,7 +461,8 @@ class _ScriptObserver:
         self._checks.begin_update(optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         for position, parameter in enumerate(parameters):
-            self._names.setdefault(id(parameter), f"parameter {position}")
+            name = f"parameter {position}"
+            self._names.setdefault(id(parameter), self.task.names.get(name, name))
         if not self.record.steps:
             self.record.note_framework()
         self._step.dtypes.update(str(parameter.dtype) for parameter in parameters)
@@ -425,7 +491,7 @@ class _ScriptObserver:
 
     def _after_step(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         """Record the updated parameters; end the process after the task's last step."""
-        if not self.active:
+        if not self.active or not self._nesting.ends(optimizer):
             return
         for group, own in zip(
             optimizer.param_groups, self._own.pop() if self._own else [], strict=False
@@ -436,7 +502,8 @@ class _ScriptObserver:
         self._step.end_update(
             {self._names[id(p)]: self._piece(p) for p in parameters if id(p) in self._names}
         )
-        self.record.steps.append(self._step)
+        number = len(self.record.steps)
+        self.record.steps.append(self.task.keep_step(self.rank, number, self._step))
         self._step = RecordedStep()
         if len(self.record.steps) == self.task.steps:
             self.finish()

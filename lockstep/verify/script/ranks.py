@@ -12,6 +12,7 @@ import numpy as np
 
 from lockstep.errors import listed
 from lockstep.verify.outcome import Cause
+from lockstep.verify.script.draws import drawn_alike
 from lockstep.verify.script.fixes import fix_for, script_cause
 from lockstep.verify.script.record import ScriptRecord, Tensors, World
 
@@ -28,8 +29,10 @@ def _unequal_names(mine: Tensors, right: Tensors) -> list[str]:
 def seen_on_ranks(world: World) -> list[Cause]:
     """Return causes that a run of several ranks shows by itself."""
     found = [
+        _other_samples(world),
         _same_samples(world),
         _same_draws(world),
+        _same_loop_draws(world),
         _other_first_values(world),
         _other_precision(world),
     ]
@@ -73,6 +76,31 @@ def is_cut_by_script(world: World) -> bool:
         and any(one != inputs[0] for one in inputs)
         and any(inputs[0])
     )
+
+
+def _other_samples(world: World) -> Cause | None:
+    """Return a cause if ranks that share a model read other samples."""
+    for unit in world.units:
+        leader = world.records[unit[0]]
+        loader = leader.training_loader
+        right = _batches_read(leader, loader)
+        for rank in unit[1:]:
+            mine = _batches_read(world.records[rank], loader)
+            # A stage of a pipeline may read nothing, or less than the first.
+            pairs = list(zip(mine, right, strict=False))
+            if all(one == other for one, other in pairs):
+                continue
+            at = next(number for number, (one, other) in enumerate(pairs) if one != other)
+            text = (
+                f"ranks {unit[0]} and {rank} share a model, and read other samples in batch"
+                f" {at + 1}: each computes its part of the layers for samples of its own"
+            )
+            fix = (
+                "give ranks that share a model the same samples: DistributedSampler(data,"
+                " num_replicas=data-parallel size, rank=data-parallel rank)"
+            )
+            return Cause("samples", text, [_BY_SAMPLES], fix=fix, column="samples")
+    return None
 
 
 def _same_samples(world: World) -> Cause | None:
@@ -168,6 +196,24 @@ def _same_draws(world: World) -> Cause | None:
         "its own: one process draws other numbers, so the step is equal only up to them"
     )
     return Cause(kind, text, ["the generators' states"], is_error=False, column=kind)
+
+
+def _same_loop_draws(world: World) -> Cause | None:
+    """Return a cause if the loop draws the same numbers on all ranks, for other samples."""
+    leaders = world.leaders
+    loader = leaders[0].training_loader
+    if len(leaders) == 1 or loader is None or is_cut_by_script(world):
+        return None
+    sizes = [len(batch) for batch in _batches_read(leaders[0], loader)]
+    places = drawn_alike([record.draws for record in leaders], sizes)
+    if not places:
+        return None
+    text = (
+        f"{listed(places)} draws the same numbers on all ranks: samples at the same place of a"
+        " batch get the same, and each its own in one process"
+    )
+    by = "the numbers that each rank drew for its batches"
+    return script_cause("random numbers", text, by, leaders[0].framework)
 
 
 def _other_first_values(world: World) -> Cause | None:

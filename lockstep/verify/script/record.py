@@ -8,14 +8,17 @@ Tests: tests/verify/test_script.py
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lockstep.verify.script.draws import BatchKey, Draws, LoopDraw
+
 Tensors = dict[str, Tensor]
+_TASK = "task.pt"  # file in the folder of a task
 TORCH = "PyTorch"
 ACCELERATE = "Accelerate"
 FABRIC = "Fabric"
@@ -46,7 +49,13 @@ class ScriptTask:
     steps: int
     folder: Path  # receives the records, and the samples
     # (loader, batch) → the recorded batches (rank, index) whose samples it gets together
-    feed: Mapping[tuple[int, int], list[tuple[int, int]]] = field(default_factory=dict)
+    feed: Mapping[BatchKey, list[BatchKey]] = field(default_factory=dict)
+    # what ranks drew for these batches, and gets one process that takes them
+    draws: Draws = field(default_factory=dict)
+    # ranks whose passes a process takes in turn, where samples come from no loader; else together
+    in_turn: bool = False
+    # name of a parameter in this process → in the ranks
+    names: Mapping[str, str] = field(default_factory=dict)
     samples: Path | None = None  # the folder of the records that `feed` names
     # loader → batch size with which it is made
     sizes: Mapping[int, int] = field(default_factory=dict)
@@ -59,11 +68,19 @@ class ScriptTask:
     mean_draws: bool = False
     fixed_statistics: bool = False  # batch normalisation uses its running statistics
     full_precision: bool = False  # nothing is converted to 16 bits
+    plain_reduction: bool = False  # no communication hook is registered
     nudged: bool = False  # the last bits of the first parameters are changed
 
     def record_file(self, rank: int) -> Path:
         """Return the file of a rank's record."""
         return self.folder / f"record-{rank}.pt"
+
+    @property
+    def prefix(self) -> str:
+        """What the ranks' names of parameters and modules begin with, before this process's own."""
+        begins = {mine: name.removesuffix(mine) for mine, name in self.names.items()}
+        found = set(begins.values())
+        return found.pop() if len(found) == 1 and list(begins) != list(self.names.values()) else ""
 
     @property
     def runs(self) -> Path:
@@ -74,10 +91,48 @@ class ScriptTask:
         """Return the file that says where a rank hangs."""
         return self.folder / f"hang-{rank}.json"
 
+    def write(self) -> Path:
+        """Write the task into its folder, and return the folder, from which `read` takes it.
+
+        A task may hold every tensor of a model on each rank: handed over in memory, each tensor
+        takes a file descriptor of the process that hands it over.
+        """
+        torch.save(self, self.folder / _TASK)
+        return self.folder
+
+    @staticmethod
+    def read(folder: Path) -> "ScriptTask":
+        """Return the task that was written into a folder."""
+        task: ScriptTask = _mapped(folder / _TASK)
+        return task
+
+    def keep_step(self, rank: int, number: int, step: "RecordedStep") -> "RecordedStep":
+        """Write a step of a rank, and return it with tensors that stay in the file until read."""
+        path = self._step_file(rank, number)
+        torch.save(step, path)
+        kept: RecordedStep = _mapped(path)
+        return kept
+
+    def write_record(self, rank: int, record: "ScriptRecord") -> None:
+        """Write the record of a rank, whose steps are kept, so that it appears as a whole."""
+        path = self.record_file(rank)
+        part = path.with_suffix(".part")
+        torch.save((replace(record, steps=[]), len(record.steps)), part)
+        part.rename(path)
+
     def load_record(self, rank: int) -> "ScriptRecord":
-        """Load the record of a rank."""
-        record: ScriptRecord = torch.load(self.record_file(rank), weights_only=False)
+        """Load the record of a rank; its tensors stay in files until they are read."""
+        record: ScriptRecord
+        record, steps = _mapped(self.record_file(rank))
+        record.steps.extend(_mapped(self._step_file(rank, number)) for number in range(steps))
         return record
+
+    def _step_file(self, rank: int, number: int) -> Path:
+        return self.folder / f"step-{rank}-{number}.pt"
+
+
+def _mapped(path: Path) -> Any:
+    return torch.load(path, weights_only=False, mmap=True)
 
 
 def for_ranks(argument: str, ranks: int) -> str:
@@ -139,6 +194,8 @@ class RecordedStep:
     elements: int = 0
     draws: list[RandomDraw] = field(default_factory=list)  # of each micro-batch
     dtypes: set[str] = field(default_factory=set)  # of the parameters, and those of autocast
+    # names of the optimizer's parameters, in its order
+    order: list[str] = field(default_factory=list)
     # fingerprints of the parameters before the update
     before: dict[str, str] = field(default_factory=dict)
     # gradients when clipping began; empty without clipping
@@ -164,6 +221,7 @@ class RecordedStep:
     ) -> None:
         """Note what the optimizer finds when it begins to update."""
         self.gradients = gradients
+        self.order = list(before)
         self.before = before
         self.settings = settings
         self.schedules = schedules
@@ -195,6 +253,11 @@ class ScriptRecord:
     collectives: list[tuple[str, int, str]] = field(default_factory=list)
     # mistakes of the loop: kind, text, fix
     findings: list[dict[str, str]] = field(default_factory=list)
+    draws: list[LoopDraw] = field(default_factory=list)  # what the loop drew, in order
+    # places of draws for which the ranks' numbers could not be given to this process
+    unkeyed: list[str] = field(default_factory=list)
+    # communication hooks of DistributedDataParallel: name, and whether torch offers it
+    hooks: list[tuple[str, bool]] = field(default_factory=list)
 
     def note_statistics(self) -> None:
         """Note that a module normalises by the statistics of its batch."""

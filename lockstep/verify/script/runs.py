@@ -4,7 +4,6 @@ Tests: tests/verify/test_script.py
 """
 
 import json
-import pickle
 import re
 import shlex
 import subprocess
@@ -19,7 +18,7 @@ from lockstep.errors import LockstepError, RunError, UsageError
 from lockstep.launch.spawn import spawn_again
 from lockstep.launch.worker import die_with_this_process
 from lockstep.paths import RUNS
-from lockstep.verify.script.observe import TASK, observe
+from lockstep.verify.script.observe import observe
 from lockstep.verify.script.record import ScriptRecord, ScriptTask, World, for_ranks
 from lockstep.verify.subject import run_isolated, why_not_ended
 from lockstep.verify.watch import injected
@@ -106,19 +105,23 @@ def script_starter(script: str) -> Start:
     preload = [module for module in _PRELOAD if module.partition(".")[0] in names]
     # pipelining brings torch's compiler, which DDP would import in each process.
     preload = ["torch.distributed.pipelining", "lockstep.verify.script.observe", *preload]
-    return lambda tasks, ranks: spawn_again(_take, (tasks,), ranks, preload=preload)
+
+    def start(tasks: Sequence[ScriptTask], ranks: int) -> None:
+        spawn_again(_take, ([task.write() for task in tasks],), ranks, preload=preload)
+
+    return start
 
 
-def _take(tasks: Sequence[ScriptTask]) -> None:
-    alone = rank_facts().world_size == len(tasks)  # else all ranks take the one task together
-    task = tasks[rank_facts().rank] if alone else tasks[0]
+def _take(folders: Sequence[Path]) -> None:
+    alone = rank_facts().world_size == len(folders)  # else all ranks take the one task together
+    task = ScriptTask.read(folders[rank_facts().rank] if alone else folders[0])
     run_isolated(partial(observe, task, alone=alone), task.folder, 0, _SECONDS, alone=alone)
 
 
 def start_command(tasks: Sequence[ScriptTask], ranks: int) -> None:
     """Run a command, in which `{n}` stands for the number of ranks; it starts its own processes."""
     for task in tasks:  # one after another: launchers may take the same port
-        (task.folder / TASK).write_bytes(pickle.dumps(task))
+        task.write()
         words = [
             for_ranks(word, ranks if len(tasks) == 1 else 1) for word in shlex.split(task.script)
         ]

@@ -21,6 +21,7 @@ from lockstep.parallel.parallel_model import local
 from lockstep.torch_compat import script_patches
 from lockstep.torch_compat.pytree import tree_leaves, tree_map_only
 from lockstep.verify.comparisons import shard_like
+from lockstep.verify.script.draws import BatchKey
 from lockstep.verify.script.record import ScriptRecord, ScriptTask, TensorPiece, batch_file
 from lockstep.verify.trace import bytes_of
 
@@ -164,6 +165,8 @@ class ObservedLoaders:
         self._rank = rank
         self._made = 0
         self._read = read
+        self.last: BatchKey | None = None  # the loader and index of the last batch
+        self.sources: list[BatchKey] = []  # the rank and index of each part of that batch
         script_patches.patch_loaders(self._before, self._after)
 
     def _before(self, arguments: dict[str, Any]) -> None:
@@ -201,8 +204,11 @@ class ObservedLoaders:
         self._read()
         samples = own
         task = self._task
+        self.last = (loader, index)
+        self.sources = []
         if task.feed:
             wanted = task.feed.get((loader, index))
+            self.sources = list(wanted or ())
             if wanted is not None:
                 assert task.samples is not None
                 parts = [

@@ -1,0 +1,266 @@
+"""Random numbers that a script's loop draws, keyed to the batch for which they are drawn.
+
+A loop may draw noise, times, latents, crops or a mixture for each batch, seeded by rank. One
+process that is given the samples of all ranks is given the ranks' numbers, too. Two ranks with
+batches of two samples, each of which draws `torch.randn(2, 3)` at line 40 of train.py for its
+first batch:
+
+    rank 0, batch 0, train.py:40, torch.randn → 2 × 3 numbers
+    rank 1, batch 0, train.py:40, torch.randn → 2 × 3 numbers
+    one process, whose batch 0 is both        → 4 × 3 numbers, in the order of the samples
+
+Permutations are joined so that each permutes its own rank's samples. A number for a whole batch,
+that each rank draws otherwise (the share of a mixup), can be given to one process only if it takes
+a single rank's samples.
+
+Tests: tests/verify/test_draws.py, tests/verify/test_script.py
+"""
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lockstep.launch.failures import short_path
+from lockstep.torch_compat.script_patches import PERMUTATIONS, patch_draws
+
+BatchKey = tuple[int, int]
+"""A loader and the index of its batch; without a loader -1 and the number of the pass."""
+
+_MOST_BYTES = 1 << 28  # of the numbers of one draw that are kept
+_READING = "/torch/utils/data/"  # what a data set draws is in its samples
+
+
+@dataclass(frozen=True)
+class LoopDraw:
+    """Random numbers that a line of a script has drawn."""
+
+    batch: BatchKey  # the last batch that was read
+    line: str  # file and line of the script's own code
+    name: str  # torch.randn, numpy.random.beta …
+    number: int  # how often the line had drawn so for this batch
+    value: Any  # a tensor on the CPU, an array, a list or a number; None if it is too large
+    outside: bool  # whether it was drawn outside of modules
+
+    @property
+    def is_permutation(self) -> bool:
+        """Whether it permutes the samples of a batch."""
+        return self.name in PERMUTATIONS
+
+    @property
+    def rows(self) -> int:
+        """Number of rows; 0 if it is a single number."""
+        shape = _shape(self.value)
+        return shape[0] if shape else 0
+
+    @property
+    def place(self) -> str:
+        """What was drawn, and where."""
+        return f"{self.name} at {self.line}"
+
+
+Draws = Mapping[int, Sequence[LoopDraw]]
+"""Rank → what it drew."""
+
+
+class ObservedDraws:
+    """Notes what a script draws, and gives it the numbers of the ranks whose samples it has.
+
+    Args:
+        given: what ranks drew, by rank.
+        sources: returns the rank and batch of each part of the last batch that was read.
+        batch: returns the last batch that was read.
+        note: is given each draw.
+        unkeyed: is given the place of a draw whose numbers differ on ranks and can't be joined.
+        in_module: returns whether a module is being called.
+        draw: makes a draw.
+        is_own: returns whether a file is the script's own.
+    """
+
+    def __init__(
+        self,
+        given: Draws,
+        sources: Callable[[], Sequence[tuple[int, int]]],
+        batch: Callable[[], BatchKey],
+        note: Callable[[LoopDraw], None],
+        unkeyed: Callable[[str], None],
+        in_module: Callable[[], bool],
+        draw: Callable[[Callable[[], Any]], Any],
+        is_own: Callable[[str], bool],
+    ) -> None:
+        self.active = False
+        self._sources = sources
+        self._batch = batch
+        self._note = note
+        self._unkeyed = unkeyed
+        self._in_module = in_module
+        self._draw = draw
+        self._is_own = is_own
+        self._counts: Counter[tuple[BatchKey, str, str]] = Counter()
+        self._given = {
+            (rank, draw.batch, draw.line, draw.name, draw.number): draw
+            for rank, draws in given.items()
+            for draw in draws
+        }
+        patch_draws(self._drawn)
+
+    def _drawn(self, name: str, call: Callable[[], Any]) -> Any:
+        value = self._draw(call)
+        line = self._line(sys._getframe(2)) if self.active else ""
+        if not line:
+            return value
+        batch = self._batch()
+        number = self._counts[batch, line, name]
+        self._counts[batch, line, name] += 1
+        parts = [
+            self._given.get((rank, (batch[0], index), line, name, number))
+            for rank, index in self._sources()
+        ]
+        known = [part for part in parts if part is not None and part.value is not None]
+        if parts and len(known) == len(parts):
+            joined = join(known, _shape(value), grows=batch[0] < 0)
+            if joined is None:
+                self._unkeyed(known[0].place)
+            else:
+                value = _replaced(value, joined)
+        self._note(LoopDraw(batch, line, name, number, _kept(value), not self._in_module()))
+        return value
+
+    def _line(self, frame: FrameType | None) -> str:
+        """Return the script's own line that draws; empty if a loader reads, or there is none."""
+        line = ""
+        while frame is not None:
+            file = frame.f_code.co_filename
+            if _READING in file:
+                return ""
+            if not line and self._is_own(file):
+                line = f"{short_path(file)}:{frame.f_lineno}"
+            frame = frame.f_back
+        return line
+
+
+def join(draws: Sequence[LoopDraw], shape: tuple[int, ...] | None, *, grows: bool) -> Any:
+    """Return what one process is given in place of numbers of a shape; None if they don't fit.
+
+    Args:
+        draws: of the ranks whose samples it has, in their order.
+        shape: of the numbers that it draws by itself.
+        grows: whether one process may be given more rows than it asked for.
+    """
+    values = [draw.value for draw in draws]
+    shapes = [_shape(value) for value in values]
+    first = shapes[0]
+    if first is None or not first:  # one number, or an object
+        return values[0] if all(_equal(value, values[0]) for value in values) else None
+    if shape == first and all(_equal(value, values[0]) for value in values):
+        return values[0]
+    rows = sum(each[0] for each in shapes if each)
+    if any(each is None or each[1:] != first[1:] for each in shapes):
+        return None
+    if shape is None or shape[1:] != first[1:] or not (shape[0] == rows or grows):
+        return None
+    if draws[0].is_permutation:
+        begins = np.cumsum([0, *(each[0] for each in shapes[:-1] if each)]).tolist()
+        values = [
+            [at + begin for at in value] if isinstance(value, list) else value + begin
+            for value, begin in zip(values, begins, strict=True)
+        ]
+    if isinstance(values[0], Tensor):
+        return torch.cat(values)
+    if isinstance(values[0], list):
+        return [element for value in values for element in value]
+    return np.concatenate(values)
+
+
+def _shape(value: Any) -> tuple[int, ...] | None:
+    """Return the shape of numbers; None for what is no number."""
+    if isinstance(value, Tensor | np.ndarray):
+        return tuple(value.shape)
+    if isinstance(value, list):
+        return (len(value),)
+    return () if isinstance(value, int | float | np.generic) else None
+
+
+def _equal(mine: Any, other: Any) -> bool:
+    if isinstance(mine, Tensor):
+        return isinstance(other, Tensor) and torch.equal(mine, other)
+    if isinstance(mine, np.ndarray):
+        return np.array_equal(mine, other)
+    return bool(mine == other)
+
+
+def _kept(value: Any) -> Any:
+    """Return a copy of what was drawn, which later writes do not change."""
+    if isinstance(value, Tensor):
+        size = value.numel() * value.element_size()
+        return None if size > _MOST_BYTES else value.detach().cpu().clone()
+    if isinstance(value, np.ndarray):
+        return None if value.nbytes > _MOST_BYTES else value.copy()
+    if isinstance(value, list):
+        return list(value) if all(isinstance(each, int | float) for each in value) else None
+    return value if isinstance(value, int | float | np.generic) else None
+
+
+def _replaced(value: Any, given: Any) -> Any:
+    """Return `given` as the call would have returned it: in the tensor or array that it made."""
+    if isinstance(value, Tensor) and isinstance(given, Tensor):
+        if value.shape != given.shape:
+            return given.to(value.device, value.dtype)
+        with torch.no_grad():
+            value.copy_(given)
+        return value
+    if isinstance(value, np.ndarray) and value.shape == np.shape(given):
+        value[...] = given
+        return value
+    return given
+
+
+def drawn_alike(ranks: Sequence[Sequence[LoopDraw]], sizes: Sequence[int]) -> list[str]:
+    """Return the places at which all ranks draw the same rows for batches of other samples.
+
+    Args:
+        ranks: what each rank drew.
+        sizes: numbers of samples in a batch. Numbers with other numbers of rows are of the whole
+            batch, which ranks may well share.
+    """
+    by_place: list[dict[str, list[LoopDraw]]] = []
+    for draws in ranks:
+        found: dict[str, list[LoopDraw]] = {}
+        for draw in draws:
+            if draw.outside and draw.rows in sizes and not draw.is_permutation:
+                found.setdefault(draw.place, []).append(draw)
+        by_place.append(found)
+    alike = []
+    for place, mine in by_place[0].items():
+        others = [found.get(place, []) for found in by_place[1:]]
+        numbers = sum(int(np.prod(_shape(draw.value) or ())) for draw in mine)
+        same = all(
+            len(other) == len(mine)
+            and all(_equal(a.value, b.value) for a, b in zip(mine, other, strict=True))
+            for other in others
+        )
+        varies = any(not _equal(draw.value, mine[0].value) for draw in mine[1:])
+        if same and varies and numbers >= _ENOUGH:
+            alike.append(place)
+    return alike
+
+
+def drawn_apart(ranks: Sequence[Sequence[LoopDraw]]) -> list[str]:
+    """Return the places at which ranks draw numbers of their own outside of modules."""
+    first = {(d.batch, d.line, d.name, d.number): d for d in ranks[0] if d.outside}
+    places: dict[str, None] = {}
+    for other in ranks[1:]:
+        for draw in other:
+            mine = first.get((draw.batch, draw.line, draw.name, draw.number))
+            if mine is not None and not _equal(mine.value, draw.value):
+                places[draw.place] = None
+    return list(places)
+
+
+_ENOUGH = 8  # numbers that are not the same by chance
