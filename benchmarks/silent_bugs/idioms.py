@@ -77,7 +77,6 @@ IDIOMS = (
     Idiom("tutorial", ("no epoch",), ("order of samples",), "_run_epoch"),
     Idiom("wrapped", ("zero",)),
     Idiom("wrapped", ("fp16",)),
-    Idiom("wrapped", ("bf16",)),
     Idiom("wrapped", ("powersgd",)),
     Idiom("wrapped", ("zero scaled",), (COMPUTATION,), "main"),
     Idiom("tensor_parallel"),

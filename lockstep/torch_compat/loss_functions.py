@@ -12,6 +12,8 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
+from lockstep.torch_compat.dispatch_mode import without_modes
+
 _ROUNDING = 1e-6  # relative
 
 NAMES: dict[str, Any] = vars(F)
@@ -47,4 +49,7 @@ def _number(node: Any) -> float:
     """Return the number that a tensor was multiplied or divided by; 0 if it is no such number."""
     other = node._saved_other
     is_number = isinstance(other, Tensor) and other.ndim == 0 and other.device.type == "cpu"
-    return abs(float(other)) if is_number and not other.requires_grad else 0.0
+    if not is_number or other.requires_grad:
+        return 0.0
+    # A mode would be given a Python number in place of the tensor that autograd has saved.
+    return abs(float(without_modes(float, (other,), {})))

@@ -237,8 +237,8 @@ def update(e: Evidence) -> Cause | None:
     changed = {*_differ(e, lambda update: update.before), *_differ(e, lambda update: update.after)}
     if changed & set(names):  # by something else than the optimizer, and undoing that is not enough
         return None
-    text = "the optimizer gets the same gradients, and makes other values of them"
-    where = f": on {name_ranks(ranks)}, {listed(names)}"
+    text = "the optimizer gets the same gradients and produces other values"
+    where = f" of {listed(names)} on {name_ranks(ranks)}"
     updates = [e.found.updates[rank] for rank in wrong[0].ranks]
     right = e.found.right_update
     if all(

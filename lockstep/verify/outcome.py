@@ -78,6 +78,8 @@ class Outcome:
     # the first in the order of a step; in a script, once draws and first values agree
     first: Difference | None = None
     alike: int = 0  # number of further differences of its aspect in that step
+    # a script's first operation that differs from one process; empty if it is not known
+    operation: str = ""
     # of this difference; of a script's other ones, too
     causes: list[Cause] = field(default_factory=list)
     # of the step that differs, in the order of drawing
@@ -111,6 +113,10 @@ class Outcome:
         self.rounding = rounding
         self.alike = alike
         self.same_bits = same_bits
+
+    def locate(self, operation: str) -> None:
+        """Note the first operation of a script that differs."""
+        self.operation = operation
 
     def describe(self, parameters: Iterable[str], parts: list[PartDifference]) -> None:
         """Note the names of all parameters, and which parts differ."""

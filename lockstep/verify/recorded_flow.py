@@ -133,7 +133,7 @@ class ObservedOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if name not in self._flow.collectives:
                 self._flow.collectives.append(name)
         elif func.namespace == "aten" and type(result) is Tensor and not result.is_meta:
-            line = _line()
+            line = line_of_code()
             if line:
                 bits = int(fingerprint(result.detach()))
                 norm = float(result.detach().double().abs().sum()) if result.numel() else 0.0
@@ -143,7 +143,7 @@ class ObservedOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
-def _line() -> str:
+def line_of_code() -> str:
     """Return the line of the user's code, or of a model that ships, that calls torch.
 
     "" if something else does.

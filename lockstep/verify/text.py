@@ -160,6 +160,8 @@ def _script_explanation(outcome: Outcome) -> list[str]:
         rank = f" on rank {first.ranks[0]}" if first.ranks[0] else ""
         size = f"{first.relative:.1e} of their norm"
         lines.append(f"  step {first.step + 1}: {first.aspect}{name} differ by {size}{rank}")
+        if outcome.operation:
+            lines.append(f"    {outcome.operation}")
     for cause in outcome.causes:
         lines += _script_cause(cause)
     return ["", outcome.name, *lines] if lines else []
@@ -200,6 +202,7 @@ def _as_json(outcome: Outcome) -> dict[str, Any]:
         "same_bits": outcome.same_bits,
         "largest_rounding": outcome.rounding,
         "first_difference": first,
+        "first_operation": outcome.operation or None,
         "causes": [vars(cause) for cause in outcome.causes],
         "notices": outcome.notices,
         "failed": outcome.failed or None,

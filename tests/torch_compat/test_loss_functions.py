@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lockstep.models.observed import LossCalls
 from lockstep.torch_compat.loss_functions import NAMES, is_mean
+from lockstep.verify.modes import MeanDraws
 
 _SCORES = torch.randn(4, 3)
 _TARGETS = torch.tensor([0, 1, 2, 0])
@@ -59,3 +60,5 @@ def test_a_module_that_computes_a_loss_is_noted(module: nn.Module, target: Any) 
 )
 def test_a_mean_is_told_from_what_divides_it(loss: Callable[[Tensor], Tensor], right: bool) -> None:
     assert is_mean(loss(torch.arange(6.0, requires_grad=True))) == right
+    with MeanDraws():
+        assert is_mean(loss(torch.arange(6.0, requires_grad=True))) == right

@@ -1,6 +1,6 @@
 """A plain DDP loop with what torch offers around it: a sharded optimizer, communication hooks.
 
-The first argument says which: `zero`, `fp16`, `bf16`, `powersgd`, or `penalty` after a reduction.
+The first argument says which: `zero`, `zero scaled` (a rank's loss is), `fp16` or `powersgd`.
 """
 
 import sys
@@ -34,8 +34,6 @@ def main() -> None:
     model = DistributedDataParallel(net)
     if WAY == "fp16":
         model.register_comm_hook(None, default_hooks.fp16_compress_hook)
-    if WAY == "bf16":
-        model.register_comm_hook(None, default_hooks.bf16_compress_hook)
     if WAY == "powersgd":
         state = powerSGD_hook.PowerSGDState(
             None, matrix_approximation_rank=1, start_powerSGD_iter=2

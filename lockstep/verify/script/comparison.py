@@ -15,12 +15,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from lockstep.errors import listed
+from lockstep.errors import LockstepError, listed
 from lockstep.verify.algebra import CEILING, Values, distance, mean_of
 from lockstep.verify.outcome import UNKNOWN, Cause, Difference, Outcome
 from lockstep.verify.script import gradients
 from lockstep.verify.script.fixes import script_cause
 from lockstep.verify.script.gradients import GradientEvidence, vector
+from lockstep.verify.script.operations import first_operation
 from lockstep.verify.script.ranks import is_cut_by_script, replicas_cause
 from lockstep.verify.script.record import (
     Pieces,
@@ -146,12 +147,11 @@ class ScriptComparison:
         return at if self.feed and not self.is_split() and limited else None
 
     def alone_on_each(
-        self, number: int, at: tuple[int, range]
+        self, number: int, at: tuple[int, range], **changes: Any
     ) -> list[tuple[Values, ScriptRecord]]:
         """Return a step's gradient of one process on the samples of each unit."""
-        return self.parts(
-            number, at, [[[(unit[0], i)] for i in at[1]] for unit in self.world.units]
-        )
+        given = [[[(unit[0], i)] for i in at[1]] for unit in self.world.units]
+        return self.parts(number, at, given, **changes)
 
     def mean_of_ranks(self) -> ScriptRecord | None:
         """Return the mean of one process for each unit, given its samples and random numbers.
@@ -187,7 +187,11 @@ class ScriptComparison:
         ]
 
     def parts(
-        self, step: int, at: tuple[int, range], given: Sequence[Sequence[Sequence[tuple[int, int]]]]
+        self,
+        step: int,
+        at: tuple[int, range],
+        given: Sequence[Sequence[Sequence[tuple[int, int]]]],
+        **changes: Any,
     ) -> list[tuple[Values, ScriptRecord]]:
         """Return a step's gradient on one process for each member of `given`.
 
@@ -197,7 +201,8 @@ class ScriptComparison:
             {**self.feed, **{(at[0], i): list(s) for i, s in zip(at[1], one, strict=True)}}
             for one in given
         ]
-        records = self.alone("given parts of the samples alone", feeds, steps=step + 1)
+        what = "given parts of the samples alone"
+        records = self.alone(what, feeds, steps=step + 1, **changes)
         return [(self.gradients(step, World([record]))[0], record) for record in records]
 
 
@@ -223,9 +228,38 @@ def _mean_step(steps: Sequence[RecordedStep], of_ranks: dict[str, list[Any]]) ->
     return replace(steps[0], unclipped=means, gradients=clipped)
 
 
+def _first_operation(c: ScriptComparison, first: Difference) -> str:
+    """Return the first operation of a step that differs on a rank from one process on its samples.
+
+    Empty if that can't be told.
+    """
+    at = c.batches_of(first.step)
+    if at is None or not c.world.leaders:
+        return ""
+    undone = {key: c.given[key] for key in _UNDONE if key in c.given}
+    try:
+        _, records = c.runs.world(c.ranks, "with each operation traced", **undone, traced=True)
+        alone = c.alone_on_each(first.step, at, traced=True)
+    except LockstepError:  # a mode in which torch runs something else
+        return ""
+    for unit, (_, one) in zip(c.world.units, alone, strict=True):
+        if len(records[unit[0]].steps) <= first.step or len(one.steps) <= first.step:
+            return ""
+        mine = records[unit[0]].steps[first.step].operations
+        found = first_operation(mine, one.steps[first.step].operations)
+        if found:
+            return f"the first operation that differs, on rank {unit[0]}: {found}"
+    return (
+        "no operation of a rank differs from those of one process on its samples: ranks part where"
+        " their gradients are combined"
+    )
+
+
 def explain(c: ScriptComparison, first: Difference, reference: ScriptRecord) -> None:
-    """Add the causes of the first difference."""
+    """Add the first operation that differs, and the causes of the first difference."""
     outcome = c.outcome
+    if first.aspect == "gradients":
+        outcome.locate(_first_operation(c, first))
     framework = c.outcome.framework
     aspect = first.aspect
     first.name_without_clipping()

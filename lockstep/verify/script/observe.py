@@ -48,6 +48,7 @@ from lockstep.verify.experiments import with_other_last_bits
 from lockstep.verify.modes import FullPrecision, MeanDraws
 from lockstep.verify.script import values
 from lockstep.verify.script.draws import BatchKey, ObservedDraws
+from lockstep.verify.script.operations import TracedOperations
 from lockstep.verify.script.record import (
     RandomDraw,
     RecordedStep,
@@ -117,6 +118,8 @@ class _ScriptObserver:
         self._flat: set[int] = set()  # parameters in modules that FSDP1 cuts
         self._models: list[nn.Module] = []
         self._depth = 0  # of modules that call each other
+        self._inside: list[str] = []  # their names; empty before they are known
+        self._is_traced = False
         self._in_backward = False
         self._in_schedule = False  # of a pipeline
         self._modes = ExitStack()  # from the forward pass to the end of the backward pass
@@ -240,6 +243,7 @@ class _ScriptObserver:
     def _batch_read(self) -> None:
         self._checks.batch_read()
         self._draws.active = True
+        self._trace()
 
     def _hook_registered(self, name: str, of_torch: bool) -> bool:
         self.record.hooks.append((name, of_torch))
@@ -269,6 +273,7 @@ class _ScriptObserver:
         if torch.compiler.is_compiling():
             return
         self._depth += 1
+        self._inside.append(self._modules.get(id(module), ""))
         device = next(module.parameters(), torch.empty(0)).device.type
         if torch.is_autocast_enabled(device):
             self._step.dtypes.add(f"autocast to {torch.get_autocast_dtype(device)}")
@@ -293,8 +298,20 @@ class _ScriptObserver:
             self._states = self._begin_pass()
             self._called_with = values.generator_states()
 
+    def _trace(self) -> None:
+        """Trace operations from here to the end of the backward pass, if the task says so."""
+        if self.task.traced and not self._is_traced:
+            self._is_traced = True
+            self._modes.enter_context(
+                TracedOperations(
+                    lambda: (self._inside[-1] if self._inside else "", self._in_backward),
+                    lambda operation: self._step.operations.append(operation),
+                )
+            )
+
     def _begin_pass(self) -> dict[str, Any]:
         states = values.generator_states()
+        self._trace()
         if self.task.mean_draws:
             random.seed(0)
             np.random.seed(0)
@@ -310,6 +327,7 @@ class _ScriptObserver:
         if torch.compiler.is_compiling():
             return
         self._depth -= 1
+        self._inside.pop()
         if self._states is None or self._in_backward or not torch.is_grad_enabled():
             return
         if self._depth == 0:
@@ -414,6 +432,7 @@ class _ScriptObserver:
 
     def _end_pass(self) -> None:
         self._modes.close()
+        self._is_traced = False
         if self.task.mean_draws and self._states is not None:
             random.setstate(self._states["python"])
             np.random.set_state(self._states["numpy"])

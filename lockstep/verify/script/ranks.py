@@ -14,7 +14,7 @@ from lockstep.errors import listed
 from lockstep.verify.outcome import Cause
 from lockstep.verify.script.draws import drawn_alike
 from lockstep.verify.script.fixes import fix_for, script_cause
-from lockstep.verify.script.record import ScriptRecord, Tensors, World
+from lockstep.verify.script.record import ACCELERATE, ScriptRecord, Tensors, World
 
 _BY_SAMPLES = "fingerprints of the samples of each rank"
 
@@ -380,6 +380,11 @@ def settings_cause(records: Sequence[ScriptRecord], reference: ScriptRecord) -> 
                         " in one process"
                     )
                     name = "learning rate schedule"
+                    if framework == ACCELERATE:
+                        text += (
+                            ", as Accelerate steps a prepared schedule: once for each rank's batch"
+                        )
+                        return Cause(name, text, [by], is_error=False, column="settings")
                 elif _close(times, float(ranks)):
                     text += f": it is {ranks} ×, scaled by the number of ranks"
                 elif _close(times, ranks**0.5):

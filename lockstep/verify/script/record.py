@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lockstep.verify.script.draws import BatchKey, Draws, LoopDraw
+from lockstep.verify.script.operations import TracedOperation
 
 Tensors = dict[str, Tensor]
 _TASK = "task.pt"  # file in the folder of a task
@@ -70,6 +71,7 @@ class ScriptTask:
     full_precision: bool = False  # nothing is converted to 16 bits
     plain_reduction: bool = False  # no communication hook is registered
     nudged: bool = False  # the last bits of the first parameters are changed
+    traced: bool = False  # each operation is recorded
 
     def record_file(self, rank: int) -> Path:
         """Return the file of a rank's record."""
@@ -187,6 +189,7 @@ class RecordedStep:
     flow: list[tuple[str, float, float]] = field(default_factory=list)
     # gradients of its samples alone, before ranks are reduced; or empty
     own: Pieces = field(default_factory=dict)
+    operations: list[TracedOperation] = field(default_factory=list)  # where they are traced
     losses: list[float] = field(default_factory=list)  # what each backward pass started from
     # of each pass of a whole model, prints of its rows
     inputs: list[list[str]] = field(default_factory=list)

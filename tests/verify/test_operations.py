@@ -1,0 +1,42 @@
+"""The first operation that differs from one process is found, with its line."""
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.verify.script.operations import TracedOperation, TracedOperations, first_operation
+
+LAYER = nn.Linear(4, 4)
+
+
+def traced(scale: float | None, inputs: Tensor) -> list[TracedOperation]:
+    found: list[TracedOperation] = []
+    with TracedOperations(lambda: ("head", False), found.append):
+        x = LAYER(inputs)
+        if scale is not None:
+            x = x * scale
+        x.sum()
+    return found
+
+
+def test_the_first_operation_that_differs() -> None:
+    inputs = torch.ones(2, 4)
+    plain = traced(None, inputs)
+    scaled = traced(2.0, inputs)
+    assert [operation.name for operation in scaled][-2:] == ["mul", "sum"]
+    assert first_operation(plain, plain) == ""
+    found = first_operation(scaled, plain)
+    assert "test_operations.py:" in found
+    assert " in head: mul where one process calls sum" in found
+    assert "mul returns something else" in first_operation(scaled, traced(3.0, inputs))
+    # the first operation is given other inputs, and is not what makes the difference
+    assert "is given something else" in first_operation(scaled, traced(2.0, 2 * inputs))
+    assert "sum is left out" in first_operation(plain[:-1], plain)
+    assert "sum, which one process does not call" in first_operation(plain, plain[:-1])
+
+
+def test_rounding_and_modules_of_one_side_are_left_out() -> None:
+    def made(bits: int, returned: float, module: str = "head") -> TracedOperation:
+        return TracedOperation("mul", module, "train.py:1", False, 1.0, returned, bits)
+
+    assert first_operation([made(1, 1.0)], [made(2, 1.0 + 1e-7)]) == ""
+    assert first_operation([made(1, 1.0, "wrapper"), made(1, 1.0)], [made(1, 1.0)]) == ""
