@@ -55,10 +55,19 @@ def _undone(e: Evidence, name: str, kind: str, text: str) -> Cause | None:
 
 
 def nondeterminism(e: Evidence) -> Cause | None:
-    """Return a cause if a step that is taken twice differs from itself."""
+    """Return a cause if a step that is taken twice differs from itself.
+
+    Samples are compared before operations: other samples make every operation return others.
+    """
     kind = "non-deterministic operation"
     once = e.facts(experiments.AGAIN)
     twice = e.facts(experiments.AGAIN_TOO)
+    if once is not None and twice is not None and once.samples != twice.samples:
+        text = (
+            "the samples are others each time that one process reads them: they depend on the"
+            " clock, the process or random numbers without a seed"
+        )
+        return Cause("samples that vary", text, ["the samples of the same step, read twice"])
     if once is not None and twice is not None and once.outputs != twice.outputs:
         pairs = zip(once.outputs, twice.outputs, strict=False)
         module = next((a[0] for a, b in pairs if a != b), "the model")

@@ -13,10 +13,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from lockstep.data.batches import MicroBatch
+from lockstep.errors import listed
 from lockstep.parallel.loss_accumulator import LossAccumulator
 from lockstep.parallel.passes import ForwardBackward
 from lockstep.strategy import SINGLE
@@ -24,28 +26,37 @@ from lockstep.torch_compat.pytree import tree_flatten, tree_unflatten
 from lockstep.trainer import Trainer
 from lockstep.trainer.loss_check import fix_for_count
 from lockstep.verify import worker
-from lockstep.verify.algebra import ADDS_UP, CEILING, distance, values_of, weighted_sum
-from lockstep.verify.experiments import DRAWS, PERTURB, is_indexed, switched_off
+from lockstep.verify.algebra import ADDS_UP, CEILING, Values, distance, values_of, weighted_sum
+from lockstep.verify.experiments import (
+    DRAWS,
+    PERTURB,
+    RECOMPUTATION,
+    is_indexed,
+    switched_off,
+)
 from lockstep.verify.modes import MeanDraws
 from lockstep.verify.recorded_flow import SLACK
 from lockstep.verify.subject import MAIN, Case, Spec
-from lockstep.verify.trace import GRADIENT, StepObserver, Trace
+from lockstep.verify.trace import GRADIENT, VALUE, StepObserver, Stored, Trace
 
 # relative difference of a step's gradient between two cuts that is rounding in any case
 AGREES = 1e-4
 _LARGEST = 1 << 28  # elements of gradients that are kept
+_LAST_BITS = 1e-6  # relative rounding of a value
 
 BASE = "base"
 HALF = "half"
 TWICE = "twice"
 PLAIN = "plain"
 NUDGED_BASE = "nudged"
+RECOMPUTED = "recomputed"
 EVALUATED = "evaluated"
 LOADED = "loaded"
 TITLES = {
     HALF: "micro-batches of half the size",
     TWICE: "micro-batches of twice the size",
     PLAIN: "one plain pass over the whole step",
+    RECOMPUTED: "with activation checkpointing, and without",
     EVALUATED: "evaluated between two steps",
     LOADED: "saved and loaded between two steps",
 }
@@ -88,6 +99,7 @@ def checks_of(spec: Spec) -> list[str]:
         wanted += [HALF] if size % 2 == 0 else []
         wanted += [TWICE] if global_batch % (2 * size) == 0 and global_batch > 2 * size else []
         wanted += [PLAIN] if global_batch > size else []
+        wanted += [RECOMPUTED] if RECOMPUTATION in switched_off(spec.config) else []
     return wanted + ([EVALUATED, LOADED] if spec.steps > 1 else [])
 
 
@@ -103,27 +115,48 @@ def judge(taken: Sequence[str], folder: Path, missing: dict[str, str]) -> list[C
     found = {what: pickle.loads((folder / f"check-{what}.pickle").read_bytes()) for what in made}
     checks = []
     for what in (what for what in taken if what in TITLES):
-        if what in missing or (what in (HALF, TWICE, PLAIN) and BASE not in found):
+        if what in missing or (what not in (EVALUATED, LOADED) and BASE not in found):
             text = f"not possible: {missing.get(what, missing.get(BASE))}"
             checks.append(Check(TITLES[what], passed=True, text=text))
         elif what in (EVALUATED, LOADED):
             checks.append(_judge_second(what, found[what]))
         else:
             checks.append(_judge_cut(what, found[BASE], found[what], found.get(NUDGED_BASE)))
-    return checks
+    lacks = _without_optimizer(Trace(folder / MAIN))
+    return checks if lacks is None else [*checks, lacks]
+
+
+def _without_optimizer(trace: Trace) -> Check | None:
+    """Return a note on parameters that get gradients and are in no optimizer; None without any."""
+    try:
+        facts = trace.facts(0)
+    except FileNotFoundError:  # no step was taken for these checks
+        return None
+    options = facts.update.options
+    lacking = [name for name in facts.norms if options and not options.get(name)]
+    if not lacking:
+        return None
+    text = f"{listed(lacking, 5)} get gradients, and no optimizer has them: they keep their values"
+    return Check("parameters and optimizers", passed=True, text=text)
 
 
 # ---- the same samples, cut otherwise ----
 
 
 def _cut_step(spec: Spec, folder: Path, what: str) -> _CutStep:
-    """Take the first step with its samples cut in one way; return its gradients."""
+    """Take the first step with its samples cut in one way; return its gradients.
+
+    What only rounds is switched off, and activation checkpointing, where it is not what is checked.
+    """
     training = spec.config.training
     size = training.batch_size
     global_batch = training.global_batch_size or training.batch_size
     sizes = {HALF: size // 2, TWICE: 2 * size, PLAIN: global_batch}
     settings = {
-        key: value for off in switched_off(spec.config).values() for key, value in off.items()
+        key: value
+        for name, off in switched_off(spec.config).items()
+        for key, value in off.items()
+        if (name, what) != (RECOMPUTATION, RECOMPUTED)
     }
     settings |= {
         "training.batch_size": sizes.get(what, size),
@@ -225,6 +258,12 @@ def _judge_cut(what: str, base: _CutStep, other: _CutStep, nudged: _CutStep | No
         return Check(TITLES[what], passed=True, text=text, relative=off)
     if off <= SLACK * nudge:
         return Check(TITLES[what], passed=True, relative=off)
+    if what == RECOMPUTED:
+        text = (
+            "what is computed again in the backward pass is not what the forward pass computed: the"
+            f" gradient differs by {off:.1e}"
+        )
+        return Check(TITLES[what], passed=False, kind="recomputation", text=text, relative=off)
     uncut, parts = (base, other) if what == HALF else (other, base)
     fits = _fits(uncut, parts)
     # A weak term that couples samples, as the balance of experts is, explains a small difference.
@@ -302,8 +341,21 @@ def _unlike(fit: tuple[int, list[float], float], parts: _CutStep, per: int) -> f
 # ---- the second step ----
 
 
-def _second_step(spec: Spec, folder: Path, what: str) -> tuple[float, str]:
-    """Return how far step 2's gradients are from the reference's, and the farthest parameter."""
+@dataclass(frozen=True)
+class _SecondStep:
+    """How far step 2 is from the reference's, and the parameters that are farthest."""
+
+    gradient: float  # difference of all gradients, relative to these
+    name: str
+    update: float  # difference of the values, relative to how far the step moves them
+    updated: str
+
+
+def _second_step(spec: Spec, folder: Path, what: str) -> _SecondStep:
+    """Take step 2 after an evaluation, or from a checkpoint, and compare it with the reference's.
+
+    An optimizer that has lost its state has the same gradient, and makes another update of it.
+    """
     trace = Trace(folder / MAIN)
     case = Case(MAIN, {"training.eval_batches": 1}, start=1 if what == LOADED else 0)
     with worker.trainer_of(spec, SINGLE, case, folder) as (trainer, data, _):
@@ -312,8 +364,10 @@ def _second_step(spec: Spec, folder: Path, what: str) -> tuple[float, str]:
         for done in islice(trainer.steps(data), 1 if what == LOADED else 2):
             if what == EVALUATED and done.step == 1:
                 trainer.evaluate(data)
-        with trace.tensors(1) as stored:
+        now = {name: values_of(p) for name, p in trainer.placed.parameters.items()}
+        with trace.tensors(0) as before, trace.tensors(1) as stored:
             right = {name: stored.get(GRADIENT, name) for name in observer.gradients}
+            updates = {name: _update_off(name, now[name], before, stored) for name in now}
         pairs = [
             (g.cpu(), r) for name, g in observer.gradients.items() if (r := right[name]) is not None
         ]
@@ -325,13 +379,40 @@ def _second_step(spec: Spec, folder: Path, what: str) -> tuple[float, str]:
             for n, g in observer.gradients.items()
             if (r := right[n]) is not None
         }
-        return distance_of_all, max(each, key=lambda name: each[name], default="")
+        name = max(each, key=lambda name: each[name], default="")
+        updated = max(updates, key=lambda name: updates[name], default="")
+        return _SecondStep(distance_of_all, name, updates.get(updated, 0.0), updated)
 
 
-def _judge_second(what: str, found: tuple[float, str]) -> Check:
-    off, name = found
+def _update_off(name: str, now: Values, before: Stored, right: Stored) -> float:
+    """Return how far a parameter's new value is off, relative to how far the step moves it.
+
+    Rounding of the value itself is left out.
+    """
+    old = before.get(VALUE, name)
+    new = right.get(VALUE, name)
+    if old is None or new is None or now.shape != tuple(new.shape):
+        return 0.0
+    off = float(np.linalg.norm((now - values_of(new)).ravel()))
+    rounding = _LAST_BITS * float(np.linalg.norm(now.ravel()))
+    moved = float(np.linalg.norm((values_of(new) - values_of(old)).ravel()))
+    return 0.0 if off <= rounding else off / max(moved, rounding, 1e-300)
+
+
+def _judge_second(what: str, found: _SecondStep) -> Check:
+    off = found.gradient
+    name = found.name
     if off <= AGREES:
-        return Check(TITLES[what], passed=True, relative=off)
+        if found.update <= AGREES:
+            return Check(TITLES[what], passed=True, relative=off)
+        where = "a checkpoint does not hold all of" if what == LOADED else "an evaluation changes"
+        text = (
+            f"the next step's gradients are the same, and its update of {found.updated} differs by"
+            f" {found.update:.1e}: {where} what the optimizer keeps"
+        )
+        return Check(
+            TITLES[what], passed=False, kind="optimizer state", text=text, relative=found.update
+        )
     kind = "evaluation"
     why = "an evaluation changes what the model computes afterwards: training reads what it writes"
     if what == LOADED:

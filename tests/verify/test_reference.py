@@ -3,6 +3,7 @@ blamed.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from torch import Tensor
 from benchmarks.silent_bugs.faults import data, memory, models, sound
 from lockstep import verify as package
 from lockstep.config import config_from
-from lockstep.verify import reference
+from lockstep.verify import direct_causes, experiments, reference
+from lockstep.verify.differences import Evidence, StepResult
 from lockstep.verify.reference import (
     BASE,
     EVALUATED,
@@ -21,11 +23,13 @@ from lockstep.verify.reference import (
     LOADED,
     NUDGED_BASE,
     PLAIN,
+    RECOMPUTED,
     TITLES,
     TWICE,
     Check,
 )
-from lockstep.verify.subject import Case
+from lockstep.verify.subject import Case, Subject
+from lockstep.verify.trace import StepFacts, Trace
 from lockstep.verify.worker import record
 from tests.parity.toy import language_model
 
@@ -39,17 +43,19 @@ COMMON: dict[str, Any] = {
 
 
 def checked(
-    make: Callable[[], Any], wanted: list[str], folder: Path, steps: int = 1
+    make: Callable[[], Any], wanted: list[str], folder: Path, steps: int = 1, **settings: Any
 ) -> dict[str, Check]:
     """In this process: what a check leaves behind does not matter to these subjects."""
-    spec, _ = package._spec(config_from(COMMON), make, ["ddp:2"], steps)
+    spec, _ = package._spec(config_from(COMMON | settings), make, ["ddp:2"], steps)
     if steps > 1:
         record(spec, Case(steps=steps), folder)
     assert set(wanted) <= set(reference.checks_of(spec)) or steps > 1
     for what in wanted:
         reference.take(spec, what, folder)
     names = {title: what for what, title in TITLES.items()}
-    return {names[check.name]: check for check in reference.judge(wanted, folder, {})}
+    return {
+        names.get(check.name, check.name): check for check in reference.judge(wanted, folder, {})
+    }
 
 
 @pytest.mark.parametrize(
@@ -129,3 +135,82 @@ def test_a_counter_that_an_evaluation_moves_and_no_checkpoint_holds_is_found(
         (check.passed, check.kind) for check in reference.judge([EVALUATED, LOADED], tmp_path, {})
     ]
     assert kinds == [(False, "evaluation"), (False, "checkpoint")]
+
+
+class Forgetful(torch.optim.Optimizer):
+    """Keeps its momentum beside its state, so that no checkpoint holds it."""
+
+    def __init__(self, parameters: list[Tensor]) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.kept: dict[Tensor, Tensor] = {}
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            self.kept[p] = 0.9 * self.kept.get(p, torch.zeros_like(p)) + p.grad
+            p.data -= self.param_groups[0]["lr"] * self.kept[p]
+
+
+def forgets() -> Subject:
+    return replace(models.net(), optimizer=lambda parameters: Forgetful(list(parameters)))
+
+
+def test_an_optimizer_that_forgets_has_the_same_gradients_and_another_update(
+    tmp_path: Path,
+) -> None:
+    found = checked(forgets, [LOADED], tmp_path, 2)[LOADED]
+    assert not found.passed
+    assert found.kind == "optimizer state"
+    assert "a checkpoint does not hold all of what the optimizer keeps" in found.text
+
+
+def without_the_head() -> Subject:
+    def optimizer(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(list(parameters)[:-1], lr=0.1)
+
+    return replace(models.net(), optimizer=optimizer)
+
+
+def test_parameters_without_an_optimizer_are_said(tmp_path: Path) -> None:
+    found = checked(without_the_head, [EVALUATED], tmp_path, 2)
+    assert found[EVALUATED].passed
+    assert "head.bias get gradients, and no optimizer has them" in (
+        found["parameters and optimizers"].text
+    )
+
+
+class Counting(models.Block):
+    """Computes something else each time it is called."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        y: Tensor = super().forward(x) * (1 + 0.1 * self.calls)
+        return y
+
+
+def counts_when_it_is_recomputed() -> Subject:
+    model = models.Net()
+    model.blocks = torch.nn.ModuleList(Counting() for _ in range(2))
+    return models.net(model)
+
+
+def test_what_is_recomputed_is_compared_with_what_was_computed(tmp_path: Path) -> None:
+    settings = {"training.gradient_checkpointing": "full"}
+    found = checked(
+        counts_when_it_is_recomputed, [BASE, NUDGED_BASE, RECOMPUTED], tmp_path, **settings
+    )
+    assert found[RECOMPUTED].kind == "recomputation"
+    assert not found[RECOMPUTED].passed
+    found = checked(models.net, [BASE, NUDGED_BASE, RECOMPUTED], tmp_path, **settings)
+    assert found[RECOMPUTED].passed
+
+
+def test_samples_that_vary_are_not_blamed_on_an_operation(tmp_path: Path) -> None:
+    for name, sample in ((experiments.AGAIN, "one"), (experiments.AGAIN_TOO, "another")):
+        facts = StepFacts(samples={0: sample}, outputs=[("head", hash(sample))])
+        Trace(tmp_path / name).write(0, facts, {})
+    evidence = Evidence(StepResult(0), {}, {}, tmp_path, config_from(COMMON))
+    cause = direct_causes.nondeterminism(evidence)
+    assert cause is not None
+    assert cause.kind == "samples that vary"
