@@ -1,6 +1,6 @@
 """What the system says of processes, from /proc (Linux).
 
-Tests: tests/launch/test_hang.py, tests/launch/test_stopped.py
+Tests: tests/launch/test_hang.py, tests/launch/test_stopped.py, tests/verify/test_isolated.py
 """
 
 import os
@@ -20,6 +20,15 @@ def is_stopped(pid: int) -> bool:
 def is_running(pid: int) -> bool:
     """Return whether the process has not ended; a zombie has ended."""
     return _state(Path(f"/proc/{pid}")) not in ("", "Z", "X")
+
+
+def wants_processor(thread: int) -> bool:
+    """Return whether a thread of this process, but for one, computes, waits to, or reads a disk.
+
+    On a busy machine one that waits for its turn uses no processor either.
+    """
+    tasks = Path("/proc/self/task").glob("*")
+    return any(_state(path) in ("R", "D") for path in tasks if path.name != str(thread))
 
 
 def descendants(pid: int) -> Iterator[int]:

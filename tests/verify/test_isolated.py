@@ -4,9 +4,11 @@ limit.
 
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 
+from lockstep import processes
 from lockstep.errors import UsageError
 from lockstep.verify.subject import run_isolated, why_not_ended
 
@@ -51,3 +53,22 @@ def test_a_case_that_hangs_is_ended_and_placed(tmp_path: Path) -> None:
     assert "no answer within 1 s: rank 0 at " in error
     assert "test_isolated.py" in error
     assert " in waits" in error
+
+
+def test_a_thread_that_waits_for_the_processor_is_told_from_one_that_sleeps() -> None:
+    """On a busy machine the first uses no processor either."""
+    ready = threading.Event()
+    ended = threading.Event()
+
+    def computes() -> None:
+        while not ended.is_set():
+            ready.set()
+
+    worker = threading.Thread(target=computes)
+    worker.start()
+    ready.wait()
+    found = False
+    while not found:  # it never sleeps, so that it is seen as soon as this thread looks
+        found = processes.wants_processor(threading.get_native_id())
+    ended.set()
+    worker.join()

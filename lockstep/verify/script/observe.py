@@ -41,7 +41,7 @@ from lockstep.launch.script import run_script
 from lockstep.launch.worker import mark_done
 from lockstep.parallel.parallel_model import local
 from lockstep.paths import RUNS
-from lockstep.processes import descendants, is_running
+from lockstep.processes import descendants, is_running, wants_processor
 from lockstep.torch_compat import script_patches
 from lockstep.torch_compat.pytree import tree_leaves
 from lockstep.verify.experiments import with_other_last_bits
@@ -184,7 +184,8 @@ class _ScriptObserver:
         while not (mark.exists() and all(other.exists() for other in idle)):
             time.sleep(_POLL)
             now = time.process_time()
-            if now - used > _BUSY * _POLL or any(map(is_running, descendants(os.getpid()))):
+            is_busy = now - used > _BUSY * _POLL or wants_processor(threading.get_native_id())
+            if is_busy or any(map(is_running, descendants(os.getpid()))):
                 since = time.monotonic()
                 mark.unlink(missing_ok=True)
             elif time.monotonic() - since > _PATIENCE:

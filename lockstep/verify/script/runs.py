@@ -86,6 +86,9 @@ class Runs:
         self._start(tasks, len(tasks))
         for number, task in enumerate(tasks):
             error = why_not_ended(task.folder, number + 1, _SECONDS)
+            if error is None and task.hang_file(0).exists():
+                at = json.loads(task.hang_file(0).read_text()) or "its end"
+                error = RunError(f"one process waits for something at {at}, and nothing computes")
             if error is not None:
                 raise _with_output(error, task.folder, 1)
         return [task.load_record(0) for task in tasks]
