@@ -33,7 +33,8 @@ def is_mean(loss: Any) -> bool:
         if name.startswith("MeanBackward") or getattr(node, "_saved_reduction", None) == 1:
             return abs(times - 1) < _ROUNDING
         if name == "SumBackward0":
-            return abs(times * math.prod(node._saved_self_sym_sizes) - 1) < _ROUNDING
+            terms = float(math.prod(node._saved_self_sym_sizes))
+            return abs(times * terms - 1) < _ROUNDING
         if name in ("MulBackward0", "DivBackward0"):
             number = _number(node)
             if not number:

@@ -45,6 +45,8 @@ _WAIT_SECONDS = 600.0  # for what another rank says of a step
 _LOOK_SECONDS = 0.02
 # its `sitecustomize.py` is put on the path of other processes
 _FOLDER = Path(__file__).parent / "injected"
+_WRAPPED = "wrapped"  # parameters whose gradients DistributedDataParallel averages
+_PLAIN = "plain"  # others, which ranks may hold equal or not
 _END = -1  # stands for a step in what ranks say when their processes end
 _log = logging.getLogger("lockstep.watch")
 
@@ -179,7 +181,7 @@ class observe:  # noqa: N801 — called as a function
         self._compares = (begins or self._checks.looks) and _has_ranks()
         if self._compares:
             for kind, name, p in self._compared(optimizer):
-                if kind == "plain":
+                if kind.startswith(_PLAIN):
                     self._before[f"before|{kind}|{name}"] = fingerprint(p.detach())
 
     def _after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
@@ -191,13 +193,18 @@ class observe:  # noqa: N801 — called as a function
         self._checks.end_update(optimizer)
 
     def _compared(self, optimizer: Optimizer) -> Iterator[tuple[str, str, Tensor]]:
-        """Yield each parameter that all ranks hold: `wrapped` or `plain`, its name, itself."""
+        """Yield each parameter that all ranks hold: its kind, its name, itself.
+
+        The kind is `wrapped` or `plain`, and the number of the optimizer: several networks may use
+        one name.
+        """
+        of = list(self._steps_of).index(id(optimizer))
         wrappers = [made for made in self._checks.made if isinstance(made, DistributedDataParallel)]
         wrapped = {id(p) for wrapper in wrappers for p in wrapper.parameters()}
         for number, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
             if not isinstance(p, DTensor) and p.numel():
-                kind = "wrapped" if id(p) in wrapped else "plain"
-                yield kind, self._checks.names.get(id(p), f"parameter {number}"), p
+                kind = _WRAPPED if id(p) in wrapped else _PLAIN
+                yield f"{kind}{of}", self._checks.names.get(id(p), f"parameter {number}"), p
 
     def _compare_ranks(self, optimizer: Optimizer, ranks: "_Ranks") -> None:
         """Send fingerprints of weights and gradients, and learning rates, to be compared."""
@@ -304,7 +311,7 @@ class _Ranks:
             values = {said["prints"].get(key) for said in ranks}
             if len(values) == 1:
                 self._equal.add(key)
-            elif kind == "wrapped" or key in self._equal:
+            elif kind.startswith(_WRAPPED) or key in self._equal:
                 apart.setdefault(what, []).append(name)
         if "before" in apart:
             text = (

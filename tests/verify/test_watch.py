@@ -14,13 +14,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import lockstep
 from lockstep.cli import main
 from lockstep.verify import watch
 from lockstep.verify.training_checks import LoopFinding, TrainingChecks
-from tests.ranks import free_port
+from tests.ranks import free_port, run_ranks
 
 ROOT = Path(__file__).parents[2]
 
@@ -58,6 +58,28 @@ class Loop:
 
 def loop(**changes: Callable[..., Any] | int) -> type[Loop]:
     return type("Changed", (Loop,), changes)
+
+
+def left_in_evaluation(self: Loop) -> None:
+    Loop.step(self)
+    self.model.eval()
+
+
+def looks_before_each_epoch(self: Loop) -> None:
+    epochs_in_one_order(self, sets_epoch=True)
+
+
+def epochs_in_one_order(self: Loop, sets_epoch: bool = False) -> None:
+    data = TensorDataset(torch.randn(16, 4))
+    sampler: DistributedSampler[Any] = DistributedSampler(data, 1, 0)
+    loader = DataLoader(data, batch_size=8, sampler=sampler)
+    for epoch in range(3):
+        next(iter(loader))
+        if sets_epoch:
+            sampler.set_epoch(epoch)
+        for (x,) in loader:
+            self.backward(self.loss(x))
+            self.step()
 
 
 def frozen_part(self: Loop, x: Tensor) -> Tensor:
@@ -141,6 +163,10 @@ def undivided(self: Loop, x: Tensor) -> Tensor:
     return nn.functional.mse_loss(self.model(x), x[:, :1])
 
 
+def undivided_mean_of_its_own(self: Loop, x: Tensor) -> Tensor:
+    return 1.0 * (self.model(x) - x[:, :1]).square().sum() / len(x)
+
+
 def schedule_each(self: Loop, loss: Tensor) -> None:
     loss.backward()
     self.schedule.step()
@@ -164,9 +190,13 @@ def infinite(self: Loop, x: Tensor) -> Tensor:
         (loop(__init__=evaluating_in_a_wrapper), "evaluation mode"),
         (loop(step=evaluated_and_left), "evaluation mode"),
         (loop(step=evaluated_and_put_back), None),
+        (loop(step=left_in_evaluation), "evaluation mode"),
+        (loop(run=looks_before_each_epoch), None),
+        (loop(run=epochs_in_one_order), "order of samples"),
         (loop(loss=frozen_part), "parameters without gradients"),
         (loop(accumulate=2, backward=clipping_each), "clipping"),
         (loop(accumulate=2, loss=undivided), "gradient accumulation"),
+        (loop(accumulate=2, loss=undivided_mean_of_its_own), "gradient accumulation"),
         (loop(accumulate=3, backward=schedule_each), "learning rate schedule"),
         (loop(loss=infinite), "not finite"),
     ],
@@ -225,6 +255,34 @@ def test_ranks_are_compared(case: str, found: str, tmp_path: Path) -> None:
     said = re.findall(r"watch-training: ✗ rank 0: (.*?):", ended.stdout + ended.stderr)
     assert said == [found] * bool(found), ended.stdout + ended.stderr
     assert f"{'1' if found else 'nothing'} found" in ended.stdout + ended.stderr
+
+
+def two_networks(wrapped: bool) -> dict[str, str]:
+    """Return what is found where the second of two networks is in no wrapper."""
+    torch.manual_seed(0)
+    inner = nn.Linear(4, 4)
+    first = nn.parallel.DistributedDataParallel(nn.Linear(4, 1))
+    second = nn.parallel.DistributedDataParallel(inner) if wrapped else inner
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (first, second)]
+    torch.manual_seed(torch.distributed.get_rank())
+    with lockstep.observe(every=1000, report=lambda _finding: None) as seen:
+        for _ in range(3):
+            first(second(torch.randn(8, 4))).square().mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    return {kind: finding.text for kind, finding in seen.findings.items()}
+
+
+def test_a_network_in_no_wrapper_is_found_beside_one_that_is_in_one() -> None:
+    found, _ = run_ranks(two_networks, 2, False)
+    assert list(found) == ["gradient synchronisation"]
+    assert "each rank updates them with gradients of its own" in found["gradient synchronisation"]
+
+
+@pytest.mark.full
+def test_two_networks_in_wrappers_are_right() -> None:
+    assert run_ranks(two_networks, 2, True) == [{}, {}]
 
 
 TWO_MISTAKES_IN_ONE_STAGE = """
