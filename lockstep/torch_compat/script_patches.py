@@ -316,13 +316,12 @@ def patch_draws(drawn: Drawn) -> None:
 
 
 def _drawing(original: Callable[..., Any], name: str, drawn: Drawn) -> Callable[..., Any]:
+    @wraps(original)
     def observed(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return original(*args, **kwargs)
         return drawn(name, lambda: original(*args, **kwargs))
 
-    observed.__name__ = original.__name__
-    observed.__doc__ = original.__doc__
     return observed
 
 

@@ -83,8 +83,8 @@ def with_ranks(words: Sequence[str]) -> tuple[str, int | None]:
         if equals:
             command[at] = f"{name}={{n}}"
         else:
-            value = command[at + 1]
-            command[at + 1] = "{n}"
+            value = "".join(command[at + 1 : at + 2])
+            command[at + 1 : at + 2] = ["{n}"]
         return shlex.join([*before, *command]), int(value) if value.isdecimal() else None
     command[begin:begin] = [launcher.options[0], "{n}"]
     return shlex.join([*before, *command]), None
@@ -114,10 +114,11 @@ def _end_of_options(command: Sequence[str], begin: int) -> int:
 
 
 def _refuse_hosts(options: Sequence[str], words: Sequence[str]) -> None:
+    """Raise UsageError if a launcher is told to start ranks on several hosts."""
     for at, option in enumerate(options):
         name, equals, value = option.partition("=")
         if name in _HOSTS:
-            number = value if equals else options[at + 1 : at + 2][0]
+            number = value if equals else " ".join(options[at + 1 : at + 2])
             if number not in ("1", "1:1"):
                 raise UsageError(
                     f"{name} {number} is for several hosts, and verify runs the command on this"

@@ -94,7 +94,7 @@ class ObservedDraws:
         draw: Callable[[Callable[[], Any]], Any],
         is_own: Callable[[str], bool],
     ) -> None:
-        self.active = False
+        self._active = False
         self._sources = sources
         self._batch = batch
         self._note = note
@@ -110,9 +110,16 @@ class ObservedDraws:
         }
         patch_draws(self._drawn)
 
+    def begin(self) -> None:
+        """Note draws from now on.
+
+        What was drawn before a batch is read, or an optimizer made, is first values or data.
+        """
+        self._active = True
+
     def _drawn(self, name: str, call: Callable[[], Any]) -> Any:
         value = self._draw(call)
-        line = self._line(sys._getframe(2)) if self.active else ""
+        line = self._line(sys._getframe(2)) if self._active else ""
         if not line:
             return value
         batch = self._batch()

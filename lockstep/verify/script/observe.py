@@ -239,11 +239,11 @@ class _ScriptObserver:
     def _made(self, made: Any) -> None:
         self._checks.made.add(made)
         if isinstance(made, torch.optim.Optimizer):
-            self._draws.active = True  # what was drawn before is the model's first values, or data
+            self._draws.begin()
 
     def _batch_read(self) -> None:
         self._checks.batch_read()
-        self._draws.active = True
+        self._draws.begin()
         self._trace()
 
     def _hook_registered(self, name: str, of_torch: bool) -> bool:
