@@ -23,7 +23,7 @@ from lockstep.errors import UsageError
 class _Launcher:
     """A program that starts ranks: the words it begins with, and its options for their number."""
 
-    words: tuple[str, ...]
+    words: str
     options: tuple[str, ...]  # the first is written where none is given
 
 
@@ -31,18 +31,18 @@ _OF_TORCH = ("--nproc-per-node", "--nproc_per_node")
 _OF_ACCELERATE = ("--num_processes", "--num-processes")
 _OF_MPI = ("-np", "-n", "--np", "--n")
 _LAUNCHERS = (
-    _Launcher(("torchrun",), _OF_TORCH),
-    _Launcher(("python", "-m", "torch.distributed.run"), _OF_TORCH),
-    _Launcher(("python", "-m", "torch.distributed.launch"), _OF_TORCH),
-    _Launcher(("lockstep", "launch"), _OF_TORCH),
-    _Launcher(("python", "-m", "lockstep", "launch"), _OF_TORCH),
-    _Launcher(("accelerate", "launch"), _OF_ACCELERATE),
-    _Launcher(("accelerate-launch",), _OF_ACCELERATE),
-    _Launcher(("python", "-m", "accelerate.commands.launch"), _OF_ACCELERATE),
-    _Launcher(("fabric", "run"), ("--devices",)),
-    _Launcher(("deepspeed",), ("--num_gpus",)),
-    _Launcher(("mpirun",), _OF_MPI),
-    _Launcher(("mpiexec",), _OF_MPI),
+    _Launcher("torchrun", _OF_TORCH),
+    _Launcher("python -m torch.distributed.run", _OF_TORCH),
+    _Launcher("python -m torch.distributed.launch", _OF_TORCH),
+    _Launcher("lockstep launch", _OF_TORCH),
+    _Launcher("python -m lockstep launch", _OF_TORCH),
+    _Launcher("accelerate launch", _OF_ACCELERATE),
+    _Launcher("accelerate-launch", _OF_ACCELERATE),
+    _Launcher("python -m accelerate.commands.launch", _OF_ACCELERATE),
+    _Launcher("fabric run", ("--devices",)),
+    _Launcher("deepspeed", ("--num_gpus",)),
+    _Launcher("mpirun", _OF_MPI),
+    _Launcher("mpiexec", _OF_MPI),
 )
 _HOSTS = ("--nnodes", "--num_machines", "--num-machines", "--num_nodes", "--num-nodes")
 _OF_PYTHON = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "{n}"]
@@ -63,7 +63,9 @@ def with_ranks(words: Sequence[str]) -> tuple[str, int | None]:
     command = list(words[variables:])
     if any(re.search(r"\{(\d+/)?n\}", word) for word in command):
         return shlex.join([*before, *command]), None
-    launcher = next((known for known in _LAUNCHERS if _begins_with(command, known.words)), None)
+    launcher = next(
+        (known for known in _LAUNCHERS if _begins_with(command, known.words.split())), None
+    )
     if launcher is None:
         if not command or not _is_python(command[0]):
             raise UsageError(
@@ -73,7 +75,7 @@ def with_ranks(words: Sequence[str]) -> tuple[str, int | None]:
                 " lockstep verify --ranks 1,2 -- ./train.sh {n}",
             )
         return shlex.join([*before, command[0], *_OF_PYTHON, *command[1:]]), None
-    begin = len(launcher.words)
+    begin = len(launcher.words.split())
     end = _end_of_options(command, begin)
     _refuse_hosts(command[begin:end], words)
     for at in range(begin, end):

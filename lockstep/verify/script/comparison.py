@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lockstep.errors import LockstepError, listed
+from lockstep.errors import LockstepError, RunError, listed
 from lockstep.verify.algebra import CEILING, Values, distance, mean_of
 from lockstep.verify.outcome import UNKNOWN, Cause, Difference, Outcome
 from lockstep.verify.script import gradients
@@ -56,6 +56,8 @@ class ScriptComparison:
         self.given: dict[str, Any] = {}
         self.feed: Feed = {}
         self.sizes: dict[str, int] = {}  # of the gradients that are compared
+        # step → as `alone_on_each` has found
+        self._on_each: dict[int, list[tuple[Values, ScriptRecord]]] = {}
         # parameter → size of its difference, where a gradient differs
         self.off: dict[str, float] = {}
 
@@ -147,11 +149,19 @@ class ScriptComparison:
         return at if self.feed and not self.is_split() and limited else None
 
     def alone_on_each(
-        self, number: int, at: tuple[int, range], **changes: Any
+        self, number: int, at: tuple[int, range]
     ) -> list[tuple[Values, ScriptRecord]]:
-        """Return a step's gradient of one process on the samples of each unit."""
-        given = [[[(unit[0], i)] for i in at[1]] for unit in self.world.units]
-        return self.parts(number, at, given, **changes)
+        """Return a step's gradient of one process on the samples of each unit, traced if it can be.
+
+        It is computed once.
+        """
+        if number not in self._on_each:
+            given = [[[(unit[0], i)] for i in at[1]] for unit in self.world.units]
+            try:
+                self._on_each[number] = self.parts(number, at, given, traced=True)
+            except LockstepError:  # what is compiled may not be traced
+                self._on_each[number] = self.parts(number, at, given)
+        return self._on_each[number]
 
     def mean_of_ranks(self) -> ScriptRecord | None:
         """Return the mean of one process for each unit, given its samples and random numbers.
@@ -203,6 +213,8 @@ class ScriptComparison:
         ]
         what = "given parts of the samples alone"
         records = self.alone(what, feeds, steps=step + 1, **changes)
+        if any(len(record.steps) <= step for record in records):
+            raise RunError(f"one process, {what}, took fewer than {step + 1} steps")
         return [(self.gradients(step, World([record]))[0], record) for record in records]
 
 
@@ -239,13 +251,15 @@ def _first_operation(c: ScriptComparison, first: Difference) -> str:
     undone = {key: c.given[key] for key in _UNDONE if key in c.given}
     try:
         _, records = c.runs.world(c.ranks, "with each operation traced", **undone, traced=True)
-        alone = c.alone_on_each(first.step, at, traced=True)
-    except LockstepError:  # a mode in which torch runs something else
+    except LockstepError:  # what is compiled may not be traced
         return ""
+    alone = c.alone_on_each(first.step, at)
     for unit, (_, one) in zip(c.world.units, alone, strict=True):
         if len(records[unit[0]].steps) <= first.step or len(one.steps) <= first.step:
             return ""
         mine = records[unit[0]].steps[first.step].operations
+        if not mine:
+            return ""
         found = first_operation(mine, one.steps[first.step].operations)
         if found:
             return f"the first operation that differs, on rank {unit[0]}: {found}"
