@@ -19,7 +19,7 @@ from lockstep.errors import LockstepError, RunError, listed
 from lockstep.verify.algebra import CEILING, Values, distance, mean_of
 from lockstep.verify.outcome import UNKNOWN, Cause, Difference, Outcome
 from lockstep.verify.script import gradients
-from lockstep.verify.script.fixes import script_cause
+from lockstep.verify.script.fixes import NORMALISATION, script_cause
 from lockstep.verify.script.gradients import GradientEvidence, vector
 from lockstep.verify.script.operations import first_operation
 from lockstep.verify.script.ranks import is_cut_by_script, replicas_cause
@@ -313,9 +313,11 @@ def _gradient_causes(
         same = distance(mean_of(evidence.own), evidence.reference) < CEILING / NUDGES
         weighed = None if same else gradients.weighing_cause(evidence)
         return [found] if weighed is None else [found, weighed]
-    found = _statistics_cause(c, first) or _computation_cause(c, first, evidence)
-    if found is None:
-        found = gradients.weighing_cause(evidence)
+    found = gradients.weighing_cause(evidence) or _statistics_cause(c, first)
+    if found is None or found.kind == NORMALISATION:
+        # Weights of ranks may look like unequal counts: then one process on a rank's samples has
+        # that rank's gradient.
+        found = _computation_cause(c, first, evidence) or found
     if found is None:
         found = _coupling_cause(c, first, evidence) or _micro_batch_cause(c, first, evidence)
     return [] if found is None else [found]
