@@ -4,6 +4,7 @@ The two take turns in one run.
 
     python -m benchmarks.revisions REVISION [--cases single,1F1B] [--sizes 5ms,20ms]
         [--launches 5] [--write]
+    python -m benchmarks.revisions REVISION --bytes [--cases ddp:2,fsdp:2] [--write]
 
 REVISION is checked out into a folder of its own; `--path FOLDER` names one that is there. Both
 sides train the same model on the same data. All their processes run at the same time, and all but
@@ -12,11 +13,15 @@ side's figure of a round is divided by that of the other in the same round, and 
 ratios is quoted, with the middle half of them: what else the machine does falls on both. Calls of
 functions in the training thread are counted, too, which no load changes.
 
+With `--bytes` each side trains in a network namespace of its own (needs Linux, and root), and what
+its kernel sends is counted: the bytes of 30 steps less those of 10, in twentieths.
+
 Cases are `single`, a topology such as `fsdp:2`, or a schedule, which runs on a pipeline of two
 ranks.
 """
 
 import argparse
+import os
 import platform
 import random
 import subprocess
@@ -46,6 +51,7 @@ SCHEDULES = {
     "DualPipeV": 2,
 }
 CASES = ("single", "ddp:2", "fsdp:2", *SCHEDULES)
+FEW, MANY = 10, 30  # steps of the two runs whose bytes are counted
 MICRO_BATCHES = 8
 STEPS = 1_000_000
 
@@ -109,8 +115,8 @@ def settings_of(case: str) -> dict[str, Any]:
     return {f"distributed.{key}": value for key, value in parse_topology(case)[0].items()}
 
 
-def train(case: str, size: Size) -> None:
-    """Train for ever; the gate ends it."""
+def train(case: str, size: Size, steps: int | None = None) -> None:
+    """Train for so many steps; unset: for ever, until the gate ends it."""
     from lockstep.config import config_from
     from lockstep.trainer import Trainer
 
@@ -119,16 +125,17 @@ def train(case: str, size: Size) -> None:
             **settings_of(case),
             "training.batch_size": size.batch,
             "training.global_batch_size": size.batch * MICRO_BATCHES,
-            "training.max_steps": STEPS,
+            "training.max_steps": steps or STEPS,
             "training.lr_schedule": "constant",
             "training.warmup_steps": 0,
             "precision.mode": "fp32",
         }
     )
-    gate = Gate(size.block)
     trainer = Trainer(model_of(size), loss_fn=nn.CrossEntropyLoss(), config=config)
+    gate = None if steps else Gate(size.block)
     for _ in trainer.steps(Rows(size.width)):
-        gate()
+        if gate is not None:
+            gate()
 
 
 # ---- the conductor ----
@@ -179,6 +186,47 @@ def compared(old: Path, case: str, size: str, launches: int, rounds: int) -> tup
     return found["old"], found["new"]
 
 
+def bytes_sent(root: Path, case: str, size: str) -> int:
+    """Return the bytes that two ranks of a revision send in a step, all headers included."""
+    sent = []
+    for steps in (FEW, MANY):
+        train_so_long = [sys.executable, __file__, "--train", case, size, "--steps", str(steps)]
+        launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+        command = [*launch, "--no-python", *train_so_long]
+        in_namespace = 'ip link set lo up && "$@" >&2 && grep lo: /proc/net/dev'
+        ended = subprocess.run(
+            ["unshare", "--net", "sh", "-c", in_namespace, "sh", *command],
+            env={**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+        )
+        sent.append(int(ended.stdout.split()[9]))
+    return (sent[1] - sent[0]) // (MANY - FEW)
+
+
+def report_bytes(old: Path, asked: Any) -> None:
+    """Compare the bytes that are sent, and print the page."""
+    lines = []
+    for case in asked.cases.split(","):
+        before, after = (bytes_sent(root, case, "20ms") for root in (old, REPOSITORY))
+        lines.append(f"| {case} | {before:,} | {after:,} | {after / before:.3f} |")
+        print(lines[-1], flush=True)
+    text = page(
+        "What a step sends, before and after",
+        f"python -m benchmarks.revisions {asked.revision} --bytes --cases {asked.cases}",
+        f"torch {torch.__version__}; Python {platform.python_version()}, {machine()}",
+        [
+            f"Bytes that two ranks send each other in a step of {MICRO_BATCHES} micro-batches, with"
+            " TCP's headers and",
+            "what goes to the store where they meet, as the kernel counted them.",
+        ],
+        "| case | old | new | × |",
+        lines,
+    )
+    tell(text, RESULTS / "revision_bytes.md" if asked.write else None)
+
+
 def row(case: str, size: str, old: Found, new: Found) -> str:
     """Return a case's line of the table."""
     ratios = {
@@ -205,17 +253,21 @@ def main() -> None:
     parser.add_argument("--sizes", default="5ms,20ms")
     parser.add_argument("--launches", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=20, help="of a launch")
+    parser.add_argument("--bytes", action="store_true", help="count what is sent, in place of time")
     parser.add_argument("--train", nargs=2, metavar=("CASE", "SIZE"), help=argparse.SUPPRESS)
+    parser.add_argument("--steps", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--write", action="store_true")
     asked = parser.parse_args()
     if asked.train:
         case, size = asked.train
-        train(case, SIZES[size])
-    elif asked.path is not None:
-        report(asked.path.resolve(), asked)
+        train(case, SIZES[size], asked.steps)
+        return
+    compare = report_bytes if asked.bytes else report
+    if asked.path is not None:
+        compare(asked.path.resolve(), asked)
     else:
         with checked_out(asked.revision) as old:
-            report(old, asked)
+            compare(old, asked)
 
 
 def report(old: Path, asked: Any) -> None:
