@@ -18,6 +18,7 @@ from lockstep.cli.verbs import VERBS
 from lockstep.config import Config
 from lockstep.data import text as texts
 from lockstep.data.language import Tokenizer
+from lockstep.data.prepare import prepare
 from lockstep.errors import UsageError
 from lockstep.monitor.callbacks import JsonLogger
 from lockstep.paths import local_path
@@ -147,7 +148,7 @@ PYTHON: list[Callable[[], object]] = [
     lambda: checkpoint.import_weights("x.safetensors", URL),
     lambda: texts.text(path=URL),
     lambda: texts.tokens(path=URL),
-    lambda: texts.prepare("python-docs", URL),
+    lambda: prepare("python-docs", URL),
     lambda: Tokenizer(URL),
     lambda: JsonLogger(URL),
     lambda: JsonLogger(run_directory=URL),

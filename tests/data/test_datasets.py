@@ -249,7 +249,8 @@ def test_a_vocabulary_beyond_16_bits_takes_32(tmp_path, book, monkeypatch):
         def encode_array(self, text: str) -> Any:
             return np.array([70_000] * 40)
 
-    monkeypatch.setattr("lockstep.data.prepare.Tokenizer", Wide)
+    for module in ("prepare", "token_folder"):
+        monkeypatch.setattr(f"lockstep.data.{module}.Tokenizer", Wide)
     prepare(book, tmp_path / "out")
     assert json.loads((tmp_path / "out" / "tokens.json").read_text())["dtype"] == "uint32"
     data = build("tokens", path=str(tmp_path / "out"), block_size=4, validation_fraction=0)

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -92,9 +93,9 @@ def test_blank_lines_are_passed_over(tmp_path: Path) -> None:
             gzip.compress(lines(*ROWS * 900))[:-40],
             r"a\.jsonl\.gz can't be read after line \d+",
         ),
-        ("a.parquet", b"PAR1 not", r"a\.parquet is not a parquet file"),
-        ("a.arrow", b"not", r"a\.arrow is not an Arrow file"),
-        ("a.npy", b"not", r"a\.npy is not an array"),
+        ("a.parquet", b"PAR1 not", r"a\.parquet is not a parquet file that can be read"),
+        ("a.arrow", b"not", r"a\.arrow is not an Arrow file that can be read"),
+        ("a.npy", b"not", r"a\.npy is not an array that can be read"),
         ("a.jsonl.zst", b"x", r"a\.jsonl\.zst is compressed"),
         ("a.txt.gz", b"x", r"a\.txt\.gz is compressed"),
     ],
@@ -113,3 +114,12 @@ def test_an_array_that_holds_no_tokens_is_refused(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.zeros(3))
     with pytest.raises(UsageError, match="holds float64 of 1 dimensions, which are not tokens"):
         read(tmp_path / "a.npy")
+
+
+@pytest.mark.parametrize(("name", "package"), [("a.parquet", "pyarrow"), ("a.arrow", "datasets")])
+def test_a_package_that_is_missing_is_named(
+    name: str, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(UsageError, match=rf"reading .*{name} needs the package {package}"):
+        read(tmp_path / name)

@@ -52,5 +52,5 @@ def test_a_function_that_fails_is_named_with_the_row() -> None:
         filters.takes({"language": "en"}, "d.jsonl:3")
     assert "KeyError" in str(caught.value)
     assert "test_filters.py" in str(caught.value)
-    with pytest.raises(UsageError, match=r"asked about rows, and a.txt has none"):
+    with pytest.raises(UsageError, match=r"is asked about rows, and a.txt has none"):
         filters.takes(None, "a.txt")

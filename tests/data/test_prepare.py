@@ -151,7 +151,7 @@ def test_nothing_that_is_kept_is_an_error_with_the_reasons(source: Path, tmp_pat
 
 def test_tokens_that_the_tokenizer_lacks_are_refused(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.array([5, 50_256, 7]))
-    with pytest.raises(UsageError, match=r"a token 50256 in .*a\.npy, row 0") as caught:
+    with pytest.raises(UsageError, match=r"there is a token 50256 in .*a\.npy, row 0") as caught:
         prepare(tmp_path / "a.npy", tmp_path / "out")
     assert "the tokenizer bytes has the tokens 0 to 255" in str(caught.value)
 

@@ -41,13 +41,16 @@ def built(sources: Any, **args: Any) -> Any:
         (7, "is no list of sources"),
         ([7], "a source is 7, which is neither a path nor a dict"),
         ([{"weight": 1}], r"a source has no path.*sources\[0\]"),
-        ([{"path": "a.jsonl", "wieght": 1}], "takes no 'wieght'; did you mean 'weight'"),
+        ([{"path": "a.jsonl", "wieght": 1}], "a source takes no 'wieght'; did you mean 'weight'"),
         ([{"path": 3}], "path should be a text, but is 3"),
         ([{"path": "a.jsonl", "weight": "x"}], "weight should be a number, but is 'x'"),
         ([{"path": "a.jsonl", "weight": True}], "weight should be a number, but is True"),
         ([{"path": "a.jsonl", "weight": -1}], "weight is -1"),
         ([{"path": "a.jsonl", "weight": float("nan")}], "weight is nan"),
-        ([{"path": "a.jsonl", "weight": 0}, {"path": "tokens", "weight": 0.0}], "add up to 0"),
+        (
+            [{"path": "a.jsonl", "weight": 0}, {"path": "tokens", "weight": 0.0}],
+            "the weights of the sources add up to 0",
+        ),
         (["a.jsonl", {"path": "tokens", "weight": 1}], r"sources\[1\] has a weight, and .*\[0\]"),
         (
             [{"path": "a.jsonl", "weight": 1}, {"path": "tokens", "epochs": 2}],
@@ -61,7 +64,10 @@ def built(sources: Any, **args: Any) -> Any:
         (["bad.jsonl"], r"line 2 of bad\.jsonl is not JSON"),
         ([{"path": "a.jsonl", "text_field": "body"}], r"no 'body' in a\.jsonl:1"),
         ([{"path": "a.jsonl", "min_tokens": 10_000}], "40 shorter than 10000 tokens"),
-        ([{"path": "tokens", "min_tokens": 3}], "min_tokens beside tokens, whose documents are"),
+        (
+            [{"path": "tokens", "min_tokens": 3}],
+            "min_tokens beside tokens, whose documents are tokens already",
+        ),
         (["s3://bucket/a.jsonl"], "is a URL, not a path"),
     ],
 )
@@ -73,7 +79,7 @@ def test_bad_sources_are_one_clear_message(sources: Any, message: str, folder: P
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ({"packing": "firstfit"}, "no packing 'firstfit'; did you mean 'first_fit'"),
+        ({"packing": "firstfit"}, "there is no packing 'firstfit'; did you mean 'first_fit'"),
         ({"sequence_length": 0}, "sequence_length should be a whole number of at least 1"),
         ({"sequence_length": 1}, "nothing is before a token"),
         ({"validation_fraction": 1.5}, "validation_fraction"),
@@ -97,7 +103,7 @@ def test_sources_have_one_tokenizer(folder: Path) -> None:
     prepare("a.jsonl", "words", "words.json")
     with pytest.raises(UsageError, match="words has another tokenizer than tokens"):
         built(["tokens", "words"])
-    with pytest.raises(UsageError, match=r"prepared with another tokenizer than words\.json"):
+    with pytest.raises(UsageError, match=r"was prepared with another tokenizer than words\.json"):
         built(["tokens"], tokenizer="words.json")
     data = built(["words", "a.jsonl"], tokenizer="words.json")
     assert data.facts["vocab_size"] == 2
