@@ -10,7 +10,7 @@ from lockstep.data import prepare
 
 
 def main(amount: int, source: str, out: str) -> None:
-    """Prepare until so many bytes are read, with a sync every 2,000."""
+    """Prepare until so many bytes are read; between syncs more is written than a buffer holds."""
     left = amount
 
     def advance(size: int) -> None:
@@ -19,7 +19,7 @@ def main(amount: int, source: str, out: str) -> None:
         if left < 0:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    prepare.SAVED_EVERY = 2000
+    prepare.SAVED_EVERY = 20_000
     prepare.prepare(source, out, advance=advance)
 
 
