@@ -46,6 +46,7 @@ from lockstep.checkpoint.manifest import (
     verify,
 )
 from lockstep.checkpoint.memory import MemoryStorage, copies_of, save_newest
+from lockstep.checkpoint.object_store import ObjectStorage
 from lockstep.checkpoint.ranks import Ranks, gather, scatter
 from lockstep.checkpoint.restore import (
     add_missing_groups,
@@ -78,6 +79,7 @@ __all__ = [
     "Directory",
     "Location",
     "MemoryStorage",
+    "ObjectStorage",
     "Ranks",
     "SaveOptions",
     "Snapshot",

@@ -38,7 +38,7 @@ from lockstep.run_files import open_file
 _BUFFER = 4 << 20  # bytes written at a time
 _DIRECT = getattr(os, "O_DIRECT", 0)  # Linux
 # a writer on another host that has not touched its draft for this long is dead
-_ABANDONED_SECONDS = 3600.0
+ABANDONED_SECONDS = 3600.0
 _DRAFT = re.compile(r"(?:step-[0-9]{8,}|\.shared)\.tmp-([A-Za-z0-9._-]+)-([0-9]+)-([0-9a-f]{8})")
 
 _in_flight: set[str] = set()  # the drafts of this process, which `sweep` leaves alone
@@ -169,22 +169,35 @@ def draft_name(name: str, host: str | None = None, pid: int | None = None) -> st
     return f"{name}.tmp-{host}-{os.getpid() if pid is None else pid}-{secrets.token_hex(4)}"
 
 
+def is_draft(name: str) -> bool:
+    """Return whether a name is one that `draft_name` made."""
+    return _DRAFT.fullmatch(name) is not None
+
+
+def writer_has_ended(draft: str) -> bool | None:
+    """Return whether the process that began a draft has ended; None: it is on another host."""
+    match = _DRAFT.fullmatch(draft)
+    here = _DRAFT.fullmatch(draft_name("step-00000000"))
+    if match is None or here is None:
+        return False
+    if match[1] != here[1]:
+        return None
+    return match[2] == here[2] or not psutil.pid_exists(int(match[2]))
+
+
 def _is_dead_draft(folder: Path) -> bool:
     """Return whether the writer of a draft has ended.
 
     For a writer on another host: whether nothing has touched the draft for an hour.
     """
-    match = _DRAFT.fullmatch(folder.name)
-    here = _DRAFT.fullmatch(draft_name("step-00000000"))
-    if match is None or here is None:
-        return False
-    if match[1] == here[1]:
-        return match[2] == here[2] or not psutil.pid_exists(int(match[2]))
+    ended = writer_has_ended(folder.name)
+    if ended is not None:
+        return ended
     try:
         touched = max(entry.stat().st_mtime for entry in (folder, *folder.rglob("*")))
     except FileNotFoundError:  # it is being removed or renamed just now
         return False
-    return time.time() - touched > _ABANDONED_SECONDS
+    return time.time() - touched > ABANDONED_SECONDS
 
 
 def _make_folders(path: Path) -> None:

@@ -96,6 +96,10 @@ class Storage(ABC):
         A checkpoint is whole or invisible even if this is interrupted.
         """
 
+    def check(self) -> None:
+        """Raise a LockstepError if a run could not use the storage; rank 0 asks at its start."""
+        return None
+
     def exists(self, name: str) -> bool:
         """Return whether there is a checkpoint, or anything else, of this name."""
         return name in self.names()

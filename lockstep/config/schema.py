@@ -27,6 +27,8 @@ from lockstep.config.schema_training import (
 )
 from lockstep.registry import LOSSES, SINKS
 
+# The class that keeps checkpoints in a bucket, for which its URL is short.
+OBJECT_STORAGE = "lockstep.checkpoint:ObjectStorage"
 SinkName = Annotated[str, Named(SINKS)]
 
 
@@ -52,8 +54,9 @@ class CheckpointConfig(Section):
     """`sharded`: every rank writes its part, any number of ranks can load it; `full`: one file of
     whole tensors; `local`: every rank's part as it is, for the same topology only."""
     storage: ObjectSpec | None = key(None)
-    """`package.module:Name`, or with `args`: a `lockstep.checkpoint.Storage` of your own; unset:
-    the folder `checkpoints/` of the run directory."""
+    """The bucket that keeps the checkpoints, `s3://BUCKET/PREFIX`, `gs://…` or `az://…`; or a
+    `lockstep.checkpoint.Storage` of your own, `package.module:Name`, or with `args`; unset: the
+    folder `checkpoints/` of the run directory."""
     async_: bool = key(
         True, "Write while training goes on; a save waits for the previous one.", alias="async"
     )
@@ -71,6 +74,16 @@ class CheckpointConfig(Section):
     allow_changes: bool = key(False)
     """Resume though the model, the data, the seed or the global batch changed since the checkpoint;
     otherwise a resume refuses such changes and lists them."""
+
+    @field_validator("storage", mode="before")
+    @classmethod
+    def _from_url(cls, value: Any) -> Any:
+        """Take the URL of a bucket, alone or as a name with further arguments."""
+        spec = {"name": value} if isinstance(value, str) else value
+        if not isinstance(spec, dict) or "://" not in str(spec.get("name", "")):
+            return value
+        arguments = spec.get("args") or {}
+        return {**spec, "name": OBJECT_STORAGE, "args": {"url": spec["name"], **arguments}}
 
 
 class ProfileConfig(Section):

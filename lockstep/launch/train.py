@@ -64,6 +64,7 @@ from lockstep.launch.worker import (
 )
 from lockstep.launch.world import LiveWorld
 from lockstep.network import interface_variables
+from lockstep.object_client import check_apart
 from lockstep.records import RunDirectory
 from lockstep.run_lock import LAUNCH, require_free
 from lockstep.scratch import SHARED_MEMORY, remove, scratch_folder
@@ -139,6 +140,7 @@ def train(
     _check_layout(config, processes, options)
     if not options.several_nodes:
         require_free(run.path)
+    _check_bucket(config)
     run.create()
     _log(f"strategy {distributed.strategy}, {_describe_processes(processes, options)} ({reason})")
     if in_this_process(processes, options):
@@ -260,6 +262,15 @@ def is_rank(options: LaunchOptions) -> bool:
         return False  # a job script exports only one of them; started ranks get both
     launcher = rank_facts().launcher
     return launcher == "torchrun" or (launcher != "none" and not starts_ranks)
+
+
+def _check_bucket(config: "Config") -> None:
+    """Refuse a bucket that a run could not write to, before there are ranks."""
+    from lockstep.config.schema import OBJECT_STORAGE
+
+    storage = config.checkpoint.storage
+    if storage is not None and storage.name == OBJECT_STORAGE:
+        check_apart(storage.args["url"], {k: v for k, v in storage.args.items() if k != "url"})
 
 
 def _check_layout(config: "Config", processes: int, options: LaunchOptions) -> None:

@@ -56,7 +56,14 @@ class RunOutput:
         )
 
     def acquire(self) -> None:
-        """Take the lock on rank 0, which holds it until `release`; all ranks call it."""
+        """Check a storage elsewhere; take the lock on rank 0, which holds it until `release`.
+
+        All ranks call it.
+        """
+        if isinstance(self.checkpoints, checkpoint.Storage):
+            checkpoint.Ranks().broadcast(
+                f"{self.checkpoints} could not be checked", self.checkpoints.check
+            )
         if self._lock is not None:
             checkpoint.Ranks().broadcast(
                 "the run directory could not be locked", self._lock.acquire

@@ -1,0 +1,342 @@
+"""Keep checkpoints in a bucket: S3, Google Cloud Storage or Azure.
+
+A bucket has neither folders nor a rename. What it has is a put on the condition that there is no
+object of this name yet, and that one makes a checkpoint visible:
+
+    PREFIX/data/step-00000100.tmp-HOST-PID-RANDOM/     the files of a draft, under its own name
+        state.json                     a file of up to 8 MiB: one object
+        model/__0_0.distcp.part-00000  a longer one: objects of 8 MiB …
+        model/__0_0.distcp.parts       … and, after them, their number and the length of the file
+        manifest.json
+    PREFIX/commits/step-00000100       put last, on that condition: the name of the draft
+
+Without an object in `commits/` there is no checkpoint. A second writer of the same step has a draft
+of its own, and is told by the refused put. Moving a checkpoint is a second commit of the same data,
+and then the deletion of the first; deleting one begins with the commit. Every object is put under
+the condition and under a name that is used once, so that nothing is ever overwritten.
+
+Why parts of our own, and not the service's multipart uploads: those take no condition, and one that
+a dead writer left costs money and is in no listing. Parts here are objects like any other, and
+`sweep` finds them. A writer holds at most `_IN_FLIGHT` + 1 parts, whatever the size of the file.
+
+Tests: tests/checkpoint/test_object_store.py
+"""
+
+import io
+import json
+import time
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any, BinaryIO, cast
+
+from lockstep.checkpoint.posix import ABANDONED_SECONDS, draft_name, is_draft, writer_has_ended
+from lockstep.checkpoint.storage import MANIFEST, ByteSink, Storage
+from lockstep.heartbeat.writer import went_forward
+from lockstep.object_client import RETRY_SECONDS, ObjectClient
+
+PART_BYTES = 8 << 20
+_IN_FLIGHT = 3  # parts that are sent, or read ahead, at a time
+_BEGUN = ".begun"  # the first object of a draft, by which other ranks see it
+_INDEX_LIMIT = 1 << 10  # bytes of an index, and of a commit
+
+
+class ObjectStorage(Storage):
+    """Keeps checkpoints in a bucket; `checkpoint.storage: s3://bucket/prefix` is short for one.
+
+    Args:
+        url: `s3://bucket/prefix`, `gs://bucket/prefix` or `az://container/prefix`.
+        retry_seconds: the limit for a request and all its retries.
+        options: obstore's options of the service, such as `endpoint` and `region`; no credentials.
+    """
+
+    def __init__(self, url: str, *, retry_seconds: float = RETRY_SECONDS, **options: Any) -> None:
+        self._client = ObjectClient(url, retry_seconds=retry_seconds, **options)
+        self._begun: set[str] = set()  # the drafts of this object, which `sweep` spares
+        self._pool = ThreadPoolExecutor(_IN_FLIGHT, "object-store")
+
+    def __str__(self) -> str:
+        return self._client.url
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ObjectStorage) and str(self) == str(other)
+
+    def __hash__(self) -> int:
+        return hash(str(self))
+
+    def check(self) -> None:
+        self._client.check()
+
+    def names(self) -> list[str]:
+        """Return the names in `commits/`; one that a late listing still has is left out."""
+        return [name for name in self._client.inside("commits") if self.exists(name)]
+
+    def exists(self, name: str) -> bool:
+        return self._client.exists(f"commits/{name}")
+
+    def sees(self, draft: str) -> bool:
+        return self._client.exists(f"data/{draft}/{_BEGUN}")
+
+    def committed_at(self, name: str) -> float:
+        return self._client.modified(f"commits/{name}")
+
+    @contextmanager
+    def open(self, name: str, file: str) -> Iterator[BinaryIO]:
+        """Open a file for reading; only the ranges that are read are sent, and a little ahead."""
+        draft = name if is_draft(name) else self._draft_of(name)
+        key = f"data/{draft}/{file}"
+        try:
+            parts = [key]
+            size = self._client.size(key)
+        except FileNotFoundError:
+            index = self._read_json(f"{key}.parts")
+            size = int(index["size"])
+            if size <= 0 or index["part_bytes"] != PART_BYTES:
+                raise OSError(f"{self}/{key}.parts is not the index of a file") from None
+            parts = [_part(key, number) for number in range(-(-size // PART_BYTES))]
+        with io.BufferedReader(_Reader(self._client, self._pool, parts, size), 1 << 20) as stream:
+            yield cast(BinaryIO, stream)
+
+    def begin(self, name: str) -> str:
+        draft = draft_name(name)
+        self._begun.add(draft)
+        self._client.put_new(f"data/{draft}/{_BEGUN}", draft.encode())
+        return draft
+
+    @contextmanager
+    def write(self, draft: str, file: str) -> Iterator[ByteSink]:
+        """Write a file of a draft; it is there when the block ends well."""
+        upload = _Upload(self._client, self._pool, f"data/{draft}/{file}")
+        try:
+            yield upload
+            upload.finish()
+        finally:
+            upload.wait()
+
+    def commit(self, draft: str, name: str, manifest: bytes) -> None:
+        with self.write(draft, MANIFEST) as stream:
+            stream.write(manifest)
+        self._client.put_new(f"commits/{name}", _as_json({"draft": draft}))
+        self._begun.discard(draft)
+
+    def move(self, name: str, new_name: str) -> None:
+        """Commit the same data by another name, and take the first commit back."""
+        self._client.put_new(f"commits/{new_name}", _as_json({"draft": self._draft_of(name)}))
+        self._client.delete([f"commits/{name}"])
+
+    def delete(self, name: str) -> None:
+        draft = name
+        if not is_draft(name):
+            draft = self._draft_of(name)
+            self._client.delete([f"commits/{name}"])  # from here on it is not a checkpoint
+        self._begun.discard(draft)
+        if draft not in self._committed():  # an interrupted move leaves two commits of the same
+            self._remove(draft)
+
+    def sweep(self) -> list[str]:
+        """Delete the drafts of dead writers, whatever they left."""
+        drafts = [name for name in self._client.inside("data") if is_draft(name)]
+        committed = self._committed() if drafts else set()
+        dead = [
+            draft
+            for draft in drafts
+            if draft not in committed and draft not in self._begun and self._is_dead(draft)
+        ]
+        for draft in dead:
+            self._remove(draft)
+        return dead
+
+    def _is_dead(self, draft: str) -> bool:
+        """Return whether a draft without a commit has no writer.
+
+        One with a manifest may have been committed a moment ago, and the listing of the commits be
+        late: only its age tells.
+        """
+        if self._commit_of_its_name(draft):
+            return False
+        files = self._client.below(f"data/{draft}")
+        if not files:
+            return False
+        if writer_has_ended(draft) and f"data/{draft}/{MANIFEST}" not in files:
+            return True
+        return time.time() - max(files.values()) > ABANDONED_SECONDS
+
+    def _commit_of_its_name(self, draft: str) -> bool:
+        try:
+            return self._draft_of(draft.partition(".tmp-")[0]) == draft
+        except FileNotFoundError:
+            return False
+
+    def _committed(self) -> set[str]:
+        """Return the drafts that are checkpoints."""
+        found = set()
+        for name in self._client.inside("commits"):
+            try:
+                found.add(self._draft_of(name))
+            except FileNotFoundError:  # another process has just deleted it
+                continue
+        return found
+
+    def _draft_of(self, name: str) -> str:
+        draft = self._read_json(f"commits/{name}").get("draft")
+        if not isinstance(draft, str) or not is_draft(draft):
+            raise OSError(f"{self}/commits/{name} does not name the data of a checkpoint")
+        return draft
+
+    def _read_json(self, key: str) -> dict[str, Any]:
+        data = self._client.get(key)
+        try:
+            found = json.loads(data[:_INDEX_LIMIT])
+        except ValueError:
+            raise OSError(f"{self}/{key} is damaged") from None
+        if not isinstance(found, dict):
+            raise OSError(f"{self}/{key} is damaged")
+        return found
+
+    def _remove(self, draft: str) -> None:
+        """Delete the objects of a draft; `.begun` last, so that it is swept if this is cut off."""
+        keys = sorted(self._client.below(f"data/{draft}"), key=lambda key: key.endswith(_BEGUN))
+        self._client.delete(keys[:-1])
+        self._client.delete(keys[-1:])
+        went_forward()
+
+
+class _Upload:
+    """A file that is written: its full parts are sent by threads while the next one is filled."""
+
+    def __init__(self, client: ObjectClient, pool: ThreadPoolExecutor, key: str) -> None:
+        self._client = client
+        self._pool = pool
+        self._key = key
+        self._buffer = bytearray()
+        self._sent = 0  # parts
+        self._pending: deque[Future[None]] = deque()
+
+    def write(self, data: Any, /) -> None:
+        view = memoryview(data).cast("B")
+        done = 0
+        while done < len(view):
+            if len(self._buffer) == PART_BYTES:  # more follows: it is not a file of one part
+                self._send()
+            more = view[done : done + PART_BYTES - len(self._buffer)]
+            self._buffer += more
+            done += len(more)
+
+    def finish(self) -> None:
+        """Send the rest; the object that makes it a file comes last."""
+        if not self._sent:
+            self._client.put_new(self._key, bytes(self._buffer))
+            return
+        size = self._sent * PART_BYTES + len(self._buffer)
+        self._send()
+        while self._pending:
+            self._await_one()
+        if self._client.exists(self._key):
+            raise FileExistsError(f"{self._client.url}/{self._key} exists already")
+        index = _as_json({"part_bytes": PART_BYTES, "size": size})
+        self._client.put_new(f"{self._key}.parts", index)
+
+    def wait(self) -> None:
+        """Wait for what is being sent after a failure, which hides its errors."""
+        for pending in self._pending:
+            pending.cancel()
+        for pending in self._pending:
+            if not pending.cancelled():
+                pending.exception()
+        self._pending.clear()
+
+    def _send(self) -> None:
+        while len(self._pending) >= _IN_FLIGHT:
+            self._await_one()
+        part = _part(self._key, self._sent)
+        self._pending.append(self._pool.submit(self._client.put_new, part, self._buffer))
+        self._buffer = bytearray()
+        self._sent += 1
+
+    def _await_one(self) -> None:
+        self._pending.popleft().result()
+        went_forward()
+
+
+class _Reader(io.RawIOBase):
+    """A file of one or more objects, read by ranges.
+
+    Whoever reads from end to end finds the next parts already under way.
+    """
+
+    def __init__(
+        self, client: ObjectClient, pool: ThreadPoolExecutor, parts: list[str], size: int
+    ) -> None:
+        super().__init__()
+        self._client = client
+        self._pool = pool
+        self._parts = parts
+        self._size = size
+        self._at = 0
+        self._in_order = 0  # bytes read in order since the last jump
+        self._ahead: dict[int, Future[bytes]] = {}  # parts under way
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, to: int, whence: int = io.SEEK_SET) -> int:
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        position = max(0, start + to)
+        if position != self._at:
+            self._in_order = 0
+        self._at = position
+        return position
+
+    def readinto(self, buffer: Any, /) -> int:
+        view = memoryview(buffer).cast("B")
+        number, offset = divmod(self._at, PART_BYTES) if len(self._parts) > 1 else (0, self._at)
+        length = min(len(view), self._length(number) - offset)
+        if length <= 0:
+            return 0
+        if number in self._ahead:
+            view[:length] = self._ahead[number].result()[offset : offset + length]
+        else:
+            view[:length] = self._client.get_range(self._parts[number], offset, length)
+        went_forward()
+        self._at += length
+        self._in_order += length
+        self._read_ahead(number)
+        return length
+
+    def close(self) -> None:
+        for pending in self._ahead.values():
+            pending.cancel()
+        self._ahead.clear()
+        super().close()
+
+    def _length(self, number: int) -> int:
+        """Return the bytes of a part; none beyond the end."""
+        if len(self._parts) == 1:
+            return self._size if number == 0 else 0
+        return max(0, min(PART_BYTES, self._size - number * PART_BYTES))
+
+    def _read_ahead(self, number: int) -> None:
+        for passed in [part for part in self._ahead if part < number]:
+            self._ahead.pop(passed).cancel()
+        if self._in_order < PART_BYTES // 2:
+            return
+        for part in range(number + 1, min(number + 1 + _IN_FLIGHT, len(self._parts))):
+            if part not in self._ahead:
+                self._ahead[part] = self._pool.submit(
+                    self._client.get_range, self._parts[part], 0, self._length(part)
+                )
+
+
+def _part(key: str, number: int) -> str:
+    return f"{key}.part-{number:05d}"
+
+
+def _as_json(content: dict[str, Any]) -> bytes:
+    return json.dumps(content, sort_keys=True).encode()

@@ -1,0 +1,440 @@
+"""Checkpoints in a bucket, over HTTP to a real server: what a folder promises, a bucket does."""
+
+import itertools
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from lockstep import checkpoint
+from lockstep.checkpoint import AsyncSaver, Location, ObjectStorage, object_store
+from lockstep.checkpoint.posix import draft_name
+from lockstep.config import Config
+from lockstep.config.schema import OBJECT_STORAGE
+from lockstep.errors import LockstepError, UsageError
+from lockstep.object_client import ObjectClient
+from tests import bucket
+from tests.bucket import Proxy, Request
+from tests.checkpoint.shared import CONFIG, assert_same, blank, snapshot
+from tests.faults.tiny import Points, events, trainer
+
+bucket.require_servers()
+
+REPOSITORY = Path(__file__).parents[2]
+PART = 2048  # bytes
+_prefixes = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[int]:
+    with bucket.s3_server() as port:
+        yield port
+
+
+@pytest.fixture(scope="module")
+def running_proxy(server: int) -> Iterator[Proxy]:
+    proxy = Proxy(server)
+    yield proxy
+    proxy.close()
+
+
+@pytest.fixture
+def proxy(running_proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> Proxy:
+    running_proxy.reset()
+    for name, value in bucket.ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", running_proxy.url)
+    monkeypatch.setattr(object_store, "PART_BYTES", PART)  # files of several parts
+    return running_proxy
+
+
+@pytest.fixture
+def url() -> str:
+    """A prefix of its own, which is empty."""
+    return f"s3://team/run-{next(_prefixes)}"
+
+
+def save(storage: ObjectStorage, step: int, shift: float = 0.0) -> Location:
+    saved = checkpoint.save(storage, step, snapshot(shift), config_yaml=CONFIG)
+    assert isinstance(saved, Location)
+    return saved
+
+
+def keys(url: str, folder: str) -> list[str]:
+    return sorted(ObjectClient(url).below(folder))
+
+
+@pytest.mark.fault(
+    "storage: in a bucket: it has no rename",
+    "a checkpoint of several objects is written, some files in several parts",
+    "every object is put on the condition that there is none, the commit last of all: nothing is"
+    " visible before, nothing is overwritten, and it loads to the same bits",
+)
+def test_everything_comes_back_and_nothing_is_overwritten(proxy: Proxy, url: str) -> None:
+    """Traps: an exclusive write that overwrites (s3fs#973); `latest` that moves before the data."""
+    path = save(ObjectStorage(url), 100)
+    puts = [request for request in proxy.requests if request.method == "PUT"]
+    assert all(request.is_conditional for request in puts)
+    assert len({request.target for request in puts}) == len(puts)
+    assert puts[-1].target.endswith("/commits/step-00000100")
+    assert any(request.target.endswith(".part-00001") for request in puts)
+    after = blank(snapshot())
+    again = Location(ObjectStorage(url), path.name)  # as another process would see it
+    checkpoint.load(again, after)
+    assert_same(snapshot(), after)
+    assert checkpoint.verify(again) == []
+    assert checkpoint.list_checkpoints(ObjectStorage(url)) == [path]
+    with again.open("state.json") as stream:
+        content = stream.read()
+        stream.seek(5)
+        assert stream.read(7) == content[5:12]
+    with pytest.raises(FileNotFoundError), again.open("no-such-file"):
+        pass
+
+
+def test_only_ranges_that_are_needed_are_read(proxy: Proxy, url: str) -> None:
+    storage = ObjectStorage(url)
+    path = save(storage, 1)
+    size = path.size("model/__0_0.distcp")
+    proxy.reset()
+    with storage.open(path.name, "model/__0_0.distcp") as stream:
+        stream.seek(size - 10)
+        assert len(stream.read(10)) == 10
+    read = [request.target for request in proxy.requests if ".part-" in request.target]
+    assert {target.rpartition("-")[2] for target in read} == {f"{(size - 10) // PART:05d}"}
+
+
+@pytest.mark.fault(
+    "storage: in a bucket: a second writer of the same step",
+    "two runs that do not know of each other commit to one prefix",
+    "one of them wins, the other is told; nothing of the winner's is changed",
+)
+def test_a_second_writer_is_told(proxy: Proxy, url: str) -> None:
+    first = ObjectStorage(url)
+    second = ObjectStorage(url)
+    late = second.begin("step-00000001")
+    digest = checkpoint.digest(save(first, 1))
+    with pytest.raises(FileExistsError):
+        second.commit(late, "step-00000001", b"another")
+    assert checkpoint.digest(Location(second, "step-00000001")) == digest
+    with pytest.raises(UsageError, match="never overwritten"):
+        save(second, 1, shift=1.0)
+
+
+PASSING = ("drop", "lose", "truncate", "duplicate", "delay", "500", "503")
+
+
+@pytest.mark.parametrize(
+    "faults", [PASSING, *(pytest.param((fault,), marks=pytest.mark.full) for fault in PASSING)]
+)
+@pytest.mark.fault(
+    "storage: in a bucket: the link or the service fails for a moment",
+    "every fourth request is dropped, delayed, sent twice, answered with 500 or 503, or its answer"
+    " is lost or cut",
+    "requests are tried again; one that had succeeded unheard is recognised; what is committed and"
+    " what is loaded has the same bits",
+)
+def test_a_fault_now_and_then_changes_nothing(
+    proxy: Proxy, url: str, faults: tuple[str, ...]
+) -> None:
+    proxy.plan = lambda request: (
+        None if request.number % 4 else faults[request.number // 4 % len(faults)]
+    )
+    path = save(ObjectStorage(url), 1)
+    after = blank(snapshot())
+    checkpoint.load(Location(ObjectStorage(url), path.name), after)
+    assert_same(snapshot(), after)
+    assert len(proxy.requests) > 4 * len(faults)
+
+
+def _dies_after(proxy: Proxy, url: str, count: int) -> None:
+    """The service dies after so many requests of a save; later it is back."""
+    storage = ObjectStorage(url, retry_seconds=0.2)
+    before = storage.names()
+    digests = [checkpoint.digest(Location(storage, name)) for name in before]
+    step = len(before) + 1
+    proxy.reset()
+    proxy.plan = lambda request: "drop" if request.number >= count else None
+    error: LockstepError | None = None
+    try:
+        save(storage, step, shift=float(step))
+    except LockstepError as raised:
+        error = raised
+    proxy.reset()
+    again = ObjectStorage(url)
+    found = again.names()
+    assert found[: len(before)] == before
+    assert [checkpoint.digest(Location(again, name)) for name in before] == digests
+    assert bucket.SECRET not in str(error)
+    assert error is not None or len(found) == len(before) + 1
+    for name in found[len(before) :]:  # the answer to the commit may be what was lost
+        assert checkpoint.verify(Location(again, name)) == []
+    again.sweep()
+    drafts = {key.split("/")[1] for key in keys(url, "data")}
+    assert {draft.partition(".tmp-")[0] for draft in drafts} <= {*found, f"step-{step:08d}"}
+
+
+@pytest.mark.fault(
+    "storage: in a bucket: the service dies in the middle of a save, for good",
+    "from some request on no connection is answered",
+    "the save ends in one error without credentials; older checkpoints are whole, the new one is"
+    " whole or invisible, and what was left is swept",
+)
+def test_a_service_that_dies_loses_nothing(proxy: Proxy, url: str) -> None:
+    save(ObjectStorage(url), 1)
+    for count in (3, 17):
+        _dies_after(proxy, url, count)
+
+
+@pytest.mark.full
+def test_a_service_that_dies_a_hundred_times_loses_nothing(proxy: Proxy, url: str) -> None:
+    save(ObjectStorage(url), 1)
+    rounds = random.Random(0)
+    for _ in range(100):
+        _dies_after(proxy, url, rounds.randrange(80))
+
+
+def test_drafts_of_dead_writers_are_swept_and_no_others(
+    proxy: Proxy, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = ObjectStorage(url)
+    path = save(storage, 1)
+    mine = storage.begin("step-00000002")
+    client = ObjectClient(url)
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    dead = draft_name("step-00000002", pid=ended.pid)
+    elsewhere = draft_name("step-00000002", host="another-host")
+    for draft in (dead, elsewhere):
+        client.put_new(f"data/{draft}/.begun", b"")
+        client.put_new(f"data/{draft}/model/__0_0.distcp.part-00000", b"unfinished")
+    assert storage.sweep() == [dead]
+    assert not keys(url, f"data/{dead}")
+    assert checkpoint.verify(path) == []
+    storage.delete(mine)
+    assert storage.sweep() == []
+    monkeypatch.setattr(object_store, "ABANDONED_SECONDS", -3600.0)
+    assert storage.sweep() == [elsewhere]
+    assert checkpoint.verify(path) == []
+
+
+@pytest.mark.fault(
+    "storage: in a bucket: a listing that is late",
+    "it lacks what was just committed, or has what was just deleted",
+    "what is committed is not swept, what is deleted is not resumed from: objects are asked for by"
+    " their names before a listing is believed",
+)
+def test_a_late_listing_is_not_believed(proxy: Proxy, url: str) -> None:
+    """Trap: a stale listing (marin#1632)."""
+    storage = ObjectStorage(url)
+    path = save(storage, 1)
+    nothing = "<ListBucketResult><Name>team</Name></ListBucketResult>"
+
+    def without_commits(request: Request) -> tuple[int, str] | None:
+        listed = request.method == "GET" and "list-type=2" in request.target
+        return (200, nothing) if listed and "commits" in request.target else None
+
+    proxy.plan = without_commits
+    assert storage.names() == []
+    assert ObjectStorage(url).sweep() == []
+    with pytest.raises(UsageError, match="never overwritten"):
+        save(storage, 1)
+    proxy.reset()
+    assert checkpoint.verify(path) == []
+    prefix = url.removeprefix("s3://team/")
+    listing = (
+        f"<ListBucketResult><Name>team</Name><Prefix>{prefix}/commits/</Prefix><Contents><Key>"
+        f"{prefix}/commits/step-00000001</Key><LastModified>2026-01-01T00:00:00.000Z</LastModified>"
+        "<ETag>x</ETag><Size>1</Size></Contents></ListBucketResult>"
+    )
+    storage.delete(path.name)
+    proxy.plan = lambda request: (200, listing) if "list-type=2" in request.target else None
+    assert storage.names() == []
+
+
+def test_a_checkpoint_is_moved_and_deleted(proxy: Proxy, url: str) -> None:
+    storage = ObjectStorage(url)
+    path = save(storage, 1)
+    digest = checkpoint.digest(path)
+    storage.move("step-00000001", "step-00000001.aside-0a0a0a0a")
+    assert storage.names() == ["step-00000001.aside-0a0a0a0a"]
+    moved = save(storage, 1, shift=1.0)
+    assert checkpoint.digest(moved) != digest
+    storage.delete("step-00000001.aside-0a0a0a0a")
+    assert storage.names() == ["step-00000001"]
+    assert checkpoint.verify(moved) == []
+    storage.delete("step-00000001")
+    assert keys(url, "") == []
+
+
+def test_a_tensor_that_changes_under_a_background_save_does_not(proxy: Proxy, url: str) -> None:
+    """Trap: a CPU tensor changed under an async save (pytorch#144657)."""
+    storage = ObjectStorage(url)
+    proxy.plan = lambda request: "delay" if request.number < 3 else None
+    state = snapshot()
+    saver = AsyncSaver()
+    saver.save(storage, 1, state, config_yaml=CONFIG)
+    for tensor in state.model.values():
+        tensor.zero_()
+    path = saver.wait()
+    assert path is not None
+    after = blank(snapshot())
+    checkpoint.load(path, after)
+    assert_same(snapshot(), after)
+
+
+@pytest.mark.fault(
+    "storage: in a bucket: credentials",
+    "they stand in the environment of a run whose saves fail",
+    "nothing that the run writes or says has them, and a config that would is refused",
+)
+def test_a_run_keeps_its_checkpoints_in_a_bucket(
+    proxy: Proxy,
+    url: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Trap: a scheme stripped so that reads fall to the local disk (Curator PR 1798)."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(object_store, "PART_BYTES", 4096)
+    keep = {
+        "storage": {"name": url, "args": {"retry_seconds": 1}},
+        "save_steps": 4,
+        "save_total_limit": 1,
+    }
+    run = trainer(tmp_path / "run", checkpoint=keep)
+    told = f"<Error><Code>SlowDown</Code><Message>not with {bucket.SECRET}</Message></Error>"
+    proxy.plan = lambda request: (
+        (400, told) if request.method == "PUT" and "data/step-00000004" in request.target else None
+    )
+    run.train(Points())
+    assert "not with ***" in events(tmp_path / "run", "save_failed")[0]["reason"]
+    storage = ObjectStorage(url)
+    assert storage.names() == ["step-00000012"]
+    again = trainer(tmp_path / "run", checkpoint=keep)
+    assert again.resume("auto") == Location(storage, "step-00000012")
+    assert again.step.progress.step == 12
+    assert os.listdir(tmp_path) == ["run"]
+    assert not (tmp_path / "run/checkpoints").exists()
+    written = [file for file in (tmp_path / "run").rglob("*") if file.is_file()]
+    assert written
+    assert not any(bucket.SECRET.encode() in file.read_bytes() for file in written)
+    client = ObjectClient(url)
+    assert not any(bucket.SECRET.encode() in client.get(key) for key in keys(url, ""))
+    assert bucket.SECRET not in "".join(capfd.readouterr())
+
+
+def test_credentials_in_a_config_are_refused() -> None:
+    with pytest.raises(UsageError, match="secret_access_key is a credential"):
+        ObjectClient("s3://team/x", secret_access_key="abc")
+    with pytest.raises(UsageError) as caught:
+        ObjectClient("s3://me:abcdef@team/x")
+    assert "abcdef" not in str(caught.value)
+
+
+def test_a_url_is_short_for_a_storage() -> None:
+    for given in ("s3://team/x", {"name": "s3://team/x", "args": {"region": "eu-west-1"}}):
+        config = Config.model_validate({"checkpoint": {"storage": given}})
+        storage = config.checkpoint.storage
+        assert storage is not None
+        assert storage.name == OBJECT_STORAGE
+        assert storage.args["url"] == "s3://team/x"
+
+
+REFUSALS = [
+    (403, "InvalidAccessKeyId", "the credentials are not accepted"),
+    (403, "SignatureDoesNotMatch", "the credentials are not accepted"),
+    (400, "ExpiredToken", "the credentials are not accepted"),
+    (404, "NoSuchBucket", "there is no such bucket"),
+    (403, "AccessDenied", "lack a right"),
+    (301, "PermanentRedirect", "in another region"),
+    (400, "AuthorizationHeaderMalformed", "in another region"),
+    (403, "RequestTimeTooSkewed", "the clock of this machine is off"),
+]
+
+
+@pytest.mark.parametrize(("status", "code", "said"), REFUSALS)
+@pytest.mark.fault(
+    "storage: in a bucket: wrong credentials, no right to write, no such bucket, another region, a clock that is"
+    " off",
+    "the service answers the first put as it documents it",
+    "refused before ranks start, with exit code 2, in one error that says which it is and what to"
+    " do",
+)
+def test_what_a_service_refuses_is_told_at_start(
+    proxy: Proxy, url: str, status: int, code: str, said: str
+) -> None:
+    text = f"<Error><Code>{code}</Code><Message>As documented.</Message></Error>"
+    proxy.plan = lambda request: (status, text) if request.method == "PUT" else None
+    with pytest.raises(UsageError, match=said) as caught:
+        ObjectStorage(url, retry_seconds=2).check()
+    assert caught.value.fix
+    assert bucket.SECRET not in str(caught.value)
+
+
+@pytest.mark.fault(
+    "storage: in a bucket: a service without conditional writes",
+    "it overwrites what it was asked to create",
+    "found by a probe at start, and refused: a second writer could not be told",
+)
+def test_a_service_without_conditional_puts_is_refused(proxy: Proxy, url: str) -> None:
+    ObjectStorage(url).check()
+    assert keys(url, "") == []
+    proxy.plan = lambda request: "unconditional"
+    with pytest.raises(UsageError, match="overwrites an object that it was asked to create"):
+        ObjectStorage(url).check()
+
+
+def test_the_launcher_refuses_a_missing_bucket_before_ranks_start(
+    proxy: Proxy, tmp_path: Path
+) -> None:
+    (tmp_path / "train.yaml").write_text(
+        'model: {name: "tests.faults.tiny:Net"}\n'
+        'data: {name: "tests.faults.tiny:Points"}\n'
+        "training: {max_steps: 2, batch_size: 4}\n"
+        "distributed: {device: cpu, strategy: ddp}\n"
+        "checkpoint: {storage: s3://no-such-bucket/x}\n"
+    )
+    command = ["-m", "lockstep", "train", "train.yaml", "--nproc-per-node", "2"]
+    ended = subprocess.run(
+        [sys.executable, *command],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert ended.returncode == 2, ended.stderr
+    assert ended.stderr.count("there is no such bucket") == 1
+    assert bucket.SECRET not in ended.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_many_parts_are_never_in_memory_together(
+    proxy: Proxy, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A writer that is faster than the link waits for it."""
+    most = 0
+    send = object_store._Upload._send
+
+    def counted(upload: object_store._Upload) -> None:
+        nonlocal most
+        send(upload)
+        most = max(most, len(upload._pending))
+
+    monkeypatch.setattr(object_store._Upload, "_send", counted)
+    storage = ObjectStorage(url)
+    draft = storage.begin("step-00000001")
+    data = torch.arange(6 * PART, dtype=torch.int16).numpy().tobytes()
+    with storage.write(draft, "x") as stream:
+        stream.write(data)
+    assert most == object_store._IN_FLIGHT
+    with storage.open(draft, "x") as back:
+        assert back.read() == data
