@@ -361,8 +361,8 @@ REFUSALS = [
 
 @pytest.mark.parametrize(("status", "code", "said"), REFUSALS)
 @pytest.mark.fault(
-    "storage: in a bucket: wrong credentials, no right to write, no such bucket, another region, a clock that is"
-    " off",
+    "storage: in a bucket: wrong credentials, no right, no such bucket, another region or a wrong"
+    " clock",
     "the service answers the first put as it documents it",
     "refused before ranks start, with exit code 2, in one error that says which it is and what to"
     " do",
