@@ -80,13 +80,13 @@ def _one(entry: Any, where: str) -> DescribedSource:
             raise UsageError(what, where=f"{where}.{key}", fix=f"it takes {', '.join(_KEYS)}")
         if not isinstance(value, _KEYS[key]) or isinstance(value, bool):
             kind = "a text" if _KEYS[key] is str else "a number"
-            what = f"{key} should be {kind}, but is {value!r}"
+            what = f"a source's {key} is {value!r}, which is not {kind}"
             raise UsageError(what, where=f"{where}.{key}", fix=_EXAMPLE)
     if "path" not in entry:
         raise UsageError("a source has no path", where=where, fix=_EXAMPLE)
     for key in _SHARES:
         if not 0 <= entry.get(key, 0) < float("inf"):
-            what = f"{key} is {entry[key]}"
+            what = f"a source has the {key} {entry[key]}"
             raise UsageError(what, where=f"{where}.{key}", fix="write 0 or more")
     settings = {key: value for key, value in entry.items() if key != "path"}
     return DescribedSource(where, entry["path"], settings)

@@ -115,7 +115,9 @@ def test_a_model_of_the_library_that_may_mix_documents_is_refused(
     cut = language_model("hf:qwen3")
     cut.context_plan()  # as where sequences are cut over ranks
     objective_of(cut).inputs(Tokens()[0])
-    with pytest.raises(UsageError, match="hf:qwen3 is cut along its sequences"):
+    with pytest.raises(
+        UsageError, match="qwen3 is cut along its sequences, and these hold several documents"
+    ):
         objective_of(cut).inputs(Packed()[0])
     balanced = {"num_local_experts": 4, "output_router_logits": True}
     mixture = objective_of(language_model("hf:mixtral", **balanced))
