@@ -58,8 +58,8 @@ def test_replicas(faults: list[str], found: dict[str, bool]) -> None:
     assert any("2 ranks take" in notice for notice in outcome.notices)
 
 
-# Of the scripts in public idiom, one of each kind of fault.
-QUICK = ("evaluated evaluation mode", "gan generator unwrapped", "tensor_parallel sharded loader")
+# Of the scripts in public idiom, two; networks in no wrapper are in tests/verify/test_watch.py.
+QUICK = ("evaluated evaluation mode", "tensor_parallel sharded loader")
 
 
 @pytest.mark.parametrize(
