@@ -31,6 +31,15 @@ RETRY_SECONDS = 60.0  # for a request and all its retries
 _REQUEST_SECONDS = 30.0
 _CHECK_SECONDS = 10.0  # of the retries while a run starts
 
+# Where the environment names a server other than the service's own; one without TLS is asked for.
+_ENDPOINTS = (
+    "AWS_ENDPOINT",
+    "AWS_ENDPOINT_URL",
+    "AWS_ENDPOINT_URL_S3",
+    "AZURE_STORAGE_ENDPOINT",
+    "AZURE_ENDPOINT",
+)
+
 _SECRET_OPTION = re.compile(r"secret|token|password|sas|key|credential", re.IGNORECASE)
 _SECRET_VARIABLE = re.compile(r"(AWS|AZURE|GOOGLE|GCP|GCS)_.*(KEY|SECRET|TOKEN|SAS|PASSWORD|CRED)")
 _SHORTEST_SECRET = 4  # shorter values would blank out parts of words
@@ -110,11 +119,10 @@ class ObjectClient:
         require_options(options, f"{where}.args")
         self.url = url.rstrip("/")
         self._obstore = _import_obstore()
-        endpoint = str(options.get("endpoint") or os.environ.get("AWS_ENDPOINT_URL") or "")
-        azure = os.environ.get("AZURE_STORAGE_USE_EMULATOR", "") or endpoint
+        endpoints = [options.get("endpoint"), *map(os.environ.get, _ENDPOINTS)]
         client = {
             "timeout": timedelta(seconds=min(_REQUEST_SECONDS, retry_seconds)),
-            "allow_http": azure.startswith(("http://", "true")),
+            "allow_http": any(str(endpoint).startswith("http://") for endpoint in endpoints),
         }
         retry = {
             "max_retries": RETRIES,

@@ -238,7 +238,7 @@ class _Upload:
         self._client.put_new(f"{self._key}.parts", index)
 
     def wait(self) -> None:
-        """Wait for what is being sent after a failure, which hides its errors."""
+        """Wait for the parts that are still being sent after a failure, and ignore their errors."""
         for pending in self._pending:
             pending.cancel()
         for pending in self._pending:
