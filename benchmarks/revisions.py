@@ -51,7 +51,9 @@ SCHEDULES = {
     "DualPipeV": 2,
 }
 CASES = ("single", "ddp:2", "fsdp:2", *SCHEDULES)
-FEW, MANY = 10, 30  # steps of the two runs whose bytes are counted
+# steps of the two runs whose bytes are counted
+FEW = 10
+MANY = 30
 MICRO_BATCHES = 8
 STEPS = 1_000_000
 

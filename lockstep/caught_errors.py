@@ -103,10 +103,10 @@ def _of_one_alone(
     waited = now - since.setdefault(collective, now)
     if waited <= seconds:
         return None
-    what = f"it hangs: it waits in a collective which the others have not entered, for {waited:.0f}"
     others = ", ".join(sorted({str(call) for call in waiting.values()}))
     return RunError(
-        f"rank {beat.rank} of {ranks} failed: {what} s now",
+        f"rank {beat.rank} of {ranks} failed: it hangs: it waits in a collective which the others"
+        f" have not entered, for {waited:.0f} s now",
         where=collective,
         why=f"the others wait in {others}",
         fix="all ranks must make the same calls: take it out of `if is_main_process:`",

@@ -46,7 +46,9 @@ def url_as_path(path: str | os.PathLike[str], where: str) -> Contradiction | Non
         "give a folder that stays when this machine goes, such as a disk of the network or a"
         " mounted bucket; "
     )
-    fix += "checkpoints alone can be kept in a bucket (checkpoint.storage: s3://BUCKET/PREFIX)"
+    fix += (
+        "checkpoints alone can be kept in a bucket (set checkpoint.storage to s3://BUCKET/PREFIX)"
+    )
     return Contradiction((where,), f"{scheme}://{rest} is a URL, not a path", fix, why)
 
 

@@ -295,6 +295,7 @@ class _Reader(io.RawIOBase):
         return position
 
     def readinto(self, buffer: Any, /) -> int:
+        """Read into the buffer, at most to the end of a part; return the bytes, 0 at the end."""
         view = memoryview(buffer).cast("B")
         number, offset = divmod(self._at, PART_BYTES) if len(self._parts) > 1 else (0, self._at)
         length = min(len(view), self._length(number) - offset)

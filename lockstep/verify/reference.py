@@ -400,6 +400,10 @@ def _update_off(name: str, now: Values, before: Stored, right: Stored) -> float:
 
 
 def _judge_second(what: str, found: _SecondStep) -> Check:
+    """Return the check of what lies between two steps: of a checkpoint, or of an evaluation.
+
+    The second step is held against the one of a run in which nothing lies between.
+    """
     off = found.gradient
     name = found.name
     if off <= AGREES:

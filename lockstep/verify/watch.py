@@ -169,6 +169,10 @@ class observe:  # noqa: N801 — called as a function
         return call()
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Check what the optimizer is about to apply, and keep what it was before it does.
+
+        Of the first steps of each optimizer ranks compare what they hold alike.
+        """
         if not self._nesting.begins(optimizer):
             return
         # a closure computes the gradients later

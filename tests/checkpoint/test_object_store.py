@@ -334,7 +334,9 @@ def test_a_run_keeps_its_checkpoints_in_a_bucket(
 
 
 def test_credentials_in_a_config_are_refused() -> None:
-    with pytest.raises(UsageError, match="secret_access_key is a credential"):
+    with pytest.raises(
+        UsageError, match="secret_access_key is a credential, and a config is saved"
+    ):
         ObjectClient("s3://team/x", secret_access_key="abc")
     with pytest.raises(UsageError) as caught:
         ObjectClient("s3://me:abcdef@team/x")

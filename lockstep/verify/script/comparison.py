@@ -214,7 +214,11 @@ class ScriptComparison:
         what = "given parts of the samples alone"
         records = self.alone(what, feeds, steps=step + 1, **changes)
         if any(len(record.steps) <= step for record in records):
-            raise RunError(f"one process, {what}, took fewer than {step + 1} steps")
+            raise RunError(
+                f"one process, {what}, took fewer than {step + 1} steps",
+                why="the ranks took them: the number of steps depends on how samples are cut",
+                fix="let the script take a number of steps, whatever batches a rank has",
+            )
         return [(self.gradients(step, World([record]))[0], record) for record in records]
 
 

@@ -118,6 +118,10 @@ class ObservedDraws:
         self._active = True
 
     def _drawn(self, name: str, call: Callable[[], Any]) -> Any:
+        """Return what a call draws, or what was drawn for the same samples, joined, if it is known.
+
+        Each draw of the script's own lines is noted by its batch, its line, and its number there.
+        """
         value = self._draw(call)
         line = self._line(sys._getframe(2)) if self._active else ""
         if not line:

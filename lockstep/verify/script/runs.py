@@ -88,7 +88,11 @@ class Runs:
             error = why_not_ended(task.folder, number + 1, _SECONDS)
             if error is None and task.hang_file(0).exists():
                 at = json.loads(task.hang_file(0).read_text()) or "its end"
-                error = RunError(f"one process waits for something at {at}, and nothing computes")
+                error = RunError(
+                    f"one process waits for something at {at}, and nothing computes",
+                    why="run without other ranks, it waits for one, or for a file, a port or input",
+                    fix="let the script run as one process, too, with WORLD_SIZE=1",
+                )
             if error is not None:
                 raise _with_output(error, task.folder, 1)
         return [task.load_record(0) for task in tasks]
