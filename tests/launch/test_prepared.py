@@ -29,7 +29,10 @@ facts = {
     "stdin": os.fstat(0).st_rdev, "isatty": [s.isatty() for s in (sys.stdin, sys.stdout)],
     "encoding": [sys.stdout.encoding, sys.stderr.encoding, sys.stderr.errors],
     "blocked": sorted(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, ()))),
-    "handlers": {s.name: str(signal.getsignal(s))[:30] for s in signal.Signals if s.value < 32},
+    "handlers": {
+        s.name: getattr(signal.getsignal(s), "__qualname__", str(signal.getsignal(s)))
+        for s in signal.Signals if s.value < 32
+    },
     "session": os.getsid(0) == os.getpid(), "mask": os.umask(0o022),
     "descriptors": len(os.listdir("/proc/self/fd")),
     **{
