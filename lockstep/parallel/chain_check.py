@@ -111,7 +111,10 @@ def _compared(
 
 
 def _texts(model: nn.Module) -> Arguments:
-    """Return two texts for a decoder, of which one is padded."""
+    """Return two texts for a decoder, of which one is padded, or has two documents.
+
+    A model that takes the numbers of documents is given no mask.
+    """
     config: Any = getattr(model, "config", None)
     length = min(_LENGTH, getattr(config, "max_position_embeddings", None) or _LENGTH)
     device = next(model.parameters()).device
@@ -119,9 +122,11 @@ def _texts(model: nn.Module) -> Arguments:
         torch.arange(1, 1 + _SAMPLES * length, device=device).view(_SAMPLES, length)
         % config.vocab_size
     )
-    mask = torch.ones_like(ids)
-    mask[1, -(length // 4) :] = 0
-    return (ids,), {"attention_mask": mask}
+    is_last_quarter = torch.zeros_like(ids)
+    is_last_quarter[1, -(length // 4) :] = 1
+    if getattr(model, "takes_documents", False):
+        return (ids, is_last_quarter), {}
+    return (ids,), {"attention_mask": 1 - is_last_quarter}
 
 
 def _guessed(segments: Named) -> Arguments | None:
