@@ -6,6 +6,7 @@ The proxy asks a function what to do with each request: nothing, or one of FAULT
 import asyncio
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -125,9 +126,11 @@ class Proxy:
     async def _one_connection(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        with suppress(OSError, EOFError):
-            await self._one_request(reader, writer)
-        writer.close()
+        try:
+            with suppress(OSError, EOFError):
+                await self._one_request(reader, writer)
+        finally:
+            writer.close()
 
     async def _one_request(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -135,10 +138,7 @@ class Proxy:
         head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
         first, _, headers = head.partition("\r\n")
         lines = [line for line in headers.split("\r\n") if line]
-        length = next(
-            (int(line[15:]) for line in lines if line.lower().startswith("content-length:")), 0
-        )
-        body = await reader.readexactly(length)
+        body = await reader.readexactly(_length_of(head))
         method, target, _ = first.split(" ")
         request = Request(len(self.requests), method, target, "\n".join(lines))
         self.requests.append(request)
@@ -173,6 +173,14 @@ class Proxy:
     async def _ask_server(self, sent: bytes) -> bytes:
         reader, writer = await asyncio.open_connection("127.0.0.1", self._server_port)
         writer.write(sent)
-        answered = await reader.read()
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = 0 if sent.startswith(b"HEAD ") else _length_of(head.decode("latin-1"))
+        body = await reader.readexactly(length)
         writer.close()
-        return answered
+        return head + body
+
+
+def _length_of(head: str) -> int:
+    """Return the bytes that follow a head; a server that closes late would keep its reader."""
+    found = re.search(r"\r\ncontent-length: *(\d+)", head, re.IGNORECASE)
+    return int(found[1]) if found else 0

@@ -24,9 +24,6 @@ from tests.checkpoint.shared import CONFIG, assert_same, blank, snapshot
 from tests.faults.tiny import Points, events, trainer
 
 bucket.require_servers()
-# Some requests to the proxy of this process wait for long: not in the quick suite until it is known
-# why.
-pytestmark = pytest.mark.full
 
 REPOSITORY = Path(__file__).parents[2]
 PART = 2048  # bytes
@@ -132,9 +129,8 @@ def test_a_second_writer_is_told(proxy: Proxy, url: str) -> None:
 PASSING = ("drop", "lose", "truncate", "duplicate", "delay", "500", "503")
 
 
-@pytest.mark.parametrize(
-    "faults", [PASSING, *(pytest.param((fault,), marks=pytest.mark.full) for fault in PASSING)]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("faults", [PASSING, *((fault,) for fault in PASSING)])
 @pytest.mark.fault(
     "storage: in a bucket: the link or the service fails for a moment",
     "every fourth request is dropped, delayed, sent twice, answered with 500 or 503, or its answer"
@@ -157,15 +153,15 @@ def test_a_fault_now_and_then_changes_nothing(
 
 def _dies_after(proxy: Proxy, url: str, count: int) -> None:
     """The service dies after so many requests of a save; later it is back."""
-    storage = ObjectStorage(url, retry_seconds=0.2)
-    before = storage.names()
-    digests = [checkpoint.digest(Location(storage, name)) for name in before]
+    found_whole = ObjectStorage(url)
+    before = found_whole.names()
+    digests = [checkpoint.digest(Location(found_whole, name)) for name in before]
     step = len(before) + 1
     proxy.reset()
     proxy.plan = lambda request: "drop" if request.number >= count else None
     error: LockstepError | None = None
     try:
-        save(storage, step, shift=float(step))
+        save(ObjectStorage(url, retry_seconds=0.2), step, shift=float(step))
     except LockstepError as raised:
         error = raised
     proxy.reset()
