@@ -12,6 +12,7 @@ import pytest
 from lockstep import cli, scratch
 from lockstep.config import load_config
 from lockstep.data import text as texts
+from lockstep.data.prepare import prepare
 from lockstep.errors import UsageError
 from tests.faults.tiny import YAML
 from tests.launch.shared import environment, finish, start
@@ -108,7 +109,7 @@ def test_data_are_never_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     hostile = pickle.dumps(_Runs(), protocol=0) * 40  # which is text
     Path("text.txt").write_bytes(hostile)
     texts.text(path="text.txt", block_size=4)
-    texts.prepare("text.txt", "tokens")
+    prepare("text.txt", "tokens")
     texts.tokens(path="tokens", block_size=4)
     for file in list(Path("tokens").iterdir()):
         before = file.read_bytes()
