@@ -122,6 +122,16 @@ def listed(names: Sequence[str], shown: int = 4) -> str:
     return ", ".join(names[:shown]) + (f" and {more} more" if more > 0 else "")
 
 
+def first_line(said: object) -> str:
+    """Return the first line of what an error, or another object, says that is not empty.
+
+    An error that says nothing, such as a bare `assert`, has the name of its class.
+    """
+    lines = (line.strip() for line in str(said).splitlines())
+    silent = type(said).__name__ if isinstance(said, BaseException) else ""
+    return next(filter(None, lines), silent)
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return `; did you mean 'layers'?` if a known word is similar, else ""."""
     import difflib  # needed only for errors

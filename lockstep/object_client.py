@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
-from lockstep.errors import LockstepError, RunError, UsageError
+from lockstep.errors import LockstepError, RunError, UsageError, first_line
 
 SCHEMES = ("s3", "gs", "az")
 _URL = re.compile(r"(s3|gs|az)://([^/@?#\s]+)(/[^?#\s]*)?")
@@ -140,7 +140,7 @@ class ObjectClient:
             raise UsageError(
                 f"{self.url} can't be used as a storage",
                 where=where,
-                why=_without_secrets(str(error).splitlines()[0]),
+                why=_without_secrets(first_line(error)),
                 fix="args takes the options of obstore's store of this service, such as endpoint"
                 " and region",
             ) from None

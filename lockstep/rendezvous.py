@@ -28,7 +28,7 @@ from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: i
 from lockstep import accelerator, scratch
 from lockstep.config import DistributedConfig
 from lockstep.environment import GENERATION, RankFacts, facts_for_group, machine_id, parent_identity
-from lockstep.errors import RunError, UsageError
+from lockstep.errors import RunError, UsageError, first_line
 from lockstep.heartbeat.files import Call
 from lockstep.network import (
     DEFAULT_PORT,
@@ -133,7 +133,7 @@ def _tcp_store(
             "it can be reached from here: on that port for meeting, on any port for the traffic"
             " between ranks"
         )
-        raise RunError(what, why=str(error).splitlines()[0], fix=fix) from error
+        raise RunError(what, why=first_line(error), fix=fix) from error
 
 
 _WORLD = "lockstep/world-size"

@@ -4,6 +4,7 @@ lists them.
 
 import errno
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,12 @@ from torch import nn
 
 from lockstep.config import Config, load_config
 from lockstep.config.schema_distributed import DistributedConfig
-from lockstep.errors import LockstepError, UsageError, lost_a_peer
+from lockstep.errors import LockstepError, UsageError, first_line, lost_a_peer
 from lockstep.parallel.axes.axis import Axis, axes_named
 from lockstep.parallel.site import Site
 from lockstep.strategy import resolve
 from tests.errors import with_tests
+from tests.ranks import REPOSITORY
 
 # What says all of it by itself, or is worded where it is found out.
 WHAT_IS_ENOUGH = (
@@ -339,3 +341,27 @@ def test_it_is_said(
 def test_whatever_the_system_calls_a_lost_connection_it_is_one(number: int) -> None:
     text = f"[pair.cc:537] Read error [127.0.0.1]:25732: {os.strerror(number)}. This is typical"
     assert lost_a_peer(RuntimeError(text))
+
+
+@pytest.mark.parametrize(
+    ("said", "line"),
+    [
+        (ValueError("one\ntwo"), "one"),
+        (ValueError("\n  one"), "one"),
+        (AssertionError(), "AssertionError"),
+        ("", ""),
+    ],
+)
+def test_the_first_line_of_an_error_that_says_nothing_is_its_name(said: object, line: str) -> None:
+    assert first_line(said) == line
+
+
+def test_no_code_takes_the_first_line_of_a_text_that_may_be_empty() -> None:
+    """`"".splitlines()[0]` is an IndexError in place of the error that was to be told."""
+    bare = re.compile(r"str\([^()]*(\([^()]*\))?\)(\.strip\(\))?\.splitlines\(\)\[0\]")
+    found = [
+        str(path.relative_to(REPOSITORY))
+        for path in sorted((REPOSITORY / "lockstep").rglob("*.py"))
+        if bare.search(path.read_text())
+    ]
+    assert not found, "errors.first_line does it"

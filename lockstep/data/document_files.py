@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.data.text import CHUNK, read_chunks
-from lockstep.errors import UsageError, listed
+from lockstep.errors import UsageError, first_line, listed
 
 ROWS = 1024  # that are read at once from a parquet file
 _JSON = (".jsonl", ".jsonl.gz")
@@ -125,7 +125,7 @@ def _of_parquet(file: Path, text_field: str, first: int) -> Iterator[Record]:
         raise UsageError(
             f"{file} is not a parquet file that can be read",
             where="data.args.sources",
-            why=str(error).splitlines()[0],
+            why=first_line(error),
         ) from None
 
 
@@ -139,7 +139,7 @@ def _of_arrow(file: Path, text_field: str, first: int) -> Iterator[Record]:
         rows = datasets.Dataset.from_file(str(file))
     except Exception as error:  # the package and pyarrow raise many kinds
         what = f"{file} is not an Arrow file that can be read"
-        why = str(error).splitlines()[0]
+        why = first_line(error)
         raise UsageError(what, where="data.args.sources", why=why) from None
     yield from _of_rows(file, (rows[n] for n in range(first, len(rows))), text_field, first)
 

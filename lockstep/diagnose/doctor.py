@@ -19,7 +19,7 @@ from typing import Any
 from lockstep.diagnose import BAD, GOOD, WARN, Finding
 from lockstep.diagnose.verdicts import ALL, CHEAP, machine_facts, own_facts
 from lockstep.environment import rank_facts
-from lockstep.errors import LockstepError, UsageError
+from lockstep.errors import LockstepError, UsageError, first_line
 from lockstep.network import address_towards, interface_of
 from lockstep.report import units
 from lockstep.run_files import create_file
@@ -376,7 +376,7 @@ def examine(run_directory: Path, show: Callable[[Finding], None], config: Any) -
         try:
             here = cluster.setup(settings)
         except (LockstepError, RuntimeError) as problem:
-            error = str(problem).splitlines()[0]
+            error = first_line(problem)
         problems = [problem for problem in exchange.all(error) if problem]
         report(Finding(BAD, "process group", problem) for problem in problems[:1])
         if not problems and here is not None and facts.world_size > 1:

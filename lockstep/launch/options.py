@@ -16,7 +16,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from lockstep import cores
-from lockstep.errors import LockstepError, RunError, UsageError
+from lockstep.errors import LockstepError, RunError, UsageError, first_line
 from lockstep.network import DEFAULT_PORT, interface_of, is_here, is_loopback, port_in_use
 
 # Keys of --rdzv-conf: numbers of seconds, except the last two.
@@ -353,7 +353,7 @@ def explain(error: Exception, options: LaunchOptions) -> LockstepError:
         return error
     text = f"{type(error).__name__}: {error}".splitlines()[0]
     cause = error.__cause__
-    text = text if cause is None else f"{text} ({str(cause).splitlines()[0]})"
+    text = text if cause is None else f"{text} ({first_line(cause)})"
     where = endpoint(options)
     if "EADDRINUSE" in text:
         host, _, port = where.rpartition(":")

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from lockstep.errors import UsageError
+from lockstep.errors import UsageError, first_line
 from lockstep.models.chain import look_up, run_segments
 from lockstep.models.observed import note_losses
 from lockstep.models.protocol import blocks_of
@@ -185,7 +185,7 @@ def _exported(model: nn.Module, example: tuple[Tensor, ...]) -> tuple[fx.GraphMo
             "give the model a method segments() -> [(name, module)], each taking what the one"
             " before it returns"
         )
-        raise UsageError(what, why=str(error).strip().splitlines()[0], fix=fix) from error
+        raise UsageError(what, why=first_line(error), fix=fix) from error
     running = [
         name
         for name, module in model.named_modules()

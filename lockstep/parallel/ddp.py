@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lockstep.config import StepConfig
 from lockstep.costs.hardware import GpuCluster
 from lockstep.costs.steps import ModelSize
-from lockstep.errors import RunError, UsageError, listed
+from lockstep.errors import RunError, UsageError, first_line, listed
 from lockstep.monitor.meters import watch_ddp
 from lockstep.parallel.loss_accumulator import CarriedFigures
 from lockstep.parallel.passes import AroundMicroBatch, MicroBatchPass
@@ -135,7 +135,7 @@ class DDPSync(AroundMicroBatch):
         except RuntimeError as error:
             numbers = re.search(r"did not receive grad for rank \d+: ([\d ,]+)", str(error))
             if numbers is None:
-                why = str(error).splitlines()[0]
+                why = first_line(error)
                 raise RunError("DDP did not finish reducing the gradients", why=why) from None
             missing = [self._names[int(number)] for number in re.findall(r"\d+", numbers[1])]
             what = (

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.overrides import TorchFunctionMode
 
-from lockstep.errors import RunError, UsageError
+from lockstep.errors import RunError, UsageError, first_line
 from lockstep.mesh import local_chunk
 from lockstep.parallel.facts import canonical_names
 from lockstep.randomness import derive_key, seeded
@@ -79,7 +79,7 @@ class FirstValues:
         except (RuntimeError, NotImplementedError) as error:
             what = f"init_weights() of {type(self._model).__name__} failed while making {name}"
             fix = "init_weights() must fill each parameter on its own, without reading another"
-            raise RunError(what, why=str(error).splitlines()[0], fix=fix) from error
+            raise RunError(what, why=first_line(error), fix=fix) from error
         finally:
             self._put(name, meta)
         if real.numel() and torch.isnan(real).all():

@@ -9,6 +9,7 @@ from shlex import quote
 from statistics import median
 from typing import Any
 
+from lockstep.errors import first_line
 from lockstep.layout import SAME_BATCH
 from lockstep.report import read, units
 from lockstep.report.read import (
@@ -80,7 +81,7 @@ def _restarts(run: RunData) -> Iterator[Advice]:
     restarts = run.of_kind("restart", "fault")
     if restarts:
         reasons = "; ".join(
-            dict.fromkeys(str(event.get("reason", "")).splitlines()[0] for event in restarts[-3:])
+            dict.fromkeys(first_line(event.get("reason", "")) for event in restarts[-3:])
         )
         found = (
             "The ranks were restarted"

@@ -19,6 +19,7 @@ from functools import partial
 from itertools import accumulate
 from typing import Any
 
+from lockstep.errors import first_line
 from lockstep.report import read
 from lockstep.report.read import (
     PAUSES,
@@ -490,9 +491,7 @@ def _timeline(runs: list[RunData]) -> Figure:
 def _about(event: Row) -> str:
     parts = [str(event["kind"]), *([f"step {event['step']}"] if "step" in event else [])]
     parts += [
-        str(event[key]).splitlines()[0][:120]
-        for key in ("checkpoint", "reason", "text")
-        if event.get(key)
+        first_line(event[key])[:120] for key in ("checkpoint", "reason", "text") if event.get(key)
     ]
     return ", ".join(parts)
 

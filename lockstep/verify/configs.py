@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from lockstep.errors import first_line
 from lockstep.verify.causes import cause_of, is_clear, wanted_experiments
 from lockstep.verify.differences import ASPECTS, Evidence, StepResult
 from lockstep.verify.experiments import NUDGED, first_experiments, further_experiments
@@ -61,7 +62,7 @@ def record(
             if error is not None and case.name == MAIN:
                 raise error
             if error is not None:
-                missing[case.name] = str(error).splitlines()[0]
+                missing[case.name] = first_line(error)
     return left_out
 
 
@@ -95,9 +96,7 @@ def check_reference(spec: Spec, folder: Path, start: Start) -> list[Check]:
     taken: list[str] = pickle.loads((folder / _CHECKED).read_bytes())
     limit = _limit(folder)
     ends = {what: why_not_ended(folder / "ends" / f"check-{what}", 1, limit) for what in taken}
-    missing = {
-        what: str(error).splitlines()[0] for what, error in ends.items() if error is not None
-    }
+    missing = {what: first_line(error) for what, error in ends.items() if error is not None}
     return judge(taken, folder, missing)
 
 
@@ -258,7 +257,7 @@ def _experiment(wanted: Sequence[tuple[VerifyJob, Evidence]], start: Start) -> N
         for case in job.cases:
             results = _results(job, case.name)
             if isinstance(results, str):
-                evidence.left_out[case.name] = results.splitlines()[0]
+                evidence.left_out[case.name] = first_line(results)
             elif results:
                 evidence.tried[case.name] = results[0]
 

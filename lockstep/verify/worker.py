@@ -23,7 +23,7 @@ from torch.utils.data import Dataset
 from lockstep import cluster, collectives
 from lockstep.config import CheckpointConfig, Config, MonitorConfig
 from lockstep.data.batches import MicroBatch
-from lockstep.errors import LockstepError, RunError
+from lockstep.errors import LockstepError, RunError, first_line
 from lockstep.layout import SIZED
 from lockstep.models.protocol import offered
 from lockstep.monitor.figures import gather_objects
@@ -161,7 +161,7 @@ def compare(job: VerifyJob, case: Case) -> None:
     except LockstepError as error:
         if case.name == MAIN:
             raise
-        found = str(error).splitlines()[0]  # the same on all ranks
+        found = first_line(error)  # the same on all ranks
     if collectives.is_main_process():
         job.results_of(case).write_bytes(pickle.dumps(found))
     if dist.is_initialized():

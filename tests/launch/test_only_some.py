@@ -187,6 +187,20 @@ def test_an_error_that_a_script_catches_on_one_rank_is_told_soon(tmp_path: Path)
     assert time.monotonic() - since < 250
 
 
+def under_torchrun(folder: Path) -> tuple[int, str]:
+    """Run the folder's `own.py` on two ranks of torchrun; return its exit code and its errors."""
+    torchrun = Forked(
+        [sys.executable, "-m", TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m", "own"],
+        cwd=folder,
+        env=environment(OMP_NUM_THREADS="1", PYTHONPATH=f"{folder}:{REPOSITORY}"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    _, said = torchrun.communicate(timeout=300)
+    return torchrun.returncode, said
+
+
 @pytest.mark.fault(
     "hang: a script catches an error that one rank alone has, under torchrun",
     "the same, where nobody watches the ranks, and gloo's wait can't be called off",
@@ -197,17 +211,8 @@ def test_an_error_that_a_script_catches_on_one_rank_is_told_soon_under_torchrun(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "own.py").write_text(_CAUGHT)
-    command = [sys.executable, "-m", TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m", "own"]
-    torchrun = Forked(
-        command,
-        cwd=tmp_path,
-        env=environment(OMP_NUM_THREADS="1", PYTHONPATH=f"{tmp_path}:{REPOSITORY}"),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    _, said = torchrun.communicate(timeout=180)
-    assert torchrun.returncode == 1
+    code, said = under_torchrun(tmp_path)
+    assert code == 1
     assert "rank 1 of 2 failed: steps ended with an error, which its script caught" in said
     assert "ValueError: no more of this" in said
     assert f"own.py:{line_of(_CAUGHT, 'raise ValueError')}" in said
@@ -230,17 +235,8 @@ def test_trap_79_a_collective_of_torch_on_rank_0_alone_is_told_under_torchrun(
         "        dist.barrier()\n"
     )
     (tmp_path / "own.py").write_text(text)
-    command = [sys.executable, "-m", TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m", "own"]
-    torchrun = Forked(
-        command,
-        cwd=tmp_path,
-        env=environment(OMP_NUM_THREADS="1", PYTHONPATH=f"{tmp_path}:{REPOSITORY}"),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    _, said = torchrun.communicate(timeout=300)
-    assert torchrun.returncode == 1
+    code, said = under_torchrun(tmp_path)
+    assert code == 1
     assert (
         "rank 0 of 2 failed: it hangs: it waits in a collective which the others have not entered"
         in said
@@ -440,17 +436,8 @@ def test_a_call_that_one_rank_makes_at_the_end_under_torchrun(tmp_path: Path, ca
     """The error of torch's own collective is what is raised; the explanation is a note of it."""
     text = call_at_the_end(call, 0)
     (tmp_path / "own.py").write_text(text)
-    command = [sys.executable, "-m", TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m", "own"]
-    torchrun = Forked(
-        command,
-        cwd=tmp_path,
-        env=environment(OMP_NUM_THREADS="1", PYTHONPATH=f"{tmp_path}:{REPOSITORY}"),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    _, said = torchrun.communicate(timeout=300)
-    assert torchrun.returncode != 0
+    code, said = under_torchrun(tmp_path)
+    assert code != 0
     assert_named(said, text, call, 0)
 
 

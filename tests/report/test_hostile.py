@@ -177,6 +177,14 @@ def test_a_line_without_end(run: RunDirectory) -> None:
     assert data["charts"]
 
 
+@pytest.mark.parametrize("said", [{}, {"reason": ""}, {"reason": "\n"}])
+def test_a_restart_that_gives_no_reason_is_on_the_page(
+    run: RunDirectory, said: dict[str, str]
+) -> None:
+    run.append_event("restart", left=1, **said)
+    assert "The ranks were restarted once" in page_of(run.path)
+
+
 @pytest.mark.fault(
     "hostile: escapes of terminals in records",
     "names of hosts, layouts or events that would move the cursor, or write into the clipboard",

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lockstep.diagnose import recognise
-from lockstep.errors import LockstepError, RunError, listed
+from lockstep.errors import LockstepError, RunError, first_line, listed
 from lockstep.verify.algebra import CEILING
 from lockstep.verify.outcome import Cause, Outcome, PartDifference
 from lockstep.verify.script.comparison import (
@@ -48,7 +48,7 @@ def judge_script(runs: Runs, ranks: int) -> Outcome:
         outcome.fail(outcome.causes[-1].text)
     except LockstepError as error:
         outcome.fail("\n".join([str(error), *getattr(error, "__notes__", [])]))
-        _explain_crash(runs, outcome, str(error).splitlines()[0])
+        _explain_crash(runs, outcome, first_line(error))
     outcome.describe(judgement.off, _drawn(outcome, judgement.off))
     outcome.signs.update(signs_of(outcome))
     return outcome
@@ -235,7 +235,7 @@ class _Judgement(ScriptComparison):
             reference = self.alone("given the samples of all ranks", [self.feed])[0]
         except LockstepError as error:
             text = "one process, with which ranks are compared, does not run the script: "
-            self.outcome.leave_open(text + str(error).splitlines()[0])
+            self.outcome.leave_open(text + first_line(error))
             return None
         names = _other_names(reference, self.records[0])
         if names:
