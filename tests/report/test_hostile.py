@@ -182,7 +182,7 @@ def test_a_restart_that_gives_no_reason_is_on_the_page(
     run: RunDirectory, said: dict[str, str]
 ) -> None:
     run.append_event("restart", left=1, **said)
-    assert "The ranks were restarted once" in page_of(run.path)
+    assert "The ranks were restarted once" in str(page_of(run.path))
 
 
 @pytest.mark.fault(
