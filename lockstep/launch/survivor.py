@@ -18,7 +18,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -81,7 +81,10 @@ class Survivor:
         self._entered = 0  # generation of the world that this process is in, or enters
         self._seen = LiveWorld(0, (), ())
         self._stamp: tuple[int, int] = (0, 0)
-        self._sockets: set[str] = set()  # to other ranks, as the kernel names them
+        # At which this rank has listened for others, in any world. Of two ranks one has connected
+        # to the other, so that each connection is cut at one of its ends; what other threads of
+        # this process have opened meanwhile stays.
+        self._ports: set[int] = set()
         # Held while connections are cut, so that none of the world that is entered can be among
         # them, however long the thread may be kept from running.
         self._leaving = threading.Lock()
@@ -128,7 +131,6 @@ class Survivor:
         group_creation.begin_anew(world.generation)
         with self._leaving:
             self._entered = world.generation
-            self._sockets.clear()
         gc.collect()  # cycles through the model would hold its memory
         if self._me in world.spares:
             return self._wait_for_a_place()
@@ -179,12 +181,12 @@ class Survivor:
                     self._cut()
 
     def _make_group(self, make: Callable[[], Any]) -> Any:
-        """Make a group, and note its sockets; give up when a rank has died meanwhile."""
-        before = set(_open_sockets())
+        """Make a group, and note where it listens; give up when a rank has died meanwhile."""
+        before = _listening_ports()
         try:
             return answer_within(math.inf, make, given_up=self._is_over)
         finally:
-            self._sockets |= set(_open_sockets()) - before
+            self._ports |= _listening_ports() - before
 
     def _is_over(self) -> bool:
         """Return whether the world that this process is in, or enters, is over."""
@@ -196,13 +198,13 @@ class Survivor:
         The store's, because a rank may wait there for one that has died.
         """
         store = int(os.environ.get("MASTER_PORT", "0"))
-        for name, descriptor in _open_sockets().items():
-            with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
-                if connection.family not in (socket.AF_INET, socket.AF_INET6):
-                    continue
-                if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                    continue  # gloo aborts the process when a listener of its ends
-                if name in self._sockets or connection.getpeername()[1] == store:
+        for connection in _internet_sockets():
+            if _listens(connection):
+                continue  # gloo aborts the process when a listener of its ends
+            with suppress(OSError):  # it has no other end any more
+                if connection.getsockname()[1] in self._ports or (
+                    connection.getpeername()[1] == store
+                ):
                     connection.shutdown(socket.SHUT_RDWR)
 
 
@@ -222,12 +224,21 @@ def _seconds_to_wait(error: BaseException) -> float:
     return 0.0 if isinstance(error, UsageError) else _WORD_AFTER_ERROR_SECONDS
 
 
-def _open_sockets() -> dict[str, int]:
-    """Return the sockets of this process: the kernel's name → descriptor (Linux)."""
-    found = {}
+def _internet_sockets() -> Iterator[socket.socket]:
+    """Yield the sockets of this process that speak TCP or UDP, each open for the moment (Linux)."""
     for number in os.listdir("/proc/self/fd"):
         with suppress(OSError):
-            name = os.readlink(f"/proc/self/fd/{number}")
-            if name.startswith("socket:"):
-                found[name] = int(number)
-    return found
+            if not os.readlink(f"/proc/self/fd/{number}").startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(number))) as found:
+                if found.family in (socket.AF_INET, socket.AF_INET6):
+                    yield found
+
+
+def _listens(found: socket.socket) -> bool:
+    return bool(found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+
+
+def _listening_ports() -> set[int]:
+    """Return the ports at which this process listens."""
+    return {found.getsockname()[1] for found in _internet_sockets() if _listens(found)}

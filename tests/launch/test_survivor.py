@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -35,6 +36,33 @@ class LastWords(dist.Store):  # type: ignore[misc]
         os.kill(os.getpid(), signal.SIGSTOP)
 
 
+class OfAnotherThread(dist.Store):  # type: ignore[misc]
+    """A store for a rank of which another thread connects to a service while it makes a group."""
+
+    def __init__(self, store: Any) -> None:
+        super().__init__()
+        self._store = store
+        self._service = socket.create_server(("127.0.0.1", 0))
+        self._connections: list[socket.socket] = []
+
+    def set(self, key: str, value: Any) -> None:
+        connection = socket.create_connection(self._service.getsockname())
+        self._connections += [connection, self._service.accept()[0]]
+        self._store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        return bytes(self._store.get(key))
+
+    def wait(self, keys: list[str], *timeout: Any) -> None:
+        self._store.wait(keys, *timeout)
+
+    def is_connected(self) -> bool:
+        """Whether what goes in at one end comes out of the other."""
+        here, there = self._connections
+        here.sendall(b"word")
+        return there.recv(4) == b"word"
+
+
 def meet_a_dead_rank(folder: str) -> None:
     """Make the world's group with rank 3, which is lost meanwhile, and go on without it.
 
@@ -61,17 +89,20 @@ def meet_a_dead_rank(folder: str) -> None:
     if rank == 0:
         world = LiveWorld(1, (0, 1, 2), lost=(3,))
         threading.Timer(1.0, lambda: world.write(path)).start()
+    watched = OfAnotherThread(store)
     error: Exception = RuntimeError("connection closed: of a collective in that group")
     try:
         if rank != 2:
-            init(store, "first", rank, 4)
+            init(watched, "first", rank, 4)
     except TimeoutError as given_up:
         error = given_up
+    time.sleep(0.5)  # it has time to cut what it may
     following = survivor.world_after(error)
     assert following is not None
     if dist.is_initialized():
         dist.destroy_process_group()
     assert survivor.enter(following) is None
+    assert rank == 2 or watched.is_connected(), "the connection is none to another rank"
     # a thread that was left behind may still wait in the other one
     init(dist.TCPStore("127.0.0.1", port, is_master=False), "second", rank, 3)
     sums = torch.ones(1)
