@@ -109,7 +109,7 @@ def run_script(
         rows = text.rows(outcomes, of_script=True)
         write_page(
             page,
-            f"verify {script}",
+            f"verify {text.as_run(script, outcomes)}",
             text.SCRIPT_HEADINGS,
             rows,
             text.drawn(outcomes, of_script=True),

@@ -6,6 +6,7 @@ Tests: tests/verify/test_command.py, tests/verify/test_script.py
 """
 
 import json
+import shlex
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from lockstep.verify.configs import COLUMNS
 from lockstep.verify.outcome import ALLOWED, DIFFERENT, EQUAL, NOT_JUDGED, Cause, Outcome
 from lockstep.verify.page import DrawnOutcome
 from lockstep.verify.script import signs
+from lockstep.verify.script.record import for_ranks
 
 HEADINGS = ("topology", *COLUMNS, "")
 SCRIPT_HEADINGS = ("ranks", *signs.COLUMNS, "")
@@ -138,12 +140,20 @@ def config_json(verdict: Verdict) -> str:
 def script_text(script: str, outcomes: Sequence[Outcome]) -> str:
     """Format outcomes as a table, followed by each difference with its cause."""
     steps = max(outcome.steps for outcome in outcomes)
-    of = f"{steps} step{'s' * (steps != 1)} of {script}"
+    of = f"{steps} step{'s' * (steps != 1)} of {as_run(script, outcomes)}"
     lines = [f"{of}, compared with one process that is given the same samples", ""]
     lines += columns([SCRIPT_HEADINGS, *rows(outcomes, of_script=True)])
     for outcome in outcomes:
         lines += _script_explanation(outcome)
     return "\n".join(lines)
+
+
+def as_run(script: str, outcomes: Sequence[Outcome]) -> str:
+    """Return a script, or a command with the numbers of ranks in place of its `{n}`."""
+    if len(script.split()) == 1:
+        return script
+    words = [shlex.split(for_ranks(script, outcome.ranks)) for outcome in outcomes]
+    return " and ".join(shlex.join(command) for command in words)
 
 
 def _script_explanation(outcome: Outcome) -> list[str]:
@@ -177,7 +187,8 @@ def script_json(script: str, outcomes: Sequence[Outcome]) -> str:
     """Format outcomes as JSON."""
     passed = all(outcome.passed for outcome in outcomes)
     worlds = [_as_json(outcome) for outcome in outcomes]
-    return json.dumps({"script": script, "passed": passed, "worlds": worlds}, indent=2)
+    shown = as_run(script, outcomes)
+    return json.dumps({"script": shown, "passed": passed, "worlds": worlds}, indent=2)
 
 
 # ---- one outcome, of either ----

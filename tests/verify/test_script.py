@@ -163,7 +163,9 @@ def test_a_script_of_lightning(fault: tuple[str, ...], found: dict[str, bool]) -
 def test_a_command_in_place_of_a_script(launcher: str) -> None:
     command = f"{sys.executable} {launcher} {SCRIPTS}/replicas.py sum"
     (outcome,) = verify_script(command, [], [2], steps=2)
-    assert kinds(outcome) == {"sum of gradients": True}, text(command, [outcome])
+    said = text(command, [outcome])
+    assert kinds(outcome) == {"sum of gradients": True}, said
+    assert said.startswith(f"2 steps of {command.replace('{n}', '2')}, compared with"), said
 
 
 def test_a_command_that_can_not_be_proven() -> None:
@@ -173,6 +175,7 @@ def test_a_command_that_can_not_be_proven() -> None:
     assert "there is no program no-such-launcher to run" in outcome.failed
     (outcome,) = verify_script(f"{sys.executable} -c exit({{n}})", [], [2], steps=2)
     assert "the command ended with code 2" in outcome.failed
+    assert "-c 'exit(2)'" in outcome.failed
 
 
 def test_a_part_of_a_script_is_compared(tmp_path: Path) -> None:

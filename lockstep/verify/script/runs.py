@@ -132,6 +132,7 @@ def start_command(tasks: Sequence[ScriptTask], ranks: int) -> None:
         words = [
             for_ranks(word, ranks if len(tasks) == 1 else 1) for word in shlex.split(task.script)
         ]
+        where = shlex.join(words)
         environment = injected(LOCKSTEP_OBSERVED_RUN=str(task.folder))
         environment[RUNS] = str(task.runs)
         what = ""
@@ -150,7 +151,7 @@ def start_command(tasks: Sequence[ScriptTask], ranks: int) -> None:
         except OSError as error:
             text = f"there is no program {words[0]} to run: {error.strerror}"
             fix = "write a command that runs here, as in torchrun --nproc-per-node {n} train.py"
-            raise UsageError(text, where=task.script, fix=fix) from None
+            raise UsageError(text, where=where, fix=fix) from None
         except subprocess.TimeoutExpired:
             what = f"has not ended within {_SECONDS:.0f} s"
         if not what and not list(task.folder.glob("record-*.pt")):
@@ -158,7 +159,7 @@ def start_command(tasks: Sequence[ScriptTask], ranks: int) -> None:
         if what:
             fix = "run it with this number of ranks until it trains"
             raise _with_output(
-                RunError(f"the command {what}", where=task.script, fix=fix), task.folder, 1
+                RunError(f"the command {what}", where=where, fix=fix), task.folder, 1
             )
 
 
