@@ -33,7 +33,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lockstep.config import TrainingConfig
-from lockstep.errors import RunError, UsageError
+from lockstep.errors import RunError, UsageError, first_line, lost_a_peer
 from lockstep.registry import OPTIMIZERS, SCHEDULES, keywords_of, require_arguments, require_call
 
 # In these optimizers the update of each element depends on that element alone, so a shard is
@@ -88,6 +88,24 @@ def check_shardable(optimizer: Optimizer) -> None:
         )
     if not isinstance(optimizer, _FUSED_ON_SHARDS):
         unfuse(optimizer)
+
+
+def explain_failed_update(optimizer: Optimizer, error: Exception) -> None:
+    """Raise a UsageError if an optimizer's update failed on parameters that are cut.
+
+    It computes something of the whole parameter, or writes into its state in a way that DTensor
+    does not know: Adafactor's norms, Rprop's mask. Return if the reason must be another one.
+    """
+    cut = any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"])
+    if not cut or isinstance(error, torch.OutOfMemoryError) or lost_a_peer(error):
+        return
+    raise UsageError(
+        f"{type(optimizer).__name__} failed on parameters of which each rank holds a part",
+        where="the optimizer",
+        why=first_line(error),
+        fix="take AdamW, or another optimizer that updates each element on its own; or strategy:"
+        " ddp, where each rank holds whole parameters",
+    ) from error
 
 
 def check_no_closure(optimizer: Optimizer) -> None:
@@ -208,7 +226,8 @@ def rebind(
     there = {id(parameter) for parameter in placed.values()}
     if all(id(p) in there for group in optimizer.param_groups for p in group["params"]):
         return
-    if optimizer.state:
+    made_state = _state_as_made(optimizer)
+    if optimizer.state and made_state is None:
         what = "the optimizer already has state from before the model was placed"
         fix = (
             "pass a fresh optimizer, or a function `parameters -> optimizer`; to go on, load a"
@@ -232,6 +251,47 @@ def rebind(
             fix += "a loss function with weights as an nn.Module, and pass its object as loss_fn"
             raise UsageError(what, where="the optimizer", why=why, fix=fix)
         group["params"] = [placed[names[id(p)]] for p in group["params"] if names[id(p)] in placed]
+    if made_state is not None:
+        optimizer.state = made_state(optimizer.param_groups)
+
+
+MakeState = Callable[[list[dict[str, Any]]], Any]
+
+
+def _state_as_made(optimizer: Optimizer) -> MakeState | None:
+    """Return what makes the state of an optimizer that has it from its construction on: Adagrad's.
+
+    None: it has none, or it has been trained with since, so that nothing makes it again.
+    """
+    if not optimizer.state:
+        return None
+    accepted = keywords_of(type(optimizer))
+    options = {
+        key: value
+        for key, value in optimizer.defaults.items()
+        if accepted is None or key in accepted
+    }
+
+    def make(groups: list[dict[str, Any]]) -> Any:
+        return type(optimizer)([dict(group) for group in groups], **options).state
+
+    try:
+        again = make(optimizer.param_groups)
+    except (TypeError, ValueError):  # it takes more than the options of its groups
+        return None
+    same = again.keys() == optimizer.state.keys() and all(
+        _is_same(again[parameter], state) for parameter, state in optimizer.state.items()
+    )
+    return make if same else None
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Return whether two states of a parameter hold the same values."""
+    if isinstance(one, Mapping):
+        return one.keys() == other.keys() and all(_is_same(one[key], other[key]) for key in one)
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and torch.equal(one, other)
+    return bool(one == other)
 
 
 def made_by(

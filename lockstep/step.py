@@ -34,7 +34,7 @@ from lockstep.config import GradientClipConfig
 from lockstep.data.batches import MicroBatch
 from lockstep.errors import UsageError, listed
 from lockstep.monitor import PhaseClock
-from lockstep.optim import Schedule, TorchSchedule, unfuse
+from lockstep.optim import Schedule, TorchSchedule, explain_failed_update, unfuse
 from lockstep.parallel.loss_accumulator import (
     LossAccumulator,
     Number,
@@ -495,7 +495,11 @@ class Step:
             clipped = clip_adaptively(
                 parameters, limit, groups, device, exact=self.placed.reproducible
             )
-        self.optimizer.step()
+        try:
+            self.optimizer.step()
+        except Exception as error:
+            explain_failed_update(self.optimizer, error)
+            raise
         return clipped
 
 

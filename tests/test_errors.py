@@ -217,6 +217,11 @@ def trained(
     return train
 
 
+class Asking(nn.Linear):
+    def inputs(self, batch: Any) -> Any:
+        return (batch["inputs"],)
+
+
 class Unreduced(nn.MSELoss):
     def forward(self, made: Any, wanted: Any) -> Any:
         return (made - wanted).square()
@@ -279,6 +284,7 @@ PROVOKED: list[tuple[str, Callable[[], Any]]] = [
         trained(nn.MSELoss(), {"input": torch.ones(2, 3)}),
     ),
     ("but a mean is one number", trained(Unreduced())),
+    ("(…) can't read the batch", trained(batch={"x": torch.ones(2, 3)}, of=Asking(3, 1))),
     ("a loss with reduction 'median'", trained(strange("median"))),
     ("in which there is no loss", trained(batch={"input": torch.ones(2, 3)})),
     (

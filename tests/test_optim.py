@@ -70,6 +70,22 @@ def test_trap_48_an_optimizer_made_before_placement_is_rebound_by_name() -> None
         rebind(optimizer, {id(p): n for n, p in placed.items()}, dict(model.named_parameters()))
 
 
+def test_state_that_an_optimizer_has_from_its_construction_on_is_made_again() -> None:
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1, initial_accumulator_value=0.5)
+    names = {id(p): n for n, p in model.named_parameters()}
+    placed = {n: torch.nn.Parameter(p.detach()[:1].clone()) for n, p in model.named_parameters()}
+    rebind(optimizer, names, placed)
+    assert optimizer.state.keys() == set(placed.values())
+    assert optimizer.state[placed["weight"]]["sum"].tolist() == [[0.5] * 3]
+
+    for parameter in placed.values():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    with pytest.raises(UsageError, match="already has state"):
+        rebind(optimizer, {id(p): n for n, p in placed.items()}, dict(model.named_parameters()))
+
+
 def test_an_optimizer_of_another_model_is_refused() -> None:
     model = torch.nn.Linear(3, 2)
     other = torch.nn.Linear(3, 2)

@@ -289,6 +289,8 @@ def objective_of(model: nn.Module, loss_fn: Callable[..., Tensor] | None = None)
     inputs = _with_documents(model, _inputs_of(model, has_loss_fn=loss_fn is not None))
     own = offered(model, "loss")
     declared = offered(model, "count")
+    if declared is not None:
+        declared = _asks_the_batch(declared)
     if own is not None and declared is None and "loss" in vars(model):
         own = None  # a function that the model uses in its forward pass: self.loss = F.mse_loss
     if loss_fn is None and own is not None:
@@ -298,7 +300,7 @@ def objective_of(model: nn.Module, loss_fn: Callable[..., Tensor] | None = None)
                 " it by"
             )
             raise UsageError(what, fix="add count(batch) -> number of valid targets in the batch")
-        return Objective(inputs, own, declared, of_model=True)
+        return Objective(inputs, _asks_the_batch(own), declared, of_model=True)
     if loss_fn is not None:
         counted = declared or _count_for(loss_fn)
         reduction = str(getattr(loss_fn, "reduction", "mean"))
@@ -503,9 +505,10 @@ def _inputs_of(model: nn.Module, *, has_loss_fn: bool) -> Inputs:
     """Return the function that takes the arguments of the forward pass from a batch."""
     own = offered(model, "inputs")
     if own is not None:
+        asked = _asks_the_batch(own)
 
         def given(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-            arguments = own(batch)
+            arguments = asked(batch)
             if isinstance(arguments, Iterable) and not isinstance(arguments, Mapping | Tensor):
                 return tuple(arguments), {}
             what = f"inputs() of {type(model).__name__} returns a {type(arguments).__name__}"
@@ -542,6 +545,43 @@ def _inputs_of(model: nn.Module, *, has_loss_fn: bool) -> Inputs:
         return (batch,), {}
 
     return inputs
+
+
+def _asks_the_batch(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method of a model, of which the last argument is a batch.
+
+    What it raises is a UsageError where it asks the batch for a key that is not there.
+    """
+
+    def asked(*arguments: Any) -> Any:
+        try:
+            return method(*arguments)
+        except (KeyError, TypeError) as error:
+            _refuse_other_keys(method, arguments[-1], error)
+            raise
+
+    return asked
+
+
+def _refuse_other_keys(method: Callable[..., Any], batch: Any, error: KeyError | TypeError) -> None:
+    """Raise a UsageError if a method of the model asked the batch for a key that it has not.
+
+    Return if it failed for another reason.
+    """
+    if isinstance(batch, Mapping):
+        asked = error.args[0] if isinstance(error, KeyError) and error.args else None
+        if not isinstance(asked, str) or asked in batch:
+            return
+        why = f"it asks the batch for {asked!r}, and a batch has {listed([*map(str, batch)])}"
+    elif isinstance(batch, tuple | list) and "indices must be" in str(error):
+        why = f"it asks the batch for a key, and a batch is a {type(batch).__name__}"
+    else:
+        return
+    owner = getattr(method, "__self__", None)
+    name = method.__qualname__ if owner is None else f"{type(owner).__name__}.{method.__name__}"
+    what = f"{name}(…) can't read the batch"
+    fix = "let the samples of the data set be dicts with the names that the model asks for"
+    raise UsageError(what, where="the training or validation data", why=why, fix=fix) from error
 
 
 def _look_like_samples(batch: Sequence[Any]) -> bool:

@@ -7,10 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.optim import Optimizer
+from torch.utils.data import TensorDataset
 
 from lockstep.errors import UsageError
+from lockstep.models.transformer import Transformer
 from lockstep.optim import _ELEMENTWISE, build_optimizer, unfuse
+from lockstep.trainer import Trainer
+from tests.ranks import run_ranks
 
 CUTS: list[list[int]] = [
     [1],
@@ -76,3 +81,57 @@ def test_fused_is_refused_where_the_config_asks_for_it() -> None:
             device=torch.device("cpu"),
             reproducible=True,
         )
+
+
+def losses_with(kind: Any, strategy: str) -> list[float] | str:
+    """Losses of three updates by an optimizer made over the model's own parameters; or a refusal.
+
+    The refusal is an error before a step, or in the first one.
+    """
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 7), nn.Tanh(), nn.Linear(7, 2))
+    optimizer = kind(model.parameters(), lr=0.05)
+    data = TensorDataset(torch.randn(8, 4), torch.randn(8, 2))
+    try:
+        trainer = Trainer(
+            model,
+            optimizer,
+            nn.MSELoss(),
+            strategy=strategy,
+            batch_size=2,
+            global_batch_size=8,
+            max_steps=3,
+            reproducible=True,
+        )
+        return [float(record.loss) for record in trainer.steps(data)]
+    except UsageError as error:
+        return str(error)
+
+
+def cut_with_adafactor() -> str:
+    model = Transformer(n_layer=1, n_head=2, n_embd=8, vocab_size=16, block_size=8)
+    ids = torch.arange(36).reshape(4, 9) % 16
+    data = [{"input_ids": some[:, :-1], "targets": some[:, 1:]} for some in ids.split(2)]
+    trainer = Trainer(model, torch.optim.Adafactor, strategy="tensor", batch_size=2, max_steps=1)
+    with pytest.raises(UsageError) as caught:
+        list(trainer.steps(data))
+    return str(caught.value)
+
+
+def on_two_ranks() -> tuple[dict[str, list[float] | str], str]:
+    return {kind.__name__: losses_with(kind, "fsdp") for kind in _ELEMENTWISE}, cut_with_adafactor()
+
+
+def test_they_train_shards_as_wholes_or_say_why_they_can_not() -> None:
+    """Adagrad has state from its construction on, and Rprop writes by a mask, which torch refuses.
+
+    Adafactor's norms are those of whole parameters.
+    """
+    sharded, adafactor = run_ranks(on_two_ranks, 2)[0]
+    for kind in _ELEMENTWISE:
+        found = sharded[kind.__name__]
+        if kind is torch.optim.Rprop:
+            assert "Rprop failed on parameters of which each rank holds a part" in found
+        else:
+            assert found == losses_with(kind, "single"), kind
+    assert "Adafactor failed on parameters of which each rank holds a part" in adafactor

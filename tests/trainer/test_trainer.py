@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lockstep.checkpoint import newest
 from lockstep.config import Config
 from lockstep.errors import RunError, UsageError
+from lockstep.models.transformer import Transformer
 from lockstep.parallel.loss_accumulator import LossAccumulator
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parallel.reproducible.exact_norm import gradient_norm
@@ -93,6 +94,25 @@ def test_names_and_arguments_of_other_trainers_say_what_to_write() -> None:
             UsageError, match="no targets for CrossEntropyLoss in a batch of the type"
         ):
             next(iter(trainer.steps(data)))
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        (
+            ("input_ids", "labels"),
+            "for 'targets', and a batch has input_ids, labels",
+        ),
+        (("ids", "targets"), "asks the batch for 'input_ids', and a batch has ids, targets"),
+        ((), "asks the batch for a key, and a batch is a tuple"),
+    ],
+)
+def test_a_batch_without_what_the_model_asks_for_is_refused(keys: Any, said: str) -> None:
+    ids = torch.zeros(2, 4, dtype=torch.long)
+    batch = dict.fromkeys(keys, ids) if keys else (ids, ids)
+    model = Transformer(n_layer=1, n_head=2, n_embd=8, vocab_size=16, block_size=4)
+    with pytest.raises(UsageError, match=rf"Transformer\..*can't read the batch[\s\S]*{said}"):
+        next(iter(Trainer(model, batch_size=2).steps([batch])))
 
 
 def test_a_second_loop_over_the_same_epoch_says_that_nothing_is_left() -> None:
