@@ -66,6 +66,10 @@ _PAD += (
     "torch.nn.utils.rnn.pad_sequence, transformers.DataCollatorWithPadding(tokenizer); or use"
     " batch_size: 1"
 )
+_SAME_KINDS = (
+    "let each sample hold the same keys, and tensors, arrays, numbers or text under them (leave out"
+    " what is None), or give a DataLoader with a collate_fn that makes a batch of such samples"
+)
 
 
 def advice(error: BaseException) -> str | None:
@@ -109,8 +113,10 @@ def collate_by_default(samples: Sequence[Any], names: Callable[[], Sequence[str]
         if misfit is None:
             raise
         why = f"without a collate_fn the samples of a micro-batch are stacked ({reason(error)})"
+        of_sizes = "of shape" in misfit or "of length" in misfit
+        fix = _PAD if of_sizes else _SAME_KINDS
         raise RunError(
-            f"samples do not fit together: {misfit}", where="the data", why=why, fix=_PAD
+            f"samples do not fit together: {misfit}", where="the data", why=why, fix=fix
         ) from error
 
 
