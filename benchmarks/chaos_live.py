@@ -42,6 +42,7 @@ import psutil
 
 from benchmarks.page import RESULTS, machine, page, tell
 from lockstep import checkpoint
+from lockstep.launch.stacks import STACKS_SIGNAL
 from lockstep.records import RunDirectory
 from tests.forked import Forked
 
@@ -164,6 +165,12 @@ class Disturbed:
         last = self.run.read_events()[-4:]
         ages = [f"{e['kind']} {time.time() - e['time']:.0f} s ago" for e in last]
         return f"after step {self._step()}; {', '.join(ages)}; {len(self._ranks())} ranks live"
+
+    def write_stacks(self) -> None:
+        """Have each rank that lives write into the run directory what it does just now."""
+        for pid in self._ranks():
+            _send(pid, STACKS_SIGNAL)
+        time.sleep(2.0)
 
     def _arm(self, kind: str) -> dict[str, str]:
         rank = self.chance.randrange(RANKS)
@@ -313,8 +320,9 @@ def bench(
     topologies: Sequence[str] = tuple(TOPOLOGIES),
     kinds: Sequence[str] = KINDS,
     on_run: Callable[[Report], object] = lambda _report: None,
+    keep: Path | None = None,
 ) -> Report:
-    """Disturb runs until there were so many rounds."""
+    """Disturb runs until there were so many rounds; move what is wrong to the folder `keep`."""
     report = Report()
     chance = random.Random(seed)
     with tempfile.TemporaryDirectory(prefix="lockstep-chaos-live-") as name:
@@ -324,22 +332,28 @@ def bench(
         }
         number = 0
         while report.rounds.total() < rounds:
-            # each kind, and each topology, in turn; the second kind is any
+            # Each kind, and each topology, in turn, and other pairs of them in the next turn; the
+            # second kind is any.
             pair = [kinds[number % len(kinds)], chance.choice(kinds)]
-            topology = topologies[number % len(topologies)]
+            topology = topologies[(number + number // len(kinds)) % len(topologies)]
             folder = Path(name, f"run-{number}")
             folder.mkdir()
             one = Disturbed(folder, topology, list(dict.fromkeys(pair)), chance, number % 2 * 3)
             number += 1
+            wrong_before = len(report.wrong)
             try:
                 judge(one, one.disturb(), expected[_config(topology)], report)
             except (TimeoutError, subprocess.TimeoutExpired):
                 report.wrong.append(f"{topology} {'+'.join(one.kinds)}: it hangs {one.state}")
+                one.write_stacks()
             finally:
                 one.kill()
             report.runs[topology] += 1
             report.rounds.update(one.happened)
-            shutil.rmtree(folder)
+            if keep is not None and len(report.wrong) > wrong_before:
+                shutil.move(folder, keep)
+            else:
+                shutil.rmtree(folder)
             on_run(report)
     return report
 
@@ -383,6 +397,7 @@ def main() -> int:
     parser.add_argument("--topologies", nargs="+", choices=TOPOLOGIES, default=tuple(TOPOLOGIES))
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--write", action="store_true", help="write the page")
+    parser.add_argument("--keep", type=Path, help="a folder for the files of what is wrong")
     given = parser.parse_args()
 
     def write(report: Report) -> None:
@@ -390,7 +405,7 @@ def main() -> int:
         if given.write:
             tell(text_of(report, given.rounds, given.seed), RESULTS / "chaos_live.md")
 
-    report = bench(given.rounds, given.seed, given.topologies, given.kinds, write)
+    report = bench(given.rounds, given.seed, given.topologies, given.kinds, write, given.keep)
     print(text_of(report, given.rounds, given.seed))
     return 1 if report.wrong else 0
 

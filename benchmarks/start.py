@@ -13,9 +13,11 @@ Imports are what Python itself counts (`-X importtime`) for a worker, taken apar
 """
 
 import argparse
+import compileall
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -49,7 +51,15 @@ NAMES = {
 }
 
 
-def one(ranks: int, compiled: bool, way: str) -> dict[str, float]:
+def install(folder: str) -> Path:
+    """Put the package where it has its bytecode, as one that is installed; return the folder."""
+    for name in ("lockstep", "benchmarks"):
+        shutil.copytree(REPOSITORY / name, Path(folder, name))
+    compileall.compile_dir(folder, quiet=2)
+    return Path(folder)
+
+
+def one(package: Path, ranks: int, compiled: bool, way: str) -> dict[str, float]:
     """Seconds of each mark after the command; of the rank that came last."""
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder, "start.yaml")
@@ -59,7 +69,7 @@ def one(ranks: int, compiled: bool, way: str) -> dict[str, float]:
         environment = {
             **os.environ,
             MARKS: str(marks),
-            "PYTHONPATH": str(REPOSITORY),
+            "PYTHONPATH": str(package),
             "OMP_NUM_THREADS": "1",
         }
         command = [
@@ -72,10 +82,11 @@ def one(ranks: int, compiled: bool, way: str) -> dict[str, float]:
             f"{folder}/run",
         ]
         if way == "warm":
-            run(["warm"], environment)
+            run(["warm"], package, environment)
         begin = time.time()
         done = subprocess.run(
             [*command, "--nproc-per-node", str(ranks), *["--fresh-processes"] * (way == "fresh")],
+            cwd=package,
             env=environment,
             capture_output=True,
             text=True,
@@ -83,7 +94,7 @@ def one(ranks: int, compiled: bool, way: str) -> dict[str, float]:
         )
         end = time.time()
         if way == "warm":
-            run(["warm", "--stop"], environment)
+            run(["warm", "--stop"], package, environment)
         if done.returncode:
             raise SystemExit(done.stdout + done.stderr)
         found: dict[str, float] = {"command": 0.0, "end": end - begin}
@@ -94,10 +105,11 @@ def one(ranks: int, compiled: bool, way: str) -> dict[str, float]:
     return found
 
 
-def run(words: list[str], environment: dict[str, str]) -> None:
+def run(words: list[str], folder: Path, environment: dict[str, str]) -> None:
     """Run a command of Lockstep to its end."""
     subprocess.run(
         [sys.executable, "-m", "lockstep", *words],
+        cwd=folder,
         env=environment,
         stdout=subprocess.DEVNULL,
         check=True,
@@ -111,12 +123,15 @@ def import_torch() -> float:
     return time.time() - begin
 
 
-def imports() -> list[tuple[str, float]]:
+def imports(package: Path) -> list[tuple[str, float]]:
     """Seconds that a worker's imports take, by package, the largest; each without what it imports
     of the others.
     """
     command = [sys.executable, "-X", "importtime", "-c", "import lockstep.trainer"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=REPOSITORY)
+    environment = {**os.environ, "PYTHONPATH": str(package)}
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=True, cwd=package, env=environment
+    )
     own: dict[str, float] = {}
     for line in done.stderr.splitlines():
         found = re.match(r"import time:\s+(\d+) \|\s+\d+ \|\s+([\w.]+)", line)
@@ -126,11 +141,11 @@ def imports() -> list[tuple[str, float]]:
     return sorted(own.items(), key=lambda item: -item[1])[:8]
 
 
-def rows(ranks: int, rounds: int, compiled: bool) -> list[str]:
+def rows(package: Path, ranks: int, rounds: int, compiled: bool) -> list[str]:
     runs: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
     for _ in range(rounds):
         for way, found in runs.items():
-            found.append(one(ranks, compiled, way))
+            found.append(one(package, ranks, compiled, way))
     table = []
     for (first, last), title in NAMES.items():
         spent = {way: [run[last] - run[first] for run in found] for way, found in runs.items()}
@@ -149,24 +164,28 @@ def main() -> None:
     parser.add_argument("--write", action="store_true")
     asked: Any = parser.parse_args()
     torch_alone = [import_torch() for _ in range(asked.rounds)]
-    table = [
-        row
-        for ranks in map(int, asked.ranks.split(","))
-        for row in rows(ranks, asked.rounds, asked.compile)
-    ]
+    with tempfile.TemporaryDirectory() as folder:
+        package = install(folder)
+        table = [
+            row
+            for ranks in map(int, asked.ranks.split(","))
+            for row in rows(package, ranks, asked.rounds, asked.compile)
+        ]
+        of_packages = imports(package)
     command = (
         f"python -m benchmarks.start --ranks {asked.ranks} --rounds {asked.rounds}"
         + " --compile" * asked.compile
     )
-    packages = ", ".join(f"{name} {seconds:.2f}" for name, seconds in imports())
+    packages = ", ".join(f"{name} {seconds:.2f}" for name, seconds in of_packages)
     text = page(
         "From a command to its first step",
         f"{command} --write",
         machine(),
         [
-            "Seconds, of the rank that came last; a small model. Starting Python is in the first"
-            " two lines. Ranks are fresh processes; forks of a process that the launcher splits"
-            " off (cold); or all are forks of what `lockstep warm` left (warm)."
+            "Seconds, of the rank that came last; a small model; Lockstep and torch have their"
+            " bytecode, as installed. Starting Python is in the first two lines. Ranks are fresh"
+            " processes; forks of a process that the launcher splits off (cold); or all are"
+            " forks of what `lockstep warm` left (warm)."
         ],
         "| ranks | what | fresh, median | least | cold, median | least | warm, median | least |",
         table,
