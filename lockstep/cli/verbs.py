@@ -342,9 +342,9 @@ def bench(argv: list[str]) -> int:
     parser.refuse("scaling", f"{FLAG}max_steps", fix="write --steps N, the length of each run")
     path, overrides = config_and_overrides(given)
     assert path is not None
-    from lockstep.report.scaling import bench as measure
+    from lockstep.launch import bench as study
 
-    return measure(
+    return study.run(
         given.study, path, overrides, ranks=given.ranks, steps=given.steps, output=given.output
     )
 

@@ -1,5 +1,7 @@
 """Starts ranks as forks of a prepared process, or as fresh processes where they can't be forks.
 
+A command that starts several launchers starts these so, too.
+
 Tests: tests/launch/test_prepared.py
 """
 
@@ -9,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,21 +29,30 @@ _OBSERVED = ("LOCKSTEP_OBSERVED_RUN", "LOCKSTEP_WATCHED_TRAINING")
 
 
 class RankStarter:
-    """Starts the ranks of a launcher.
+    """Starts the ranks of a launcher, or launchers.
 
     Args:
         prepared: whose forks they are; None: fresh processes.
         say: prints a line for the person who launched them.
+        of_launchers: whether they are launchers: a terminal's signals are for them, too, and they
+            make forks.
     """
 
-    def __init__(self, prepared: PreparedProcess | None, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        prepared: PreparedProcess | None,
+        say: Callable[[str], None],
+        *,
+        of_launchers: bool = False,
+    ) -> None:
         self._prepared = prepared
         self._say = say
+        self._of_launchers = of_launchers
 
     def __call__(
         self, command: Sequence[str], environment: Mapping[str, str], stdout: Any, stderr: Any
     ) -> Any:
-        """Start `python [-u] -m MODULE …` in a session of its own; return it as `Popen` does."""
+        """Start `python [-u] -m MODULE …`, a rank in a session of its own, as `Popen` does."""
         python, *words = command
         if self._prepared is not None and python == sys.executable:
             if words[0] == "-u":
@@ -52,13 +64,17 @@ class RankStarter:
                 self._say(f"ranks are started as fresh processes: {error}")
                 self._prepared = None
         return subprocess.Popen(
-            command, env=environment, stdout=stdout, stderr=stderr, start_new_session=True
+            command,
+            env=environment,
+            stdout=stdout,
+            stderr=stderr,
+            start_new_session=not self._of_launchers,
         )
 
     def _fork(
         self, words: Sequence[str], environment: Mapping[str, str], stdout: Any, stderr: Any
     ) -> int:
-        """Start a rank as a fork of the prepared process; return its process id."""
+        """Start a fork of the prepared process; return its process id."""
         assert self._prepared is not None
         _, module, *arguments = words
         request = ForkRequest(
@@ -67,7 +83,8 @@ class RankStarter:
             environment=dict(environment),
             folder=os.getcwd(),
             parent=os.getpid(),
-            own_session=True,
+            own_session=not self._of_launchers,
+            makes_forks=self._of_launchers,
         )
         streams = [0 if stream is None else stream.fileno() for stream in (None, stdout, stderr)]
         for number in (1, 2):
@@ -76,29 +93,33 @@ class RankStarter:
 
 
 @contextmanager
-def rank_starter(fresh: str | None, say: Callable[[str], None]) -> Iterator[RankStarter]:
+def rank_starter(
+    fresh: str | None, say: Callable[[str], None], *, of_launchers: bool = False
+) -> Iterator[RankStarter]:
     """Yield what starts the ranks; a prepared process imports meanwhile, and ends with the block.
 
     Args:
         fresh: why ranks must be fresh processes; None: they may be forks.
         say: prints a line for the person who launched them.
+        of_launchers: whether it starts launchers, not ranks.
     """
+    starter = partial(RankStarter, say=say, of_launchers=of_launchers)
     if fresh is not None:
         if fresh:
             say(f"ranks are started as fresh processes: {fresh}")
-        yield RankStarter(None, say)
+        yield starter(None)
         return
     own = own_prepared_process()
     if own is not None:
-        yield RankStarter(own, say)
+        yield starter(own)
         return
     try:
         prepared = start()
     except CannotForkError:  # not on this system, ever: nothing to tell
-        yield RankStarter(None, say)
+        yield starter(None)
         return
     try:
-        yield RankStarter(prepared, say)
+        yield starter(prepared)
     finally:
         prepared.close()
 

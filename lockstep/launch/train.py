@@ -125,11 +125,8 @@ def train(
         return run_as_worker(through_deaths, logs=run.logs)
     config = load_config(path, overrides)
     distributed = config.distributed
-    training = config.training
     fresh = prepare(
-        options,
-        may_be_alone=distributed.device == "cpu",
-        compiles=training.compile or training.gradient_checkpointing != "none",
+        options, may_be_alone=distributed.device == "cpu", compiles=uses_compiler(config)
     )
     one_process = (
         "" if distributed.strategy == AUTO else strategy_named(distributed.strategy).one_process
@@ -165,6 +162,11 @@ def train(
         options,
         processes,
     )
+
+
+def uses_compiler(config: "Config") -> bool:
+    """Return whether ranks will use torch's compiler."""
+    return config.training.compile or config.training.gradient_checkpointing != "none"
 
 
 def _saves_there(config: "Config") -> bool:

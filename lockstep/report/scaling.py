@@ -5,21 +5,20 @@ weak     each rank keeps its work, the global batch grows with the ranks; ideal:
 strong   the global batch stays; ideal: a step in 1/N of the time
 
 Each point is a run of `lockstep train`; its throughput is the median over its steps after the first
-quarter.
+quarter. The caller starts them (`lockstep/launch/bench.py`).
 """
 
 import os
 import shlex
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import IO, Any
 
 from lockstep.config.flags import as_overrides
 from lockstep.errors import RunError, UsageError
@@ -32,6 +31,8 @@ from lockstep.run_files import exists_already, write_result
 from lockstep.scratch import temporary
 from lockstep.strategy import EXPERT, SINGLE
 
+# Starts `python -m MODULE …` with these variables, its stdout and its stderr in files, as `Popen`.
+Start = Callable[[Sequence[str], Mapping[str, str], IO[str], IO[str]], Any]
 # Usual speed-ups of GPUs over PCIe, from and to.
 EXPECTED = {2: (1.8, 1.9), 4: (3.5, 3.8), 8: (6.5, 7.5), 16: (12.0, 14.0)}
 
@@ -58,6 +59,7 @@ def study(
     ranks: Sequence[int],
     *,
     steps: int,
+    start: Start,
     log: Callable[[str], None],
 ) -> list[Point]:
     """Run all points, the fewest ranks first. Raises RunError: a run failed."""
@@ -75,7 +77,7 @@ def study(
                 "training.gradient_accumulation_steps": "null",
             }
             rate, seconds = _measure(
-                config, [*overrides, *as_overrides(settings)], count, steps, folder
+                config, [*overrides, *as_overrides(settings)], count, steps, folder, start
             )
             first = next((p for p in points if p.kind == kind), None)
             speedup = rate / first.rate * first.speedup if first else float(count)
@@ -86,10 +88,11 @@ def study(
 
 
 def _measure(
-    config: Path, overrides: Sequence[str], ranks: int, steps: int, folder: Path
+    config: Path, overrides: Sequence[str], ranks: int, steps: int, folder: Path, start: Start
 ) -> tuple[float, float]:
     """Return the samples per second and the seconds per step of one run."""
     output = folder / f"{len(list(folder.iterdir()))}"
+    printed = folder / f"{output.name}.txt"
     fixed: dict[str, Any] = {
         "training.max_steps": steps,
         "training.eval_steps": "null",
@@ -111,12 +114,18 @@ def _measure(
         *as_overrides(fixed),
     ]
     command += ["--nproc-per-node", str(ranks), "--output-dir", str(output), "--resume", "never"]
-    done = subprocess.run(
-        command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
-    if done.returncode != 0:
+    with printed.open("w") as file:
+        process = start(command, {**os.environ, "OMP_NUM_THREADS": "1"}, file, file)
+        try:
+            code = process.wait()
+        except BaseException:
+            process.kill()
+            process.wait()
+            raise
+    if code != 0:
         raise RunError(
-            f"the run on {ranks} ranks failed", why=(done.stderr or done.stdout).strip()[-800:]
+            f"the run on {ranks} ranks failed",
+            why=printed.read_text(errors="replace").strip()[-800:],
         )
     rows = after_warmup(read_run(output).rows)
     seconds = median(row["step_seconds"] for row in rows)
@@ -204,21 +213,17 @@ def page_of(points: list[Point], title: str, made: str, about: str) -> Page:
     }
 
 
-def bench(
-    what: str, config: Path, overrides: Sequence[str], *, ranks: str, steps: int, output: Path
-) -> int:
-    """Run `lockstep bench scaling`: print a table, and write `output`.md and `output`.html."""
+def require_measurable(what: str, ranks: str, output: Path) -> list[int]:
+    """Return the numbers of ranks to measure with. Raises UsageError before minutes of work."""
     if what != "scaling":
         raise UsageError(
             f"there is no study {what!r}",
             where="lockstep bench",
             fix="lockstep bench scaling CONFIG",
         )
-    for suffix in (".md", ".html"):  # fail before measuring for minutes
+    for suffix in (".md", ".html"):
         if os.path.lexists(output.with_suffix(suffix)):
             raise exists_already(output.with_suffix(suffix))
-    output.parent.mkdir(parents=True, exist_ok=True)
-    called = shlex.join(["lockstep", "bench", what, str(config), *overrides, "--ranks", ranks])
     try:
         counts = sorted({int(word) for word in ranks.split(",") if word.strip()})
     except ValueError:
@@ -229,7 +234,25 @@ def bench(
             where="--ranks",
             fix="--ranks 1,2,4",
         )
-    points = study(config, overrides, counts, steps=steps, log=partial(print, flush=True))
+    return counts
+
+
+def bench(
+    config: Path,
+    overrides: Sequence[str],
+    *,
+    ranks: Sequence[int],
+    steps: int,
+    output: Path,
+    start: Start,
+) -> int:
+    """Measure, print a table, and write `output`.md and `output`.html."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    words = ["lockstep", "bench", "scaling", str(config), *overrides]
+    called = shlex.join([*words, "--ranks", ",".join(map(str, ranks))])
+    points = study(
+        config, overrides, ranks, steps=steps, start=start, log=partial(print, flush=True)
+    )
     about = (
         f"{len(os.sched_getaffinity(0))} cores, {steps} steps per run, {units.moment(time.time())}"
     )

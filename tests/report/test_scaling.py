@@ -1,6 +1,8 @@
 """The scaling study: what it runs, what it says, what it draws."""
 
+import os
 from pathlib import Path
+from subprocess import Popen
 from typing import Any
 
 import pytest
@@ -9,8 +11,13 @@ import yaml
 from lockstep.cli import main
 from lockstep.report import scaling
 from lockstep.report.page import render
+from tests.forked import lockstep
 from tests.ranks import REPOSITORY
 from tests.report.browser import Page, browser
+
+
+def _fresh(command: list[str], environment: dict[str, str], out: Any, err: Any) -> Any:
+    return Popen(command, env=environment, stdout=out, stderr=err)
 
 
 @pytest.fixture
@@ -42,7 +49,7 @@ def test_weak_keeps_a_ranks_work_and_strong_the_whole(
 
     monkeypatch.setattr(scaling, "_measure", measured)
     said: list[str] = []
-    points = scaling.study(config, [], [4, 1, 2], steps=5, log=said.append)
+    points = scaling.study(config, [], [4, 1, 2], steps=5, start=_fresh, log=said.append)
     assert asked == [(1, "4"), (2, "8"), (4, "16"), (1, "16"), (2, "16"), (4, "16")]
     weak = [point for point in points if point.kind == "weak"]
     assert [round(p.speedup, 2) for p in weak] == [1.0, 1.8, 2.92]
@@ -74,6 +81,52 @@ def test_what_makes_no_sense_is_refused(config: Path, capsys: pytest.CaptureFixt
     assert main(["bench", "scaling", str(config), "--ranks", "0,2"]) == 2
 
 
+_MARKED = """
+import os
+from pathlib import Path
+
+from benchmarks.chaos_data import Tokens
+
+
+class Marked(Tokens):
+    def __init__(self):
+        super().__init__()
+        with Path(os.environ["MARKS"]).open("a") as marks:
+            marks.write(Path("/proc/self/cmdline").read_text().replace(chr(0), " ") + chr(10))
+"""
+
+
+def test_its_runs_are_forks_of_what_it_has_imported(tmp_path: Path) -> None:
+    (tmp_path / "marked.py").write_text(_MARKED)
+    (tmp_path / "tiny.yaml").write_text(
+        "model: {name: transformer, args: {n_layer: 1, n_embd: 8, n_head: 1}}\n"
+        "data: {name: 'marked:Marked'}\n"
+        "training: {batch_size: 2}\n"
+    )
+    marks = tmp_path / "marks"
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{tmp_path}{os.pathsep}{REPOSITORY}",
+        "MARKS": str(marks),
+    }
+    words = ["bench", "scaling", "tiny.yaml", "--ranks", "1", "--steps", "2"]
+    done = lockstep(words, tmp_path, environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "strong     1 ranks" in done.stdout
+    assert (tmp_path / "scaling.md").exists()
+    ranks = marks.read_text().splitlines()
+    assert len(ranks) == 2
+    assert not any(" train " in words for words in ranks), "it would be a fresh process's command"
+
+
+def test_a_run_that_fails_says_why_once(tmp_path: Path, config: Path) -> None:
+    words = ["bench", "scaling", str(config), "data.name=nothing:Here", "--ranks", "1"]
+    done = lockstep(words, tmp_path, os.environ)
+    assert done.returncode == 1
+    assert done.stderr.count("the run on 1 ranks failed") == 1
+    assert "nothing" in done.stderr
+
+
 @pytest.mark.full
 def test_ranks_that_sleep_scale_though_there_are_no_cores_for_them(tmp_path: Path) -> None:
     """Two real ranks, each with its own sleep: twice the samples in hardly more time."""
@@ -81,7 +134,9 @@ def test_ranks_that_sleep_scale_though_there_are_no_cores_for_them(tmp_path: Pat
     folder = tmp_path / "runs"
     folder.mkdir()
     rates = [
-        scaling._measure(config, [f"training.global_batch_size={4 * ranks}"], ranks, 8, folder)[0]
+        scaling._measure(
+            config, [f"training.global_batch_size={4 * ranks}"], ranks, 8, folder, _fresh
+        )[0]
         for ranks in (1, 2)
     ]
     assert 10 < rates[0] < 20.1, "4 samples of 50 ms"
