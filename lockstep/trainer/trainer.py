@@ -113,6 +113,7 @@ class Trainer:
         self._start = RunStart(self.state)
         self._window = StepWindow(self.state)
         self._open = OpenRun(self.state, self._start, callbacks, self._window.open_step)
+        self._is_looping = False  # in `train`, or in a loop over `steps` that has not ended
 
     def train(
         self,
@@ -137,10 +138,11 @@ class Trainer:
         """
         arguments.check_epochs(epochs)
         arguments.check_metrics(metrics, "Trainer.train")
-        tell_call("Trainer.train")
-        self._open.close()
         state = self.state
         with ExitStack() as ending:
+            ending.enter_context(self._only_loop("Trainer.train"))
+            tell_call("Trainer.train")
+            self._open.close()
             ending.callback(state.output.release)
             advice = self.advice_on_validation
             self._start.report(
@@ -210,6 +212,7 @@ class Trainer:
                 True: a line every `log_steps`, also where there is no terminal; False: neither.
         """
         with ExitStack() as ending:
+            ending.enter_context(self._only_loop("Trainer.steps"))
             ending.callback(self.state.output.release)
             tell_call("Trainer.steps")
             self._start.begin(train_data, no_effect.STEPS)
@@ -227,6 +230,27 @@ class Trainer:
             run.end_loop(is_last=is_last)
             if is_last:
                 self._load_best()
+
+    @contextmanager
+    def _only_loop(self, name: str) -> Iterator[None]:
+        """Refuse a loop inside of another one: their steps would not be those of other ranks.
+
+        It is refused before other ranks are asked for anything: they may not be in it.
+        """
+        if self._is_looping:
+            raise UsageError(
+                f"{name} is called while a loop over the steps of the same trainer has not ended",
+                where=name,
+                why="a trainer takes its steps one after another, on all ranks together, and two"
+                " loops would take each other's",
+                fix="let the first loop end, or leave it (`break`, or close() of its iterator), or"
+                " train another model in a Trainer of its own",
+            )
+        self._is_looping = True
+        try:
+            yield
+        finally:
+            self._is_looping = False
 
     @property
     def done(self) -> bool:

@@ -94,6 +94,20 @@ def test_trap_79_what_rank_0_alone_begins_before_the_loop_is_an_error_at_once(
     assert "Traceback" not in ended.err
 
 
+@pytest.mark.full
+def test_trap_79_a_loop_in_a_loop_on_rank_0_alone_is_an_error_at_once(tmp_path: Path) -> None:
+    text = (
+        _BEGIN + "for record in trainer.steps(data):\n"
+        "    if trainer.is_main_process and record.step == 2:\n"
+        "        next(trainer.steps(data))\n"
+    )
+    (tmp_path / "own.py").write_text(text)
+    ended = lockstep(tmp_path, "launch", "--nproc-per-node", "2", "own.py", OMP_NUM_THREADS="1")
+    assert ended.code == 2, ended.err
+    assert "rank 0 of 2 failed: Trainer.steps is called while a loop" in ended.err
+    assert "Traceback" not in ended.err
+
+
 @pytest.mark.fault(
     "hang: a metric is reduced under `if is_main_process:`",
     "a collective of torch's own, in a script: rank 0 waits in it, and the others in the next step",

@@ -233,6 +233,24 @@ def test_the_schedule_of_training_step_follows_max_steps() -> None:
         made(None, lr_schedule="cosine", max_steps=None).training_step(points()[:4])
 
 
+@pytest.mark.parametrize("recorded", [False, True])
+def test_a_loop_in_a_loop_is_an_error_at_once(tmp_path: Path, recorded: bool) -> None:
+    trainer = made(tmp_path if recorded else None)
+    steps = []
+    for record in trainer.steps(points()):
+        steps.append(record.step)
+        if record.step == 3:
+            with pytest.raises(UsageError, match=r"Trainer\.steps is called while a loop"):
+                next(trainer.steps(points()))
+        if record.step == 5:
+            with pytest.raises(UsageError, match=r"Trainer\.train is called while a loop"):
+                trainer.train(points())
+        if record.step == 7:
+            break
+    steps += [record.step for record in trainer.steps(points())]
+    assert steps == list(range(1, STEPS + 1)), "what was refused took no step, and ended none"
+
+
 @pytest.mark.parametrize("way", ["train", "steps", "training_step"])
 def test_a_path_to_resume_from_needs_no_run_directory(
     trained: Path, tmp_path: Path, way: str
