@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -122,22 +122,31 @@ def test_a_host_that_is_killed_is_done_without_and_taken_back(hosts: Hosts) -> N
         "3",
         "--rdzv-conf",
         "last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=8",
-        "training.max_steps=200",
-        "data.args.seconds=0.05",
+        "training.max_steps=400",
         "distributed.reproducible=true",
     )
 
-    def started_with(ranks: int, times: int) -> None:
+    def wait_until(happened: Callable[[], bool]) -> None:
+        """Wait, and let the run take a step now and then, of which it has enough for all waits."""
+        begun = max(steps(run), default=0)
+
         def there() -> bool:
             assert hosts.processes[0].poll() is None, hosts.processes[0].communicate()
-            return [event["world_size"] for event in events(run, "start")].count(ranks) >= times
+            hold(hosts.folder, min(max(steps(run), default=0) + 1, begun + 50))
+            return happened()
 
-        wait_for(there, 240)
+        wait_for(there, 600)
+
+    def started_with(ranks: int, times: int) -> None:
+        wait_until(
+            lambda: [event["world_size"] for event in events(run, "start")].count(ranks) >= times
+        )
 
     def save_again() -> None:
         before = len(events(run, "save"))
-        wait_for(lambda: len(events(run, "save")) > before, 120)
+        wait_until(lambda: len(events(run, "save")) > before)
 
+    hold(hosts.folder, 1)
     first, second = (hosts.start_on(number, "1:2", *options) for number in (0, 1))
     started_with(2, 1)
     save_again()
@@ -147,8 +156,9 @@ def test_a_host_that_is_killed_is_done_without_and_taken_back(hosts: Hosts) -> N
     returned = hosts.start_on(1, "1:2", *options)
     started_with(2, 2)
     save_again()
+    hold(hosts.folder, None)
     (hosts.folder / "hurry").touch()
-    ended = [finish(process, hosts.folder, timeout=300) for process in (first, returned)]
+    ended = [finish(process, hosts.folder, timeout=600) for process in (first, returned)]
     assert [e.code for e in ended] == [0, 0], ended
     alone = lockstep(
         hosts.folder,
@@ -165,7 +175,7 @@ def test_a_host_that_is_killed_is_done_without_and_taken_back(hosts: Hosts) -> N
         for name in ("run", "alone")
     ]
     assert losses[0] == losses[1]
-    assert steps(run) == list(range(1, 201)), "each step once"
+    assert steps(run) == list(range(1, 401)), "each step once"
 
 
 @pytest.mark.full
