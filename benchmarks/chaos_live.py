@@ -16,8 +16,8 @@ memory after each step, a save every seven) and what follows it. A run has two o
 
 After a run that ends well, its digest must be that of a run that nobody disturbed, and its metrics
 hold each step once. A run that does not end well must say one error; every checkpoint that it left
-must prove complete, and the same command, given again, must end in that digest. A run that takes
-longer than `PATIENCE` counts as a hang.
+must prove complete, and the same command, given again, must end in that digest. A run that records
+nothing for longer than `PATIENCE` counts as a hang.
 """
 
 import argparse
@@ -49,7 +49,7 @@ from tests.forked import Forked
 ROOT = Path(__file__).parent.parent
 STEPS = 30
 RANKS = 4
-PATIENCE = 300.0  # seconds of a run
+PATIENCE = 300.0  # seconds in which a run records neither a step nor an event
 # what is said of `distributed`: sizes that leave a number of ranks open
 TOPOLOGIES = {
     "ddp": {"strategy": "ddp"},
@@ -116,7 +116,8 @@ class Disturbed:
         self.chance = chance
         self.restarts = restarts
         self.happened: list[str] = []
-        self._deadline = time.monotonic() + PATIENCE
+        self._since = time.monotonic()  # the run recorded something
+        self._recorded = 0
         config = folder / "chaos.yaml"
         config.write_text(_config(topology))
         self._command = command(config, self.run.path, topology)
@@ -144,13 +145,16 @@ class Disturbed:
                 self.happened.append(kind)
             if not has_gone_on:
                 break
-        _, err = self.process.communicate(timeout=max(1.0, self._deadline - time.monotonic()))
-        return str(err)
+        while True:
+            with suppress(subprocess.TimeoutExpired):
+                _, err = self.process.communicate(timeout=1.0)
+                return str(err)
+            self._require_progress()
 
     def again(self) -> int:
         """Give the command again, undisturbed; return its exit code."""
         process = launch(self._command)
-        process.communicate(timeout=PATIENCE)
+        process.communicate(timeout=10 * PATIENCE)
         return int(process.returncode)
 
     def kill(self) -> None:
@@ -212,10 +216,19 @@ class Disturbed:
         while self.process.poll() is None:
             if condition():
                 return True
-            if time.monotonic() > self._deadline:
-                raise TimeoutError
+            self._require_progress()
             time.sleep(0.02)
         return False
+
+    def _require_progress(self) -> None:
+        """Raise a TimeoutError if the run has recorded nothing for too long."""
+        files = [self.run.path / name for name in ("metrics.jsonl", "events.jsonl")]
+        recorded = sum(path.stat().st_size for path in files if path.exists())
+        if recorded != self._recorded:
+            self._recorded = recorded
+            self._since = time.monotonic()
+        elif time.monotonic() - self._since > PATIENCE:
+            raise TimeoutError
 
     def _events(self, kind: str) -> list[dict[str, Any]]:
         return [event for event in self.run.read_events() if event["kind"] == kind]
@@ -309,7 +322,7 @@ def undisturbed(folder: Path, topology: str) -> str:
     config.write_text(_config(topology))
     words = ["train", str(config), "distributed.strategy=ddp", "--nproc-per-node", "2"]
     process = launch([*words, "--output-dir", str(folder / "whole")])
-    _, err = process.communicate(timeout=PATIENCE)
+    _, err = process.communicate(timeout=10 * PATIENCE)
     assert process.returncode == 0, err
     return checkpoint.digest(folder / f"whole/checkpoints/step-{STEPS:08}")
 
