@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from lockstep import checkpoint
 from lockstep.config import Config, load_config
@@ -51,13 +52,36 @@ def sample(
             f"the data {config.data.name} are not text", where=str(directory.config), fix=fix
         )
     model = load_model(config, data, found)
-    block_size = int(data.facts.get("block_size", 512))
+    return continue_text(
+        model,
+        data,
+        prompt,
+        num_tokens=num_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        seed=seed,
+    )
+
+
+def continue_text(
+    model: nn.Module,
+    data: Data,
+    prompt: str,
+    *,
+    num_tokens: int,
+    temperature: float,
+    top_k: int | None = None,
+    seed: int = 0,
+) -> str:
+    """Return a prompt, continued by a model in evaluation mode; the data encode and decode it."""
+    assert data.encode is not None, "the caller looks at that"
+    assert data.decode is not None, "the caller looks at that"
     ids = torch.tensor([data.encode(prompt)], dtype=torch.int64)
     tokens = generate(
         model,
         ids,
         num_tokens,
-        block_size=block_size,
+        block_size=int(data.facts.get("block_size", 512)),
         temperature=temperature,
         top_k=top_k,
         seed=seed,
@@ -67,10 +91,7 @@ def sample(
 
 def load_model(config: Config, data: Data, path: checkpoint.Checkpoint) -> Any:
     """Return the model of a checkpoint, whole, on the CPU, in evaluation mode."""
-    model: Any = build(config, data)
-    if any(p.is_meta for p in model.parameters()):
-        to_empty(model, torch.device("cpu"))
-        model.init_weights()  # buffers that no checkpoint holds
+    model = in_memory(build(config, data))
     persistent = persistent_buffers(model)
     tensors = dict(model.named_parameters()) | {
         n: b for n, b in model.named_buffers() if n in persistent
@@ -78,3 +99,11 @@ def load_model(config: Config, data: Data, path: checkpoint.Checkpoint) -> Any:
     with torch.no_grad():
         checkpoint.load(path, checkpoint.Snapshot(model=tensors), only=["model"])
     return model.eval()
+
+
+def in_memory(model: Any) -> Any:
+    """Return a model that was built on meta with first values on the CPU; any other as it is."""
+    if any(parameter.is_meta for parameter in model.parameters()):
+        to_empty(model, torch.device("cpu"))
+        model.init_weights()  # buffers that no checkpoint holds, too
+    return model

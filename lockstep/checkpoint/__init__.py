@@ -26,6 +26,7 @@ from lockstep.checkpoint.convert import (
     export_safetensors,
     import_weights,
     loss_weights,
+    read_weights,
     weights,
 )
 from lockstep.checkpoint.keep import (
@@ -104,6 +105,7 @@ __all__ = [
     "optimizers_in",
     "read_manifest",
     "read_state",
+    "read_weights",
     "restore_optimizer",
     "resume_point",
     "rotate",

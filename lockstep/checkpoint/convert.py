@@ -317,6 +317,24 @@ def _write_at_once(target: Path, write: Callable[[BinaryIO], object]) -> Path:
     return target
 
 
+def read_weights(source: str | Path) -> tuple[Weights, dict[str, str]]:
+    """Return the weights of another trainer by name, and alias → the name of its tensor.
+
+    Names are without what wrappers add to them. `source` is a file or a folder of a kind above;
+    pickles are read by torch's restricted unpickler. A UsageError is raised if there are no weights
+    at `source`, or they can't be read safely.
+    """
+    found, aliases = _read_weights(local_path(source, "the weights"))
+    _check(found, source)
+    ddp = _DDP_PREFIX if all(_canonical(name).startswith(_DDP_PREFIX) for name in found) else ""
+    named = {_canonical(name).removeprefix(ddp): tensor for name, tensor in found.items()}
+    ties = {
+        _canonical(alias).removeprefix(ddp): _canonical(name).removeprefix(ddp)
+        for alias, name in aliases.items()
+    }
+    return named, ties
+
+
 def import_weights(
     source: str | Path, output: Checkpoint, *, prefix: str = ""
 ) -> tuple[CheckpointPath, int, int]:
@@ -324,16 +342,12 @@ def import_weights(
 
     Return it, and how many it has and leaves out.
 
-    `source` is a file or a folder of a kind above; pickles are read by torch's restricted
-    unpickler. `prefix`, such as `model.` of a LightningModule, is removed from names, and those
-    without it are left out. A UsageError is raised if there are no weights at `source`, or none
-    with that prefix, or they can't be read safely.
+    `source` is one that `read_weights` reads. `prefix`, such as `model.` of a LightningModule, is
+    removed from names, and those without it are left out. A UsageError is raised if there are no
+    weights at `source`, or none with that prefix, or they can't be read safely.
     """
     target = locate(output)
-    found, aliases = _read_weights(local_path(source, "the weights to import"))
-    _check(found, source)
-    ddp = _DDP_PREFIX if all(_canonical(name).startswith(_DDP_PREFIX) for name in found) else ""
-    named = {_canonical(name).removeprefix(ddp): tensor for name, tensor in found.items()}
+    named, aliases = read_weights(source)
     kept = {
         name.removeprefix(prefix): tensor
         for name, tensor in named.items()
@@ -348,7 +362,7 @@ def import_weights(
         )
     declared: dict[str, tuple[str, ...]] = {}
     for pair in aliases.items():
-        alias, name = (_canonical(one).removeprefix(ddp + prefix) for one in pair)
+        alias, name = (one.removeprefix(prefix) for one in pair)
         if name in kept and alias not in kept:
             declared[name] = (*declared.get(name, ()), alias)
     state = {

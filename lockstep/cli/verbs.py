@@ -572,6 +572,60 @@ def sample(argv: list[str]) -> int:
     return EXIT_DONE
 
 
+def evaluate(argv: list[str]) -> int:
+    """Run `lockstep evaluate RUN [--data PATH] [--metrics NAME,…] [--step N] [--prompt TEXT]`."""
+    text = (
+        "Evaluate a run, a checkpoint, a file of weights or a folder of Hugging Face: the loss, own"
+        " metrics, texts. The numbers are the same on any number of ranks."
+    )
+    examples = [
+        "lockstep evaluate runs/run                           # on the run's validation data",
+        "lockstep evaluate runs/run --data test.jsonl --nproc-per-node 2",
+        'lockstep evaluate runs/run --step 100 --prompt "The " --tokens 60',
+        "lockstep evaluate model.safetensors --config run.yaml",
+    ]
+    parser = Parser("evaluate", text, examples)
+    add = parser.add_argument
+    add("run", metavar="RUN", type=Path, help="a run directory, a checkpoint, a file or a folder")
+    add("words", metavar="KEY=VALUE", nargs="*", help="keys of its config to override")
+    add("--config", metavar="FILE", type=Path, help="the config of a file of weights, or a folder")
+    text = "other data: what the run's data set takes as a path, or a config with others"
+    add("--data", metavar="PATH", type=Path, help=text)
+    text = "functions (outputs, targets) -> values, or classes as torchmetrics has them"
+    add("--metrics", metavar="package.module:Name,…", default="", help=text)
+    add("--step", metavar="N", type=int, help="the run's checkpoint of that step, not the newest")
+    text = "a text for a language model to continue; may be given several times"
+    add("--prompt", metavar="TEXT", action="append", default=[], help=text)
+    add("--tokens", metavar="N", type=int, default=60, help="added to a prompt (default: 60)")
+    text = "of what is added (default: 0, always the likeliest token)"
+    add("--temperature", metavar="T", type=float, default=0.0, help=text)
+    add("--json", action="store_true", help="print one JSON object, for programs")
+    text = "for the ranks' logs (default: runs/evaluate-<RUN's name>)"
+    add("--output-dir", metavar="DIR", type=Path, help=text)
+    add_launch_options(parser)
+    given = parser.parse(argv)
+    if not given.prompt:
+        parser.refuse("RUN", "tokens", "temperature", fix="add --prompt TEXT, or leave it out")
+    strange = [word for word in given.words if "=" not in word]
+    if strange:
+        what = f"one RUN is expected, and {strange[0]} is another"
+        raise UsageError(what, fix="a key is overridden as KEY=VALUE, without spaces")
+    from lockstep.evaluate.subject import Asked
+    from lockstep.launch.evaluate import Wanted
+    from lockstep.launch.evaluate import evaluate as start
+
+    asked = Asked(given.run, given.config, given.words, given.data, given.step)
+    wanted = Wanted(
+        metrics=[name.strip() for name in given.metrics.split(",") if name.strip()],
+        prompts=given.prompt,
+        num_tokens=given.tokens,
+        temperature=given.temperature,
+        in_json=given.json,
+    )
+    output = run_directory(given.output_dir or Path("runs", f"evaluate-{given.run.stem}"))
+    return start(asked, wanted, launch_options(given), output_dir=output, argv=argv)
+
+
 def doctor(argv: list[str]) -> int:
     """Run `lockstep doctor [CONFIG] [launch options] [--json]`."""
     text = "Check machines, network and ranks before a run: ✓ good, ⚠ warning, ✗ will not work."
@@ -699,6 +753,7 @@ VERBS: dict[str, Verb] = {
         checkpoint,
         "list, inspect, verify, digest, export, convert, import checkpoints",
     ),
+    "evaluate": (evaluate, "evaluate weights on data: losses, metrics, texts"),
     "sample": (sample, "generate text with a trained language model"),
     "report": (report, "draw what runs did, and advise what to do next"),
     "top": (top, "show what the ranks of a running run do, again each second"),

@@ -39,8 +39,12 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     return _config(with_overrides(tree, overrides), file.shown)
 
 
-def config_from(settings: Mapping[str, Any], base: Config | None = None) -> Config:
+def config_from(
+    settings: Mapping[str, Any], base: Config | None = None, overrides: Sequence[str] = ()
+) -> Config:
     """Return the config of dotted keys, `{"training.batch_size": 4}`, over `base` or the defaults.
+
+    Overrides of the form `section.key=VALUE` come last.
 
     Raises UsageError: a key is unknown, a value is wrong, or they contradict each other.
     """
@@ -48,7 +52,7 @@ def config_from(settings: Mapping[str, Any], base: Config | None = None) -> Conf
     given = base.model_dump(by_alias=True, exclude_unset=True) if base is not None else {}
     later = _with_settings(Node({}, Origin("the settings")), settings)
     tree = without_replaced_length(node_of(given, Origin("the config")), later)
-    return _config(_with_settings(tree, settings), "the configuration")
+    return _config(with_overrides(_with_settings(tree, settings), overrides), "the configuration")
 
 
 def load_tree(file: ResolvedFile, chain: tuple[Path, ...]) -> Node:

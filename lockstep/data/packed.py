@@ -49,6 +49,7 @@ class PackedDocuments(CollatingDataset):
         plans: of each source.
         draws: of each source in a block of the mixture; unset: each source once an epoch.
         num_samples: sequences in an epoch; unset: as many as there are.
+        names: of the sources, to tell their losses apart.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class PackedDocuments(CollatingDataset):
         plans: Sequence[PackingPlan],
         draws: Sequence[int] | None = None,
         num_samples: int | None = None,
+        names: Sequence[str] = (),
     ) -> None:
         self._tokens = list(tokens)
         self._plans = list(plans)
@@ -64,10 +66,24 @@ class PackedDocuments(CollatingDataset):
         self._bounds = np.cumsum([0, *self._sizes])
         self._draws = self._sizes if draws is None else list(draws)
         self._num_samples = int(self._bounds[-1]) if num_samples is None else num_samples
+        self._names = list(names)
         self.sequence_length = plans[0].sequence_length
 
     def __len__(self) -> int:
         return int(self._bounds[-1])
+
+    def by_source(self) -> dict[str, "PackedDocuments"]:
+        """Return the sequences of each source by its name; nothing if there is one source.
+
+        The name of a source that another one has, too, is followed by the source's number.
+        """
+        found: dict[str, PackedDocuments] = {}
+        if len(self._names) < 2:
+            return found
+        for number, name in enumerate(self._names):
+            unique = f"{name} [{number}]" if name in found else name
+            found[unique] = PackedDocuments([self._tokens[number]], [self._plans[number]])
+        return found
 
     def epoch_order(self, seed: int, *, shuffle: bool) -> EpochOrder | None:
         """Return the order of the mixture; None where the usual order serves.
@@ -159,19 +175,26 @@ def documents(
     plans = [plan(each, 0, border) for each, border in zip(found, borders, strict=True)]
     require_sequences(found, list(map(len, plans)))
     draws, num_samples = draws_of(listed, list(map(len, plans)))
-    train = PackedDocuments([each.tokens for each in found], plans, draws, num_samples)
+    paths = [each.path for each in found]
+    train = PackedDocuments([each.tokens for each in found], plans, draws, num_samples, paths)
 
     begins = borders if validation is None else [0] * len(held_out)
     parts = [
-        (each.tokens, plan(each, begin, len(each.ends)))
+        (each, plan(each, begin, len(each.ends)))
         for each, begin in zip(held_out, begins, strict=True)
     ]
-    parts = [(tokens, its) for tokens, its in parts if len(its)]
-    held = PackedDocuments([t for t, _ in parts], [p for _, p in parts]) if parts else None
+    parts = [(source, its) for source, its in parts if len(its)]
+    held = None
+    if parts:
+        held = PackedDocuments(
+            [source.tokens for source, _ in parts],
+            [its for _, its in parts],
+            names=[source.path for source, _ in parts],
+        )
     chosen = found[0].tokenizer
     facts = {
         "vocab_size": chosen.vocab_size,
         "block_size": sequence_length,
-        "source": ", ".join(each.path for each in found),
+        "source": ", ".join(paths),
     }
     return Data(train, held, facts, chosen.encode, chosen.decode)

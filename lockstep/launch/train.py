@@ -324,7 +324,7 @@ def _log(text: str, *, to_stderr: bool = False) -> None:
     print(f"lockstep: {text}", file=sys.stderr if to_stderr else None, flush=True)
 
 
-_log_to_stderr = partial(_log, to_stderr=True)
+log_to_stderr = partial(_log, to_stderr=True)
 
 
 # how long to wait for another machine's failure file, which a busy machine takes seconds to write
@@ -397,7 +397,7 @@ def launch(job: LaunchJob, options: LaunchOptions, processes: int) -> int:
         with (
             signals.answered(exit_on_signal),
             environment_with(variables),
-            rank_starter(job.fresh, _log_to_stderr) as starter,
+            rank_starter(job.fresh, log_to_stderr) as starter,
         ):
             code = _run_agent(job, options, processes, failures, memory, watch, starter)
         return code
@@ -423,9 +423,9 @@ def _save_newest_copy(memory: Path, run: RunDirectory) -> None:
         path = checkpoint.save_newest(checkpoint.copies_of(memory, run.path), run.checkpoints)
         if path is not None:
             run.append_event("save", step=checkpoint.step_of(path.name), checkpoint=path.name)
-            _log_to_stderr(f"the newest copy in memory is saved: {path}")
+            log_to_stderr(f"the newest copy in memory is saved: {path}")
     except (OSError, LockstepError) as error:
-        _log_to_stderr(f"warning: the newest copy in memory could not be saved: {error}")
+        log_to_stderr(f"warning: the newest copy in memory could not be saved: {error}")
 
 
 def _run_agent(
@@ -449,7 +449,7 @@ def _run_agent(
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     if options.several_nodes:
         rendezvous = endpoint(options)
-        _log_to_stderr(
+        log_to_stderr(
             f"waiting for {options.nnodes} machines at {rendezvous}; start this command on each of"
             " them"
         )
@@ -461,13 +461,13 @@ def _run_agent(
                 else f"{gloo or '?'} (gloo), {nccl or '?'} (NCCL)"
             )
             choose = "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose another"
-            _log_to_stderr(f"traffic between machines: {which}; {choose}")
+            log_to_stderr(f"traffic between machines: {which}; {choose}")
 
     def on_restart(cause: Failure | None, left: int) -> None:
         reason = (
             "machines joined or left" if cause is None else str(cause.error()).replace("\n", "\n  ")
         )
-        _log_to_stderr(
+        log_to_stderr(
             f"starting the ranks again ({left} more restart{'s' * (left != 1)} left): {reason}"
         )
         if cause is None or not cause.consequence:
@@ -481,7 +481,7 @@ def _run_agent(
         left = len(world.members)
         go_on = "1 rank goes" if left == 1 else f"{left} ranks go"
         waiting = f"; waiting for a place: {len(world.spares)}" if world.spares else ""
-        _log_to_stderr(f"{lost} {were} killed: {go_on} on, in the same processes{waiting}")
+        log_to_stderr(f"{lost} {were} killed: {go_on} on, in the same processes{waiting}")
         with suppress(OSError):
             RunDirectory(job.logs.parent).append_event(
                 "recovery",
@@ -497,7 +497,7 @@ def _run_agent(
     agent = store = None
     try:
         # the other machines can join as long as it is held
-        store = open_store(options, _log_to_stderr)
+        store = open_store(options, log_to_stderr)
         spec = WorkerSpec(
             role=options.role,
             local_world_size=processes,
@@ -536,7 +536,7 @@ def _run_agent(
         code = exit_code(ended if cause is None else [*ended, cause], may_be_stopped=may_be_stopped)
         early = next((failure for failure in ended if failure.before_training), None)
         if code == EXIT_PREEMPTED and early is not None:
-            _log_to_stderr(early.what)
+            log_to_stderr(early.what)
         elif cause is not None:
             print_error(cause.error(), cause.traceback)
         return code

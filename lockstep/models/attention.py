@@ -27,6 +27,25 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
+class Past:
+    """The keys and values of earlier positions, which a layer keeps while it continues a text."""
+
+    def __init__(self) -> None:
+        self.length = 0  # positions
+        self._keys: Tensor | None = None
+        self._values: Tensor | None = None
+
+    def with_new(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Keep the keys and values of the next positions, and return those of all of them."""
+        if self._keys is not None and self._values is not None:
+            k = torch.cat((self._keys, k), dim=2)
+            v = torch.cat((self._values, v), dim=2)
+        self._keys = k
+        self._values = v
+        self.length = k.shape[2]
+        return k, v
+
+
 class Attend(nn.Module):
     """Scaled dot-product attention: q [B, H, T, D], k and v [B, H or fewer, T, D] → [B, H, T, D].
 
@@ -44,6 +63,11 @@ class Attend(nn.Module):
     def __init__(self, *, causal: bool = True) -> None:
         super().__init__()
         self.causal = causal
+        self._past: Past | None = None  # set while a text is continued, token by token
+
+    def keep_past(self, *, keeps: bool) -> None:
+        """Begin to keep keys and values, from the next position as the first; or end it."""
+        self._past = Past() if keeps else None
 
     def positions(
         self, length: int, device: torch.device, documents: Tensor | None = None
@@ -53,14 +77,17 @@ class Attend(nn.Module):
         The result is int64 [length], or with documents the positions within them, int64 [B,
         length].
         """
-        return (
-            torch.arange(length, device=device)
-            if documents is None
-            else positions_within(documents)
-        )
+        if documents is not None:
+            return positions_within(documents)
+        first = 0 if self._past is None else self._past.length
+        return torch.arange(first, first + length, device=device)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
-        return self.run(q, k, v, 0, documents)
+        if self._past is None:
+            return self.run(q, k, v, 0, documents)
+        first = self._past.length
+        k, v = self._past.with_new(k, v)
+        return self.run(q, k, v, first)
 
     def run(
         self, q: Tensor, k: Tensor, v: Tensor, first: int, documents: Tensor | None = None

@@ -52,6 +52,8 @@ INIT_STD = 0.02
 class BDH(Decoder):
     """The BDH language model: ids [B, T] → logits [B, T, V]."""
 
+    keeps_past = True
+
     def __init__(
         self,
         n_layer: int = 6,

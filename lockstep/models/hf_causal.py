@@ -16,7 +16,8 @@ tests/models/test_hugging_face_loss.py
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from lockstep.errors import UsageError
 from lockstep.models.attention import Attend, positions_within
 from lockstep.models.hf_decoder import FAMILIES
 from lockstep.models.hf_layers import ATTENDING
-from lockstep.models.language import LanguageModel, TokenLosses, TokenTable
+from lockstep.models.language import LanguageModel, NextLogits, TokenLosses, TokenTable
 from lockstep.models.observed import LossCalls
 from lockstep.models.protocol import DOCUMENTS, IGNORED_TARGET
 
@@ -101,6 +102,25 @@ class CausalModel(LanguageModel):
         arguments = {"input_ids": ids, "use_cache": False, **arguments}
         logits: Tensor = super(LanguageModel, self).forward(**arguments).logits
         return logits
+
+    @contextmanager
+    def keeping_past(self) -> Iterator[NextLogits | None]:
+        """Keep keys and values in the block, in the library's own cache."""
+        past: Any = None
+        seen = torch.empty(1, 0, dtype=torch.int64)
+
+        def next_logits(ids: Tensor) -> Tensor:
+            """Return the logits of the next ids; of all, from a model that keeps nothing."""
+            nonlocal past, seen
+            seen = torch.cat((seen.to(ids.device), ids), 1)
+            found = super(LanguageModel, self).forward(
+                input_ids=seen if past is None else ids, past_key_values=past, use_cache=True
+            )
+            past = getattr(found, "past_key_values", None)
+            logits: Tensor = found.logits
+            return logits
+
+        yield next_logits
 
     def inputs(self, batch: Mapping[str, Tensor]) -> Any:
         documents = batch.get(DOCUMENTS)

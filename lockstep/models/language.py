@@ -7,7 +7,8 @@ t], and −100 is not counted. `document_ids`, int64 [B, T], may number the docu
 Tests: tests/models/test_generate.py, tests/models/test_every_family.py
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,14 +16,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lockstep.errors import UsageError
+from lockstep.models.attention import Attend
 from lockstep.models.chain import run_segments
 from lockstep.models.protocol import DOCUMENTS, IGNORED_TARGET, logits_of
+
+NextLogits = Callable[[Tensor], Any]
+"""The next ids of a text [1, T] → their logits [1, T, V]; what came before is kept."""
 
 
 class LanguageModel(nn.Module):
     """A model that predicts the next token: ids [B, T] → logits [B, T, V]."""
 
     block_size: int
+    keeps_past = False  # whether positions meet in causal `Attend`s alone
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,6 +49,24 @@ class LanguageModel(nn.Module):
         It is a 0-dim tensor, so that the caller decides when the host reads it.
         """
         return (batch["targets"] != IGNORED_TARGET).sum()
+
+    @contextmanager
+    def keeping_past(self) -> Iterator[NextLogits | None]:
+        """Keep keys and values in the block, so that a text goes on without its beginning.
+
+        None where the model can't: each token then takes the whole text.
+        """
+        if not self.keeps_past:
+            yield None
+            return
+        layers = [layer for layer in self.modules() if isinstance(layer, Attend)]
+        for layer in layers:
+            layer.keep_past(keeps=True)
+        try:
+            yield self
+        finally:
+            for layer in layers:
+                layer.keep_past(keeps=False)
 
 
 class Decoder(LanguageModel):
@@ -181,11 +205,23 @@ def generate(
             "nothing to continue: the prompt is empty", fix="give it at least one token"
         )
     generator = torch.Generator(ids.device).manual_seed(seed)
-    for _ in range(num_tokens):
-        logits = logits_in(model(ids[:, -block_size:]))
-        ids = torch.cat(
-            (ids, draw_token(logits[:, -1], generator, temperature=temperature, top_k=top_k)), 1
-        )
+
+    def extended(outputs: Any) -> Tensor:
+        logits = logits_in(outputs)[:, -1]
+        token = draw_token(logits, generator, temperature=temperature, top_k=top_k)
+        return torch.cat((ids, token), 1)
+
+    end = ids.shape[1] + num_tokens
+    past = model.keeping_past() if isinstance(model, LanguageModel) else nullcontext()
+    with past as next_logits:
+        read = 0  # tokens whose keys and values are kept
+        # Beyond the window each token has another position at each step, so nothing can be kept.
+        while next_logits is not None and ids.shape[1] < min(end, block_size + 1):
+            new = ids[:, read:]
+            read = ids.shape[1]
+            ids = extended(next_logits(new))
+    while ids.shape[1] < end:
+        ids = extended(model(ids[:, -block_size:]))
     return ids
 
 

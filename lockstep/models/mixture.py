@@ -63,6 +63,7 @@ class Mixture(Decoder):
     """
 
     averages_in_forward = True  # the terms: `dp` would take them over parts of a micro-batch
+    keeps_past = True
 
     def __init__(
         self,

@@ -62,6 +62,8 @@ class Transformer(Decoder):
         tie_embeddings: the head is the embedding, transposed.
     """
 
+    keeps_past = True
+
     def __init__(
         self,
         n_layer: int = 6,

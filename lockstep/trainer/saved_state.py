@@ -70,6 +70,21 @@ def load(run: RunState, path: checkpoint.Checkpoint) -> tuple[dict[str, Any], li
     return state["metadata"], log_lines
 
 
+def load_weights(run: RunState, path: checkpoint.Checkpoint) -> None:
+    """Load a checkpoint's weights alone, those that its run evaluated; all ranks call it."""
+    placed = run.step.placed
+    if load_imported(placed, path) is not None:
+        return
+    with torch.no_grad():
+        state = checkpoint.load(
+            path, checkpoint.Snapshot(placed.kept(), aliases=placed.named_aliases), only=["model"]
+        )
+        if state.get("evaluated") == AVERAGE:
+            average = checkpoint.Snapshot({}, extra={AVERAGE: dict(placed.parameters)})
+            checkpoint.load(path, average, only=[f"extra/{AVERAGE}"])
+    load_state_of_model(placed, state)
+
+
 def _tensors(placed: ParallelModel, state: dict[str, Any] | None = None) -> checkpoint.Snapshot:
     """Return the live tensors of the model and of the strategy, and the `state` without tensors."""
     extra = dict(placed.state)
