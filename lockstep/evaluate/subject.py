@@ -131,7 +131,8 @@ def _with_data(subject: EvaluationSubject, asked: Asked) -> EvaluationSubject:
         return subject
     path = local_path(asked.data, "--data")
     if not path.exists():
-        raise UsageError(f"there is no file or folder {asked.data}", where="--data")
+        fix = "name texts, tokens or documents as the run's data set reads them, or a config"
+        raise UsageError(f"there is no file or folder {asked.data}", where="--data", fix=fix)
     if path.suffix in (".yaml", ".yml"):
         return replace(subject, data=load_config(path))
     return replace(subject, data=_on(config, path), takes_all=True)
