@@ -22,7 +22,7 @@ import copy
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -75,6 +75,8 @@ def check_shardable(optimizer: Optimizer) -> None:
 
     Fused kernels that torch cannot run on shards are replaced by plain ones, in place.
     """
+    if getattr(optimizer, "shards", False):  # it gathers what it needs of others' shards
+        return
     if type(optimizer) not in _registered.union(_ELEMENTWISE):
         what = f"{type(optimizer).__name__} is not known to update each element on its own"
         fix = (
@@ -143,19 +145,22 @@ def unfuse(optimizer: Optimizer) -> bool:
 
 def build_optimizer(
     name: str,
-    parameters: Iterable[nn.Parameter],
+    parameters: Mapping[str, nn.Parameter],
     *,
     learning_rate: float,
     weight_decay: float | None,
     args: Mapping[str, Any],
     device: torch.device,
     reproducible: bool,
+    blocks: Sequence[str] = (),
 ) -> Optimizer:
-    """Build the config's optimizer.
+    """Build the config's optimizer, over parameters by their names.
 
     Or raise a UsageError if there is none, or it does not accept these arguments.
 
     Kernels are fused if the optimizer has them; with `reproducible` they are plain (see `unfuse`).
+    An optimizer with a method `groups_of` divides the parameters by their names, and by those of
+    the model's `blocks`.
     """
     if reproducible and args.get("fused"):
         what = (
@@ -166,7 +171,9 @@ def build_optimizer(
         raise UsageError(what, where=where, fix="leave fused out, or set reproducible: false")
     kind: Callable[..., Optimizer] = OPTIMIZERS.load(name)
     accepted = inspect.signature(kind).parameters
-    over = list(parameters)
+    over = list(parameters.values())
+    divided = getattr(kind, "groups_of", None)
+    groups: Any = over if divided is None else divided(parameters, blocks)
     fuses = (
         "fused" in accepted
         and device.type in _HAS_FUSED_KERNELS
@@ -182,7 +189,7 @@ def build_optimizer(
     ):
         settings["fused"] = True
     try:
-        return kind(over, **{**settings, **args})
+        return kind(groups, **{**settings, **args})
     except TypeError as error:
         what = f"the optimizer {name} does not accept these arguments: {error}"
         fix = f"it accepts {', '.join(n for n in accepted if n != 'params')}"

@@ -265,7 +265,12 @@ DATA_SETS = Registry(
 OPTIMIZERS = Registry(
     "optimizer",
     "training.optimizer",
-    {"adamw": "torch.optim:AdamW", "adam": "torch.optim:Adam", "sgd": "torch.optim:SGD"},
+    {
+        "adamw": "torch.optim:AdamW",
+        "adam": "torch.optim:Adam",
+        "sgd": "torch.optim:SGD",
+        "muon": "lockstep.muon:Muon",
+    },
 )
 
 SCHEDULES = Registry(

@@ -109,7 +109,7 @@ def test_only_elementwise_optimizers_are_sharded() -> None:
 
 
 def test_optimizer_arguments_are_checked() -> None:
-    parameters = [torch.nn.Parameter(torch.zeros(2))]
+    parameters = {"weight": torch.nn.Parameter(torch.zeros(2))}
     common = {
         "learning_rate": 0.1,
         "weight_decay": 0.0,

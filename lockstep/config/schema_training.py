@@ -234,7 +234,7 @@ class TrainingConfig(Section):
     size. If it is set, accumulation follows from it, and the run is the same on any number of
     ranks."""
     optimizer: Annotated[str, Named(OPTIMIZERS)] = key(
-        "adamw", "`adamw`, `adam`, `sgd`, or `package.module:Name`."
+        "adamw", "`adamw`, `adam`, `sgd`, `muon`, or `package.module:Name`."
     )
     optimizer_args: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of the optimizer, for example `betas` or `momentum`."""

@@ -25,7 +25,8 @@ LONG = 32_768  # tokens in a sample from which cut sequences are considered
 SHARE = 8_192  # of them that are left to a rank
 # the config has the rest
 _NO_SIZES = {f"distributed.{axis}_size": None for axis in ("pipeline", "replicate", "shard")}
-_OPTIMIZER_BYTES = {"adamw": 8.0, "adam": 8.0, "sgd": 0.0}
+# Of muon, those of matrices: what is AdamW's is a small part of a large model.
+_OPTIMIZER_BYTES = {"adamw": 8.0, "adam": 8.0, "sgd": 0.0, "muon": 4.0}
 
 
 def model_size_of(work: Workload, config: Config) -> ModelSize:

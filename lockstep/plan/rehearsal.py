@@ -27,7 +27,7 @@ from lockstep.errors import RunError
 from lockstep.layout import Layout
 from lockstep.mesh import device_mesh, expert_mesh
 from lockstep.optim import build_optimizer
-from lockstep.parallel.facts import ModelFacts
+from lockstep.parallel.facts import ModelFacts, Named
 from lockstep.parallel.loss_accumulator import LossAccumulator
 from lockstep.parallel.parallel_model import ParallelModel, local
 from lockstep.parallel.place import place, prepared
@@ -104,7 +104,7 @@ def rehearse(
         tracker = modes.enter_context(tracked())
         facts = work.facts_of(model)
         placed = _place_model(tracker, facts, config, layout, mesh, device_type)
-        optimizer = optimizer_of(config, list(placed.parameters.values()))
+        optimizer = optimizer_of(config, placed.parameters, facts.blocks)
         batch = work.batch(config.training.batch_size)
         fill_state(optimizer)
         tag_persistent(tracker, [*model.parameters(), *model.buffers()], optimizer)
@@ -310,7 +310,9 @@ def fill_state(optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad(set_to_none=True)
 
 
-def optimizer_of(config: Config, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+def optimizer_of(
+    config: Config, parameters: Mapping[str, nn.Parameter], blocks: Named
+) -> torch.optim.Optimizer:
     """Build the config's optimizer; only its memory matters."""
     training = config.training
     return build_optimizer(
@@ -321,6 +323,7 @@ def optimizer_of(config: Config, parameters: list[nn.Parameter]) -> torch.optim.
         args=training.optimizer_args,
         device=CPU,
         reproducible=config.distributed.reproducible,
+        blocks=[name for name, _ in blocks],
     )
 
 

@@ -254,7 +254,8 @@ def _run(
         for name, parameter in own.items()
     }
     tag_gradients(tracker, own.values())
-    optimizer = rehearsal.optimizer_of(config, list(trained.values()))
+    named = {name: trained[parameter] for name, parameter in own.items()}
+    optimizer = rehearsal.optimizer_of(config, named, placement.facts.blocks)
     passes = _Passes(tracker, short, _executor(placement, here, batch, metas), batch)
     rehearsal.fill_state(optimizer)
     rehearsal.tag_persistent(

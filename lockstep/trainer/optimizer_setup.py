@@ -35,6 +35,7 @@ class Unplaced:
     names: dict[int, str]  # id → canonical name, of the model's and of its loss function's
     of_loss: list[nn.Parameter]  # those of the loss function
     hidden: list[nn.Parameter]  # that a loss function holds which is no module
+    blocks: list[str]  # the names of the model's repeated blocks
 
     @classmethod
     def of(cls, facts: ModelFacts, loss_fn: Any) -> "Unplaced":
@@ -42,7 +43,9 @@ class Unplaced:
         names = dict(facts.names)
         own = {} if facts.loss is None else facts.loss.weights
         hidden = [p for p in hidden_parameters(loss_fn) if id(p) not in names]
-        return cls(names | {id(p): name for name, p in own.items()}, list(own.values()), hidden)
+        blocks = [name for name, _ in facts.blocks]
+        named = names | {id(p): name for name, p in own.items()}
+        return cls(named, list(own.values()), hidden, blocks)
 
 
 def make_optimizer(
@@ -58,12 +61,13 @@ def make_optimizer(
     if given is None:
         optimizer = optim.build_optimizer(
             training.optimizer,
-            placed.parameters.values(),
+            placed.parameters,
             learning_rate=rate,
             weight_decay=training.weight_decay,
             args=training.optimizer_args,
             device=placed.random_state.device,
             reproducible=config.distributed.reproducible,
+            blocks=before.blocks,
         )
     elif isinstance(given, Optimizer):
         optim.rebind(optimizer := given, before.names, placed.parameters)

@@ -74,7 +74,7 @@ def test_fused_is_refused_where_the_config_asks_for_it() -> None:
     with pytest.raises(UsageError, match="fused"):
         build_optimizer(
             "adamw",
-            [torch.nn.Parameter(torch.ones(1))],
+            {"weight": torch.nn.Parameter(torch.ones(1))},
             learning_rate=1e-3,
             weight_decay=0.0,
             args={"fused": True},
