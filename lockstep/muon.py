@@ -211,8 +211,9 @@ def _gathered_everywhere(
     """Return this rank's part, of a matrix that each rank computes."""
     mesh = parameter.device_mesh
     placements = parameter.placements
-    shape, stride = parameter.shape, parameter.stride()
-    spread = DTensor.from_local(direction, mesh, placements, shape=shape, stride=stride)
+    spread = DTensor.from_local(
+        direction, mesh, placements, shape=parameter.shape, stride=parameter.stride()
+    )
     made = whole(spread.full_tensor().contiguous())
     return distribute_tensor(made, mesh, placements, src_data_rank=None).to_local()
 

@@ -144,7 +144,7 @@ def _metric(name: str) -> Metric:
     found: Any = load_object(name, "--metrics")
     if not callable(found) and not hasattr(found, "update"):
         fix = "name a function (outputs, targets) -> values, or a class with update and compute"
-        raise UsageError(f"{name} is a {type(found).__name__}", where="--metrics", fix=fix)
+        raise UsageError(f"{name} is neither called nor updated", where="--metrics", fix=fix)
     made: Metric = found() if isinstance(found, type) else found
     return made
 

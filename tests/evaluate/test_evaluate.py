@@ -185,7 +185,7 @@ _MISTAKES: list[tuple[Asked, dict[str, Any], str]] = [
     (Asked(RUN, overrides=["data.args.validation_fraction=0"]), {}, "have no validation part"),
     (Asked(RUN, overrides=["model.args.n_embd=32"]), {}, "does not fit this model"),
     (Asked(RUN), {"metrics": [f"{__name__}:nothing"]}, "has no nothing"),
-    (Asked(RUN), {"metrics": [f"{__name__}:RUN"]}, "is a PosixPath"),
+    (Asked(RUN), {"metrics": [f"{__name__}:RUN"]}, "is neither called nor updated"),
     (
         Asked(Path("weights.pt"), config=Path("run.yaml"), overrides=["model.args.n_embd=32"]),
         {},
