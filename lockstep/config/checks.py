@@ -50,6 +50,7 @@ def contradictions(
     Without a layout those seen on loading.
     """
     yield from _paths(config)
+    yield from _model(config)
     yield from _sizes(config)
     yield from _data_and_checkpoint(config)
     yield from step_contradictions(config.step, layout, device_type)
@@ -372,6 +373,35 @@ def _paths(config: Config) -> Iterator[Contradiction]:
         }
     found = (url_as_path(path, key) for key, path in given.items())
     yield from (one for one in found if one is not None)
+
+
+def _cuts_layers(config: StepConfig) -> bool:
+    """Return whether layers are cut over ranks: by their number, or as all that a strategy does."""
+    name = config.distributed.strategy
+    topologies = (None if name == AUTO else strategy_named(name).topologies) or {}
+    return ranks_along(config, None, "tensor") > 1 or ("tensor",) in topologies.values()
+
+
+def _model(config: Config) -> Iterator[Contradiction]:
+    """Yield keys of the section `model` that are for models of Hugging Face, beside another one."""
+    model = config.model
+    if model.lora is not None and _cuts_layers(config.step):
+        what = "layers with adapters can't be cut over ranks"
+        why = "peft computes a layer and its adapter in one forward pass, whose product is its own"
+        fix = "write tensor_size: 1, and strategy: fsdp, which shards them"
+        keys = ("model.lora", "distributed.tensor_size", "distributed.strategy")
+        yield Contradiction(keys, what, fix, why)
+    if (model.name or "").startswith("hf:"):
+        return
+    named = "no model is named" if model.name is None else f"the model is {model.name}"
+    instead = {
+        "auto": "leave it out",
+        "lora": "leave it out, and wrap the model in a class of your own: peft.get_peft_model",
+    }
+    for key, fix in instead.items():
+        if getattr(model, key) is not None:
+            what = f"model.{key} is for models of Hugging Face, hf:…, and {named}"
+            yield Contradiction((f"model.{key}", "model.name"), what, fix)
 
 
 def _sizes(config: Config) -> Iterator[Contradiction]:

@@ -118,6 +118,44 @@ class ObjectSpec(Section):
         return {"name": value} if isinstance(value, str) else value
 
 
+class LoraConfig(Section):
+    """Low-rank adapters of the package peft, by its own names, in the layers of an `hf:` model.
+
+    The model's own parameters are frozen: they have no gradients and no state in the optimizer.
+    """
+
+    r: int = key(8, "The rank of the adapters.", ge=1)
+    lora_alpha: int | float = key(
+        8, "Adapters are scaled by `lora_alpha / r` (`use_rslora`: by its square root).", gt=0
+    )
+    lora_dropout: float = key(0.0, "Dropout of what adapters read.", ge=0, lt=1)
+    target_modules: str | list[str] | None = key(None)
+    """The layers that get adapters: ends of their names, a regular expression, or `all-linear`;
+    unset: those that peft takes for the model's type."""
+    exclude_modules: str | list[str] | None = key(None, "Layers that get none.")
+    modules_to_save: list[str] | None = key(None)
+    """Modules that are trained in full and saved with the adapters; unset: the new head of a
+    classifier of texts or of tokens."""
+    bias: Literal["none", "all", "lora_only"] = key("none", "The biases that are trained.")
+    use_rslora: bool = key(False, "Scale by `lora_alpha / sqrt(r)` (arXiv:2312.03732).")
+    use_dora: bool = key(False, "Train lengths and directions apart (arXiv:2402.09353).")
+    init_lora_weights: bool | Literal["gaussian"] = key(True)
+    """`true`: the change of the model is zero at first; `gaussian`: that, from another
+    distribution; `false`: it is random."""
+    layers_to_transform: int | list[int] | None = key(
+        None, "Numbers of the layers that get adapters; unset: all."
+    )
+    layers_pattern: str | list[str] | None = key(
+        None, "The name of the list of layers, where `layers_to_transform` does not find it."
+    )
+    rank_pattern: dict[str, int] = Field(
+        default_factory=dict, description="Ranks of single layers, by name or expression."
+    )
+    alpha_pattern: dict[str, int | float] = Field(
+        default_factory=dict, description="Values of `lora_alpha` of single layers."
+    )
+
+
 class ModelConfig(Section):
     """The model."""
 
@@ -126,6 +164,13 @@ class ModelConfig(Section):
     `package.module:Class`. Unset only where the model is handed over in Python."""
     args: dict[str, Any] = Field(
         default_factory=dict, description="Constructor arguments of the model."
+    )
+    auto: str | None = key(None, pattern=r"^AutoModelFor\w+$")
+    """The Auto class of transformers that makes an `hf:` model, such as
+    `AutoModelForSequenceClassification`; unset: the one of the folder's `architectures`, or
+    `AutoModelForCausalLM`."""
+    lora: LoraConfig | None = key(
+        None, "Train low-rank adapters of an `hf:` model; unset: the model; `{}`: defaults."
     )
 
 

@@ -135,6 +135,8 @@ def train(
         options, use_gpus=distributed.device != "cpu", single_reason=one_process or None
     )
     _check_layout(config, processes, options)
+    if config.model.auto is not None or config.model.lora is not None:
+        import_module("lockstep.models").check_model(config.model)
     if not options.several_nodes:
         require_free(run.path)
     _check_bucket(config)

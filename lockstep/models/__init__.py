@@ -46,7 +46,10 @@ def build_model(model_config: "ModelConfig", facts: Mapping[str, Any] | None = N
     if model_config.name is None:
         raise UsageError("no model is named", where="model.name", fix=f"write {MODELS.names()}")
     name = model_config.name
-    return _construct(name, _constructor(name), dict(model_config.args), facts or {})
+    constructor = _constructor(name)
+    if name.startswith("hf:"):
+        constructor = partial(constructor, auto=model_config.auto, lora=model_config.lora)
+    return _construct(name, constructor, dict(model_config.args), facts or {})
 
 
 def _constructor(name: str) -> Callable[..., "nn.Module"]:
@@ -92,6 +95,25 @@ def check_model(model_config: "ModelConfig") -> None:
     """
     if model_config.name is not None:
         _require_accepted(model_config.name, _constructor(model_config.name), model_config.args)
+        if model_config.name.startswith("hf:"):
+            _check_hugging_face(model_config)
+
+
+def _check_hugging_face(model_config: "ModelConfig") -> None:
+    """Check that the library has this model under its Auto class, and that peft takes its adapters.
+
+    Nothing is built.
+    """
+    from lockstep.models import hf
+
+    assert model_config.name is not None
+    source = model_config.name.removeprefix("hf:")
+    describe = hf.described_by_files if Path(source).exists() else hf.described_by_type
+    described = describe(source, auto=model_config.auto, **model_config.args)
+    if model_config.lora is not None:
+        from lockstep.models.adapters import peft_config
+
+        peft_config(model_config.lora, described.auto)
 
 
 def _require_accepted(

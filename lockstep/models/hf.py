@@ -1,26 +1,35 @@
-"""Builds causal language models of Hugging Face (the extra `transformers`) without downloads.
+"""Builds models of Hugging Face (the extra `transformers`).
 
     hf:FOLDER         a local folder with a config.json; its *.safetensors are loaded if it has any
     hf:CONFIG.json    that config, values drawn at random
     hf:TYPE           a model type of the library (llama, gpt2, …), its default config, values drawn
                       at random
+    hf:OWNER/NAME     a model of the hub, taken from its cache, or downloaded before ranks start
+
+`model.auto` names the Auto class (`lockstep.models.hf_auto`). A causal language model meets the
+protocol (`lockstep.models.hf_causal`); any other stays the library's object, with its own loss,
+and takes batches by the names of its own arguments.
 
 `model.args` override the config by the library's own names. Parameters are always float32: autocast
 does the rest.
+
+Tests: tests/models/test_hf.py, tests/models/test_hf_auto.py
 """
 
 import copy
 import difflib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from lockstep.errors import UsageError, did_you_mean
+from lockstep.collectives import is_main_process
+from lockstep.errors import UsageError, did_you_mean, listed, warn_at_caller
 from lockstep.paths import local_path
 from lockstep.quiet_imports import without_warnings_of_imports
 
@@ -35,8 +44,12 @@ except ImportError as error:
     ) from error
 
 from lockstep.models.chain import run_segment
+from lockstep.models.hf_auto import CAUSAL_LM, auto_of, auto_of_folder, model_class
 from lockstep.models.hf_causal import can_be_drawn, meet_protocol
 from lockstep.models.hf_decoder import decoder_segments
+
+if TYPE_CHECKING:
+    from lockstep.config.schema_training import LoraConfig
 
 OLDEST = (4, 57)  # version of transformers, as pyproject.toml has it
 if tuple(map(int, transformers.__version__.split(".")[:2])) < OLDEST:
@@ -47,15 +60,53 @@ if tuple(map(int, transformers.__version__.split(".")[:2])) < OLDEST:
     )
     raise UsageError(what, where="model.name", fix=f'pip install "transformers>={oldest}"')
 
-# The types of the library's automatic classes are incomplete.
+# The type of the library's automatic class is incomplete.
 _AutoConfig: Any = transformers.AutoConfig
-_AutoModel: Any = transformers.AutoModelForCausalLM
 
 
-def from_files(path: str, **overrides: Any) -> nn.Module:
+@dataclass(frozen=True)
+class Described:
+    """What a config says of a model of the library, before it is built."""
+
+    config: Any
+    auto: str  # the name of its Auto class
+    folder: Path | None = None  # with the weights
+    own_head: bool = True  # whether the folder's weights are of the same class
+
+    @property
+    def kind(self) -> type[nn.Module]:
+        """The library's class of this model."""
+        return model_class(self.auto, self.config)
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether it is a causal language model, which meets the protocol."""
+        return self.auto == CAUSAL_LM
+
+    @property
+    def can_be_drawn(self) -> bool:
+        """Whether it can be built on meta, and filled later."""
+        return self.is_causal and can_be_drawn(self.config)
+
+
+def from_files(
+    path: str,
+    *,
+    auto: str | None = None,
+    lora: "LoraConfig | None" = None,
+    **overrides: Any,
+) -> nn.Module:
     """Return the model that a folder or a config file describes.
 
     A folder's weights are loaded if there are any; else the values are random.
+    """
+    return _built(described_by_files(path, auto=auto, **overrides), lora)
+
+
+def described_by_files(path: str, *, auto: str | None = None, **overrides: Any) -> Described:
+    """Return what a folder or a config file says of its model.
+
+    Raises UsageError: it can't be built, or its weights can't be read safely.
     """
     source = local_path(path, "model.name")
     file = source / "config.json" if source.is_dir() else source
@@ -65,20 +116,24 @@ def from_files(path: str, **overrides: Any) -> nn.Module:
     except (OSError, ValueError, KeyError, AttributeError) as error:
         what = f"{file} is not the config of a Hugging Face model"
         raise UsageError(what, where="model.name", why=_in_short(error)) from error
+    if described.get("quantization_config"):
+        raise _quantized(path, described["quantization_config"])
     config = _config(model_type, described, overrides)
-    if can_be_drawn(config):
-        _require_equal_chain(config)
+    own = auto_of_folder(config)
+    chosen = auto_of(config, auto or own)
     if source.is_dir() and any(source.glob("*.safetensors")):
-        return meet_protocol(_loaded(source, config))
+        return Described(config, chosen, source, own_head=chosen == own)
     if source.is_dir() and any(source.glob("*.bin")):
         what = f"the weights in {path} are pickles, which can run code when they are read"
         raise UsageError(what, where="model.name", fix="convert them to safetensors")
-    return meet_protocol(_drawn(config))
+    return Described(config, chosen)
 
 
 def from_type(
     model_type: str,
     *,
+    auto: str | None = None,
+    lora: "LoraConfig | None" = None,
     vocab_size: int | None = None,
     block_size: int | None = None,
     **overrides: Any,
@@ -89,14 +144,84 @@ def from_type(
     """
     if vocab_size is not None:
         overrides["vocab_size"] = vocab_size
-    config = _config(model_type, {}, overrides)
+    described = described_by_type(model_type, auto=auto, **overrides)
     if block_size is not None and block_size > getattr(
-        config, "max_position_embeddings", block_size
+        described.config, "max_position_embeddings", block_size
     ):
-        config = _config(model_type, {}, {"max_position_embeddings": block_size, **overrides})
-    if can_be_drawn(config):
-        _require_equal_chain(config)
-    return meet_protocol(_drawn(config))
+        longer = {"max_position_embeddings": block_size, **overrides}
+        described = described_by_type(model_type, auto=auto, **longer)
+    return _built(described, lora)
+
+
+def described_by_type(model_type: str, *, auto: str | None = None, **overrides: Any) -> Described:
+    """Return what a model type of the library says of its model."""
+    config = _config(model_type, {}, overrides)
+    return Described(config, auto_of(config, auto or CAUSAL_LM))
+
+
+def _built(described: Described, lora: "LoraConfig | None") -> nn.Module:
+    """Return the model, which meets the protocol if it can, with adapters if any are asked for."""
+    if described.can_be_drawn:
+        _require_equal_chain(described.config)
+    drawn: list[str] = []
+    if described.folder is not None:
+        model, drawn = _loaded(described.folder, described)
+    else:
+        model = _drawn(described, at_once=lora is not None)
+    built: nn.Module = meet_protocol(model) if described.is_causal else model
+    if lora is not None:
+        from lockstep.models.adapters import add_adapters
+
+        with torch.device("cpu"):  # beside the layers' own weights, which have values
+            add_adapters(built, lora, described.auto)
+    _tell_of_drawn(built, drawn, described)
+    return built
+
+
+def _tell_of_drawn(model: nn.Module, drawn: Sequence[str], described: Described) -> None:
+    """Warn of a head that no weights fill.
+
+    Raises UsageError: it would stay as it was drawn, because adapters freeze it.
+    """
+    if not drawn:
+        return
+    heads = sorted({name.rpartition(".")[0] for name in drawn})
+    trained = {
+        name.replace(".modules_to_save.default", "")
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
+    if frozen := [name for name in drawn if name not in trained]:
+        raise UsageError(
+            f"{listed(frozen)} would stay as drawn at random",
+            where="model.lora.modules_to_save",
+            why=(
+                f"the weights in {described.folder} have no such head, and model.lora freezes what"
+                " gets no adapter"
+            ),
+            fix=f"write modules_to_save: [{', '.join(heads)}]",
+        )
+    if is_main_process():
+        warn_at_caller(
+            f"the weights in {described.folder} have no {listed(heads)}: drawn at random, and"
+            " trained from there"
+        )
+
+
+def _quantized(path: str, quantization: Mapping[str, Any]) -> UsageError:
+    """Return the refusal of weights that are kept in a few bits."""
+    method = quantization.get("quant_method", "a quantization")
+    in_4_bits = " in 4 bits" if quantization.get("load_in_4bit") else ""
+    return UsageError(
+        f"the weights in {path} are quantized{in_4_bits} ({method})",
+        where="model.name",
+        why="parameters are float32 here: shards, digests and merged adapters are made of them",
+        fix=(
+            "name the folder of the weights before they were quantized, or write them anew:"
+            f' AutoModelForCausalLM.from_pretrained("{path}").dequantize()'
+            '.save_pretrained("FOLDER")'
+        ),
+    )
 
 
 def _config(model_type: str, described: Mapping[str, Any], overrides: Mapping[str, Any]) -> Any:
@@ -113,7 +238,7 @@ def _config(model_type: str, described: Mapping[str, Any], overrides: Mapping[st
         raise UsageError(what, where="model.name", fix=fix)
     kind: Any = transformers.CONFIG_MAPPING[model_type]
     renamed: dict[str, str] = getattr(kind, "attribute_map", {})
-    accepted = sorted(k for k in {*kind().to_dict(), *renamed} if k[0] != "_")
+    accepted = sorted(k for k in {*kind().to_dict(), *renamed, "num_labels"} if k[0] != "_")
     for key in overrides:
         if key not in accepted:
             what = f"the config of a {model_type} has no {key!r}{did_you_mean(key, accepted)}"
@@ -125,14 +250,18 @@ def _config(model_type: str, described: Mapping[str, Any], overrides: Mapping[st
         )
 
 
-def _drawn(config: Any) -> Any:
+def _drawn(described: Described, *, at_once: bool = False) -> Any:
     """Return a model with random values.
 
-    It is on the active device if it can be filled there later, else on the CPU.
+    It is on the active device if it can be filled there later, and may be, else on the CPU.
     """
-    device = torch.get_default_device() if can_be_drawn(config) else torch.device("cpu")
-    with _errors_of(config.model_type), device:
-        return _AutoModel.from_config(config, **_attention(config)).float()
+    can_wait = described.can_be_drawn and not at_once
+    device = torch.get_default_device() if can_wait else torch.device("cpu")
+    with _errors_of(described.config.model_type), device:
+        model: Any = getattr(transformers, described.auto).from_config(
+            described.config, **_attention(described)
+        )
+        return model.float()
 
 
 def _require_equal_chain(config: Any) -> None:
@@ -175,7 +304,8 @@ def _both_ways(config: Any) -> tuple[Tensor, Tensor]:
     """Return the logits of a model as the library computes them, and as its chain does."""
     with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("cpu"):
         torch.default_generator.manual_seed(0)
-        model = _AutoModel.from_config(config, **_attention(config)).float().eval()
+        causal = Described(config, CAUSAL_LM)
+        model = _drawn(causal).eval()
         ids = torch.randint(0, config.vocab_size, (2, min(8, config.max_position_embeddings)))
         inputs = ((), {"input_ids": ids})
         outputs: Any = ids
@@ -184,43 +314,69 @@ def _both_ways(config: Any) -> tuple[Tensor, Tensor]:
         return model(input_ids=ids, use_cache=False).logits, outputs.logits
 
 
-def _loaded(folder: Path, config: Any) -> Any:
-    """Return the model of a folder, in float32 on the CPU; refuse weights that leave some out."""
-    with _errors_of(config.model_type), _no_progress_bars(), torch.device("cpu"):
-        model, found = _AutoModel.from_pretrained(
+def _loaded(folder: Path, described: Described) -> tuple[Any, list[str]]:
+    """Return the model of a folder, in float32 on the CPU, and what was drawn at random.
+
+    Where another class is asked for than the one whose weights these are, that is its head.
+
+    Raises UsageError: the weights leave out anything else.
+    """
+    with _errors_of(described.config.model_type), _quiet(), torch.device("cpu"):
+        model, found = getattr(transformers, described.auto).from_pretrained(
             folder,
-            config=config,
+            config=described.config,
             local_files_only=True,
             use_safetensors=True,
             output_loading_info=True,
-            **_attention(config),
+            **_attention(described),
         )
     missing = [
         str(key) for kind in ("missing_keys", "mismatched_keys") for key in sorted(found[kind])
     ]
+    new: list[str] = []
+    if not described.own_head and missing:
+        new = _not_in_own_class(model, missing, described)
+        missing = [name for name in missing if name not in new]
     if missing:
         what = (
             f"the weights in {folder} do not fill {len(missing)} of the model's parameters, the"
             f" first {missing[0]}"
         )
         raise UsageError(what, where="model.name", why="they would be drawn at random")
-    return model.float().train()
+    return model.float().train(), new
 
 
-def _attention(config: Any) -> dict[str, str]:
+def _not_in_own_class(model: Any, names: Sequence[str], described: Described) -> list[str]:
+    """Return those of a model's names that the class whose weights a folder has lacks, too.
+
+    Names within the body count without its name, which differs between some classes.
+    """
+    named = next(iter(getattr(described.config, "architectures", None) or ()), "")
+    kind = getattr(transformers, named, None) or model_class(CAUSAL_LM, described.config)
+    with torch.device("meta"):
+        own = kind(copy.deepcopy(described.config))
+    held = {name.removeprefix(f"{own.base_model_prefix}.") for name in own.state_dict()}
+    body = f"{model.base_model_prefix}."
+    return [name for name in names if name.removeprefix(body) not in held]
+
+
+def _attention(described: Described) -> dict[str, str]:
     # The library would choose by what is installed, and runs would have other bits.
-    return {"attn_implementation": "sdpa"} if can_be_drawn(config) else {}
+    return {"attn_implementation": "sdpa"} if described.can_be_drawn else {}
 
 
 @contextmanager
-def _no_progress_bars() -> Iterator[None]:
-    """Hide progress bars: every rank would draw its own."""
+def _quiet() -> Iterator[None]:
+    """Hide progress bars and the report of keys: every rank would print its own."""
     logging: Any = transformers.utils.logging
     enabled = logging.is_progress_bar_enabled()
+    verbosity = logging.get_verbosity()
     logging.disable_progress_bar()
+    logging.set_verbosity_error()
     try:
         yield
     finally:
+        logging.set_verbosity(verbosity)
         if enabled:
             logging.enable_progress_bar()
 

@@ -80,14 +80,17 @@ def build(config: Config, data: Data) -> nn.Module:
 
     Else whole, the same on every rank.
     """
-    with torch.device("meta"):
+    key = derive_key(config.training.seed, "model")
+    # A model of Hugging Face chooses its device itself, and then all of it is there.
+    at_once = (config.model.name or "").startswith("hf:")
+    with seeded(key), torch.device("meta"):
         try:
             model = build_model(config.model, data.facts)
         except NotImplementedError:  # it computes with values while it is built
             model = None
-    if model is not None and hasattr(model, "init_weights"):
+    if model is not None and (at_once or hasattr(model, "init_weights")):
         return model
-    with seeded(derive_key(config.training.seed, "model")):
+    with seeded(key):
         return build_model(config.model, data.facts)
 
 

@@ -155,6 +155,8 @@ def _differs(before: Mapping[str, Any], now: Mapping[str, Any], key: str) -> boo
     """
     if not key.startswith(_COMPARED) or key in _HOW_DATA_ARE_READ:
         return False
+    if key.startswith("model.lora"):  # a section that a config leaves out is null
+        return before.get(key) != now.get(key)
     free = key.startswith(("model.args.", "data.args.", "training.optimizer_args.", "loss_fn"))
     if not free and (key not in before or key not in now):
         return False

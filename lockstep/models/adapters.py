@@ -1,0 +1,80 @@
+"""Puts low-rank adapters of the package peft into the layers of a Hugging Face model.
+
+peft writes the layers, their first values and the saved form; here is no adapter of our own. It
+injects them in place, so the model stays the object that meets the protocol: its loss, its chain
+for pipelines and its blocks are as before. All other parameters are frozen: no strategy exchanges
+their gradients, and no optimizer holds state of them.
+
+Tests: tests/models/test_adapters.py, tests/parity/test_adapters.py
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from lockstep.errors import UsageError, first_line
+
+if TYPE_CHECKING:
+    from lockstep.config.schema_training import LoraConfig
+
+ADAPTER = "default"  # peft's name of the only adapter
+_WHERE = "model.lora"
+
+# The Auto class → what peft calls the task. By it, peft loads an adapter into the right class.
+_TASKS = {
+    "AutoModelForCausalLM": "CAUSAL_LM",
+    "AutoModelForSeq2SeqLM": "SEQ_2_SEQ_LM",
+    "AutoModelForSequenceClassification": "SEQ_CLS",
+    "AutoModelForTokenClassification": "TOKEN_CLS",
+    "AutoModelForQuestionAnswering": "QUESTION_ANS",
+}
+
+# What peft itself trains and saves in full, for these tasks, when it loads an adapter.
+_HEADS = {
+    "SEQ_CLS": ["classifier", "score"],
+    "TOKEN_CLS": ["classifier", "score"],
+    "QUESTION_ANS": ["qa_outputs"],
+}
+
+
+def peft_config(lora: "LoraConfig", auto: str, base: str | None = None) -> Any:
+    """Return peft's own config of the adapters.
+
+    Args:
+        lora: the section `model.lora`.
+        auto: the name of the model's Auto class.
+        base: the folder or the name of the model without adapters.
+
+    Raises:
+        UsageError: peft is missing, or refuses the settings.
+    """
+    try:
+        import peft
+    except ImportError as error:
+        what = "adapters need the package peft"
+        raise UsageError(what, where=_WHERE, fix="install it: pip install peft") from error
+
+    task = _TASKS.get(auto)
+    arguments = lora.model_dump()
+    if arguments["modules_to_save"] is None:
+        arguments["modules_to_save"] = _HEADS.get(task or "")
+    try:
+        return peft.LoraConfig(task_type=task, base_model_name_or_path=base, **arguments)
+    except (ValueError, TypeError) as error:
+        raise UsageError("peft refuses the adapters", where=_WHERE, why=first_line(error)) from None
+
+
+def add_adapters(model: nn.Module, lora: "LoraConfig", auto: str) -> None:
+    """Put adapters into a model's layers, in place, and freeze everything else."""
+    config = peft_config(lora, auto)
+    import peft
+
+    try:
+        peft.inject_adapter_in_model(config, model, ADAPTER)
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise UsageError(
+            f"peft can't put these adapters into a {type(model).__name__}",
+            where=_WHERE,
+            why=first_line(error),
+            fix="write target_modules: all-linear, or ends of names that the model's layers have",
+        ) from error

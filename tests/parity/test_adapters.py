@@ -1,0 +1,71 @@
+"""Adapters of peft: on ranks as in one process and in plain peft; the rest costs nothing."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.parity import adapted
+from tests.parity.adapted import Adapted
+from tests.ranks import run_ranks
+
+pytest.importorskip("peft")
+
+TOLERANCE = 1e-5
+PLAIN = ("ddp", "fsdp")  # where sums are plain ones, too: what reduces gradients is another part
+TOPOLOGIES = {
+    2: ("ddp:2", "fsdp:2", "pipeline:2", "context:2"),
+    4: (
+        *("ddp:4", "fsdp:4", "hybrid:2x2"),
+        *("pipeline:2*ddp:2", "pipeline:2*fsdp:2", "fsdp:2*context:2"),
+    ),
+}
+
+
+def check(ranks: int, topologies: tuple[str, ...], folder: Path) -> None:
+    """Losses of plain peft to 1e-5, one digest, and state of adapters alone."""
+    name = adapted.write_base(folder)
+    expected = adapted.own_loop(str(folder))
+    cases = [
+        (name, topology, {"distributed.reproducible": exact})
+        for topology in topologies
+        for exact in (True, False)
+        if exact or topology.partition(":")[0] in PLAIN
+    ]
+    digests: dict[str, str] = {}
+    for results in run_ranks(adapted.many, ranks, cases, timeout=1800):
+        for (_, topology, settings), found in zip(cases, results, strict=True):
+            assert isinstance(found, Adapted), (topology, found)
+            assert not found.refused, (topology, found.refused)
+            assert found.losses == pytest.approx(expected, rel=TOLERANCE), topology
+            assert found.states == found.trained, topology
+            assert all("lora_" in parameter for parameter in found.states)
+            like = adapted.CHUNKS if "context" in topology else {}
+            if settings["distributed.reproducible"]:
+                key = str(like)
+                if key not in digests:
+                    digests[key] = adapted.run(name, "single", like).digest
+                assert found.digest == digests[key], topology
+
+
+def test_two_ranks_train_adapters_as_one_process(tmp_path: Path) -> None:
+    check(2, TOPOLOGIES[2], tmp_path)
+
+
+@pytest.mark.full
+def test_four_ranks_train_adapters_as_one_process(tmp_path: Path) -> None:
+    check(4, TOPOLOGIES[4], tmp_path)
+
+
+def test_frozen_parameters_are_in_no_reduction(tmp_path: Path) -> None:
+    """Of ddp, besides the gradients that are trained, there are the figures that it carries; fsdp
+    exchanges those of each of the rank's two micro-batches.
+    """
+    name = adapted.write_base(tmp_path)
+    for found in run_ranks(adapted.reduced, 2, name):
+        sent, trained = found["ddp:2", True]
+        sent_of_all, all_of_them = found["ddp:2", False]
+        assert trained < all_of_them / 9
+        assert sent - trained == sent_of_all - all_of_them
+        for adapters in (True, False):
+            sent, trained = found["fsdp:2", adapters]
+            assert sent == 2 * trained
