@@ -30,6 +30,7 @@ OTHERS = {
     "_replace",
     "_fields",
     "_no_split_modules",
+    "_model_mapping",
 }
 # What every tensor, module, optimizer and hook has: on anything but `self` these are torch's,
 # whoever else has such.

@@ -37,6 +37,19 @@ _HEADS = {
 }
 
 
+def peft_package() -> Any:
+    """Return the package peft.
+
+    Raises UsageError: it is missing.
+    """
+    try:
+        import peft
+    except ImportError as error:
+        what = "adapters need the package peft"
+        raise UsageError(what, where=_WHERE, fix="install it: pip install peft") from error
+    return peft
+
+
 def peft_config(lora: "LoraConfig", auto: str, base: str | None = None) -> Any:
     """Return peft's own config of the adapters.
 
@@ -48,12 +61,7 @@ def peft_config(lora: "LoraConfig", auto: str, base: str | None = None) -> Any:
     Raises:
         UsageError: peft is missing, or refuses the settings.
     """
-    try:
-        import peft
-    except ImportError as error:
-        what = "adapters need the package peft"
-        raise UsageError(what, where=_WHERE, fix="install it: pip install peft") from error
-
+    peft = peft_package()
     task = _TASKS.get(auto)
     arguments = lora.model_dump()
     if arguments["modules_to_save"] is None:
@@ -67,10 +75,8 @@ def peft_config(lora: "LoraConfig", auto: str, base: str | None = None) -> Any:
 def add_adapters(model: nn.Module, lora: "LoraConfig", auto: str) -> None:
     """Put adapters into a model's layers, in place, and freeze everything else."""
     config = peft_config(lora, auto)
-    import peft
-
     try:
-        peft.inject_adapter_in_model(config, model, ADAPTER)
+        peft_package().inject_adapter_in_model(config, model, ADAPTER)
     except (ValueError, TypeError, RuntimeError) as error:
         raise UsageError(
             f"peft can't put these adapters into a {type(model).__name__}",

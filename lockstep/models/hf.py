@@ -65,7 +65,7 @@ _AutoConfig: Any = transformers.AutoConfig
 
 
 @dataclass(frozen=True)
-class Described:
+class DescribedModel:
     """What a config says of a model of the library, before it is built."""
 
     config: Any
@@ -103,7 +103,7 @@ def from_files(
     return _built(described_by_files(path, auto=auto, **overrides), lora)
 
 
-def described_by_files(path: str, *, auto: str | None = None, **overrides: Any) -> Described:
+def described_by_files(path: str, *, auto: str | None = None, **overrides: Any) -> DescribedModel:
     """Return what a folder or a config file says of its model.
 
     Raises UsageError: it can't be built, or its weights can't be read safely.
@@ -122,11 +122,11 @@ def described_by_files(path: str, *, auto: str | None = None, **overrides: Any) 
     own = auto_of_folder(config)
     chosen = auto_of(config, auto or own)
     if source.is_dir() and any(source.glob("*.safetensors")):
-        return Described(config, chosen, source, own_head=chosen == own)
+        return DescribedModel(config, chosen, source, own_head=chosen == own)
     if source.is_dir() and any(source.glob("*.bin")):
         what = f"the weights in {path} are pickles, which can run code when they are read"
         raise UsageError(what, where="model.name", fix="convert them to safetensors")
-    return Described(config, chosen)
+    return DescribedModel(config, chosen)
 
 
 def from_type(
@@ -153,13 +153,15 @@ def from_type(
     return _built(described, lora)
 
 
-def described_by_type(model_type: str, *, auto: str | None = None, **overrides: Any) -> Described:
+def described_by_type(
+    model_type: str, *, auto: str | None = None, **overrides: Any
+) -> DescribedModel:
     """Return what a model type of the library says of its model."""
     config = _config(model_type, {}, overrides)
-    return Described(config, auto_of(config, auto or CAUSAL_LM))
+    return DescribedModel(config, auto_of(config, auto or CAUSAL_LM))
 
 
-def _built(described: Described, lora: "LoraConfig | None") -> nn.Module:
+def _built(described: DescribedModel, lora: "LoraConfig | None") -> nn.Module:
     """Return the model, which meets the protocol if it can, with adapters if any are asked for."""
     if described.can_be_drawn:
         _require_equal_chain(described.config)
@@ -178,7 +180,7 @@ def _built(described: Described, lora: "LoraConfig | None") -> nn.Module:
     return built
 
 
-def _tell_of_drawn(model: nn.Module, drawn: Sequence[str], described: Described) -> None:
+def _tell_of_drawn(model: nn.Module, drawn: Sequence[str], described: DescribedModel) -> None:
     """Warn of a head that no weights fill.
 
     Raises UsageError: it would stay as it was drawn, because adapters freeze it.
@@ -250,7 +252,7 @@ def _config(model_type: str, described: Mapping[str, Any], overrides: Mapping[st
         )
 
 
-def _drawn(described: Described, *, at_once: bool = False) -> Any:
+def _drawn(described: DescribedModel, *, at_once: bool = False) -> Any:
     """Return a model with random values.
 
     It is on the active device if it can be filled there later, and may be, else on the CPU.
@@ -304,7 +306,7 @@ def _both_ways(config: Any) -> tuple[Tensor, Tensor]:
     """Return the logits of a model as the library computes them, and as its chain does."""
     with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("cpu"):
         torch.default_generator.manual_seed(0)
-        causal = Described(config, CAUSAL_LM)
+        causal = DescribedModel(config, CAUSAL_LM)
         model = _drawn(causal).eval()
         ids = torch.randint(0, config.vocab_size, (2, min(8, config.max_position_embeddings)))
         inputs = ((), {"input_ids": ids})
@@ -314,7 +316,7 @@ def _both_ways(config: Any) -> tuple[Tensor, Tensor]:
         return model(input_ids=ids, use_cache=False).logits, outputs.logits
 
 
-def _loaded(folder: Path, described: Described) -> tuple[Any, list[str]]:
+def _loaded(folder: Path, described: DescribedModel) -> tuple[Any, list[str]]:
     """Return the model of a folder, in float32 on the CPU, and what was drawn at random.
 
     Where another class is asked for than the one whose weights these are, that is its head.
@@ -346,7 +348,7 @@ def _loaded(folder: Path, described: Described) -> tuple[Any, list[str]]:
     return model.float().train(), new
 
 
-def _not_in_own_class(model: Any, names: Sequence[str], described: Described) -> list[str]:
+def _not_in_own_class(model: Any, names: Sequence[str], described: DescribedModel) -> list[str]:
     """Return those of a model's names that the class whose weights a folder has lacks, too.
 
     Names within the body count without its name, which differs between some classes.
@@ -360,7 +362,7 @@ def _not_in_own_class(model: Any, names: Sequence[str], described: Described) ->
     return [name for name in names if name.removeprefix(body) not in held]
 
 
-def _attention(described: Described) -> dict[str, str]:
+def _attention(described: DescribedModel) -> dict[str, str]:
     # The library would choose by what is installed, and runs would have other bits.
     return {"attn_implementation": "sdpa"} if described.can_be_drawn else {}
 

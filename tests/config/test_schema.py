@@ -293,6 +293,7 @@ FREE: dict[str, st.SearchStrategy[Any]] = {
     "checkpoint.resume": texts.filter(bool),
 }
 CONTRADICTED = (
+    "model.lora",
     "checkpoint.load_best",
     *("training.lr_scaling", "precision.param_dtype", "precision.fp8", "data.persistent_workers"),
     *(

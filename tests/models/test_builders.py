@@ -18,6 +18,8 @@ from tests.models.samples import SMALL
 class Section:
     name: str | None
     args: dict[str, Any] = field(default_factory=dict)
+    auto: str | None = None
+    lora: None = None
 
 
 class Plain(nn.Module):

@@ -158,8 +158,7 @@ def test_another_head_than_the_folders_is_drawn_and_told(tmp_path: Path) -> None
     auto = "AutoModelForSequenceClassification"
     config = config_of(f"hf:{tmp_path}", auto=auto, args={"num_labels": 5})
     with pytest.warns(UserWarning, match=r"no .*classifier.*: drawn at random"):
-        model = build(config, Data(None))
-        again = build(config, Data(None))
+        model, again = [build(config, Data(None)) for _ in range(2)]
     assert model.classifier.weight.shape == (5, 16)
     for name, value in again.state_dict().items():
         assert torch.equal(model.state_dict()[name], value), name

@@ -20,6 +20,8 @@ SECTIONS = {"training", "distributed", "data", "checkpoint", "monitor"}
 NOT_KEYWORDS = {
     "model.name",
     "model.args",
+    "model.auto",
+    "model.lora",
     "data.name",
     "data.args",
     "checkpoint.async",
