@@ -95,9 +95,9 @@ class SecondHalf:
     operations: list[tuple[Node, list[Tensor]]] = field(default_factory=list)
     # operation → gradients that have reached it
     arrived: dict[Node, Gradients] = field(default_factory=dict)
-    # Tensors that lead to no input, where a backward pass begins for its messages alone, with
-    # gradients of zero.
-    further_roots: list[Tensor] = field(default_factory=list)
+    # Tensors that lead to no input, each with its gradient, where a backward pass begins for its
+    # messages alone.
+    further_roots: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def run(self) -> None:
         """Add the gradients of weights to `.grad` as autograd does, with their layout and hooks."""
@@ -114,9 +114,8 @@ class SecondHalf:
             if given:
                 _continue_from(operation, given, weights)
         if self.further_roots:
-            torch.autograd.backward(
-                self.further_roots, [torch.zeros_like(root) for root in self.further_roots]
-            )
+            roots, gradients = zip(*self.further_roots, strict=True)
+            torch.autograd.backward(roots, gradients)
 
 
 # On CPUs the kernel for tensors whose channels lie together ends the process where the input's

@@ -256,7 +256,7 @@ class Executor:
         try:
             loss = self.forward(passing, accumulator)
             if last:
-                accumulator.before_last_backward()
+                passing.further_roots.extend(accumulator.before_last_backward())
             self.backward(_BACKWARD)
             if last:
                 self.after_step(passing.micro_batches_per_step)
@@ -368,9 +368,9 @@ class Executor:
     ) -> Gradients:
         """Compute the gradients of inputs and weights at once; return those of the inputs."""
         outputs = passing.outputs
-        if passing.further_roots:
-            outputs = (*outputs, *passing.further_roots)
-            gradients = (*gradients, *(torch.zeros_like(root) for root in passing.further_roots))
+        for root, gradient in passing.further_roots:
+            outputs = (*outputs, root)
+            gradients = (*gradients, gradient)
         if stage.count == 1:
             torch.autograd.backward(outputs, gradients)
             return ()

@@ -104,7 +104,8 @@ class UnitOrder:
         # with gradients? → positions of units, in the order of a pass
         self._orders: dict[bool, list[int]] = {}
         self._learning = {True: True, False: True}
-        self._roots: list[Tensor] = []  # of the backward pass, beside the loss
+        # of the backward pass, beside the loss, with their gradients
+        self._roots: list[tuple[Tensor, Tensor]] = []
         self._mode = True
         self._last = False
         self._inside = False
@@ -242,7 +243,8 @@ class UnitOrder:
                 self._learn(with_gradients=False)
         if self._token is None or not self._token.requires_grad:
             return None
-        self._roots.append(self._token)  # the loss may use none of the outputs that are found here
+        # the loss may use none of the outputs that are found here
+        self._roots.append((self._token, torch.zeros_like(self._token)))
         return self._attached(outputs, self._token)
 
     def _arrive(self, position: int, inputs: _Inputs) -> None:

@@ -139,12 +139,14 @@ class LossAccumulator:
         """Write down which step this is, to detect ranks that reduce in different steps."""
         self._table[1, -1] = step
 
-    def before_last_backward(self) -> None:
+    def before_last_backward(self) -> list[tuple[Tensor, Tensor]]:
         """Let the sums go to the other ranks, beside the step's last backward pass here.
 
-        All micro-batches of this rank are added.
+        All micro-batches of this rank are added. Return tensors at which that pass is to begin
+        beside the loss, each with its gradient.
         """
         self.start_reduce()
+        return []
 
     def start_reduce(self) -> None:
         """Start the all-reduce."""
@@ -283,10 +285,12 @@ class CarriedFigures(nn.Module):
         self._places = 2 * _ROOM + 3 * ranks
         self.figures = nn.Parameter(torch.zeros(2 * self._places))
 
-    def send(self, losses: list[float], counts: list[float]) -> bool:
-        """Send figures of this rank with the gradients of the backward pass that comes next.
+    def send(self, losses: list[float], counts: list[float]) -> tuple[bool, Tensor, Tensor]:
+        """Prepare figures of this rank for the backward pass that comes next.
 
-        Return whether there is room for them. The lists are those of `HostLossAccumulator`.
+        Return whether there is room for them; and a tensor at which that pass has to begin, beside
+        the loss, and its gradient: DDP waits for them in any case. The lists are those of
+        `HostLossAccumulator`.
         """
         *losses, tokens, votes = losses
         *counts, _, step = counts
@@ -303,10 +307,9 @@ class CarriedFigures(nn.Module):
         left[~np.isfinite(left)] = 0.0  # of what is no number, nothing is left
         gradient = np.concatenate([near, left], dtype=np.float32)
         self.figures.grad = None
-        # the way in which every gradient comes to DDP, which waits for this one, too
+        # the way in which every gradient comes to DDP
         root = self.figures.view_as(self.figures)
-        torch.autograd.backward(root, torch.from_numpy(gradient))
-        return has_room
+        return has_room, root, torch.from_numpy(gradient)
 
     def received(self, micro_batches: int) -> tuple[list[float], list[float]]:
         """Return the lists that `send` takes, summed over all ranks, after the backward pass."""
@@ -331,10 +334,11 @@ class CarriedLossAccumulator(HostLossAccumulator):
         self._carrier = carrier
         self._is_carried = False
 
-    def before_last_backward(self) -> None:
-        self._is_carried = self._carrier.send(self._losses, self._counts)
+    def before_last_backward(self) -> list[tuple[Tensor, Tensor]]:
+        self._is_carried, root, gradient = self._carrier.send(self._losses, self._counts)
         if not self._is_carried:
             self.start_reduce()
+        return [(root, gradient)]
 
     def totals(self) -> tuple[Number, Number]:
         if self._is_carried:

@@ -56,9 +56,9 @@ class MicroBatchPass:
     micro_batches_per_step: int  # their number over all ranks
     factor: float  # what the summed loss is multiplied by before backward
     last: bool  # whether it is this rank's last of the step, whose gradients are reduced over ranks
-    # Tensors that the backward pass begins at beside the loss, with gradients of zero, for the
+    # Tensors that the backward pass begins at beside the loss, each with its gradient, for the
     # messages inside of it.
-    further_roots: list[Tensor] = field(default_factory=list)
+    further_roots: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     stage: int = 0  # of the pipeline
     position: int = 0  # of the micro-batch in the run of the schedule
     # What one pass leaves for the next one of the same micro-batch; the executor's.

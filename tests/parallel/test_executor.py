@@ -221,12 +221,13 @@ def test_further_roots_are_where_a_backward_pass_begins_too(text: str) -> None:
 
     class Joins(AroundMicroBatch):
         def after_forward(self, passing: MicroBatchPass) -> None:
-            passing.further_roots.append(tokens[passing.stage] * 2)
+            root = tokens[passing.stage] * 2
+            passing.further_roots.append((root, torch.ones_like(root)))
 
     model = Two()
     executor = Executor(two_stages(model, [Joins()]), random_state())
     executor.run(program(text), batches(1), HostLossAccumulator(1, shared=False), 1.0, last=True)
-    assert [token.grad.tolist() for token in tokens if token.grad is not None] == [[0.0], [0.0]]
+    assert [token.grad.tolist() for token in tokens if token.grad is not None] == [[2.0], [2.0]]
     assert len(gradients(model)) == 4
 
 
