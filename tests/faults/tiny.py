@@ -14,6 +14,7 @@ from lockstep.config import Config
 from lockstep.heartbeat.writer import went_forward
 from lockstep.records import RunDirectory
 from lockstep.run_files import replace_file
+from lockstep.signals import asked_to_end
 
 
 class Points(Dataset[dict[str, Tensor]]):
@@ -117,8 +118,8 @@ def hold(folder: Path, step: int | None) -> None:
 
 
 def wait_while_held(run: Path) -> None:
-    """Wait, in the data set of a run, until it may go on."""
-    while _is_held(run):
+    """Wait, in the data set of a run, until it may go on, or is asked to end."""
+    while _is_held(run) and not asked_to_end():
         went_forward()  # it does not hang
         time.sleep(0.02)
 
