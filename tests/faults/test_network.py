@@ -107,6 +107,7 @@ def test_a_link_cut_for_a_second(hosts: Hosts) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.timeout(3600)
 @pytest.mark.fault(
     "process: a host of several is killed, `--nnodes MIN:MAX`",
     "a machine loses power; later it comes back, and the command is started there again",
@@ -121,7 +122,8 @@ def test_a_host_that_is_killed_is_done_without_and_taken_back(hosts: Hosts) -> N
         "--max-restarts",
         "3",
         "--rdzv-conf",
-        "last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=8",
+        # a slow machine's sign of life may come half a minute late
+        "last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=40",
         "training.max_steps=400",
         "distributed.reproducible=true",
     )
