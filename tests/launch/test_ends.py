@@ -26,7 +26,7 @@ def test_trap_72_threads_of_gloo_that_are_late_do_not_abort_the_end() -> None:
         env=environment(OMP_NUM_THREADS="1"),
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=600,
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "| fsdp | 2 | 6 | none |" in ended.stdout

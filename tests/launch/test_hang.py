@@ -310,6 +310,8 @@ def test_how_long_saves_take_is_learned(ranks: Callable[..., Ranks]) -> None:
     """Of what a rank has done before, nobody waits for the timeout of a collective."""
     both = ranks("a save", "a save")
     both.watch.patience = 1000.0
+    # those from which it learns may be slow on a busy machine
+    wait_for(lambda: [beat.step for beat in read_beats(both.beats)] == [2, 2])
     failure = found_in_time(both)
     assert re.search(
         r"in save, after step 2: no save for \d+ s, where one usually takes [0-9.]+", failure.what
