@@ -599,6 +599,9 @@ def evaluate(argv: list[str]) -> int:
     add("--tokens", metavar="N", type=int, default=60, help="added to a prompt (default: 60)")
     text = "of what is added (default: 0, always the likeliest token)"
     add("--temperature", metavar="T", type=float, default=0.0, help=text)
+    text = "tasks of lm-evaluation-harness (pip install lm_eval), or paths of descriptions"
+    add("--tasks", metavar="NAME,…", default="", help=text)
+    add("--limit", metavar="N", type=int, help="with --tasks: requests of each (default: all)")
     add("--json", action="store_true", help="print one JSON object, for programs")
     text = "for the ranks' logs (default: runs/evaluate-<RUN's name>)"
     add("--output-dir", metavar="DIR", type=Path, help=text)
@@ -606,6 +609,8 @@ def evaluate(argv: list[str]) -> int:
     given = parser.parse(argv)
     if not given.prompt:
         parser.refuse("RUN", "tokens", "temperature", fix="add --prompt TEXT, or leave it out")
+    if not given.tasks:
+        parser.refuse("RUN", "limit", fix="add --tasks NAME, or leave it out")
     strange = [word for word in given.words if "=" not in word]
     if strange:
         what = f"one RUN is expected, and {strange[0]} is another"
@@ -620,6 +625,8 @@ def evaluate(argv: list[str]) -> int:
         prompts=given.prompt,
         num_tokens=given.tokens,
         temperature=given.temperature,
+        tasks=[name.strip() for name in given.tasks.split(",") if name.strip()],
+        limit=given.limit,
         in_json=given.json,
     )
     output = run_directory(given.output_dir or Path("runs", f"evaluate-{given.run.stem}"))

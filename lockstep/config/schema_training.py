@@ -302,6 +302,12 @@ class TrainingConfig(Section):
     weight_decay: float | None = key(None, ge=0)
     """Decoupled weight decay (L2 for `adam` and `sgd`); unset: the default of the optimizer's class
     (`adamw`: 0.01, `adam` and `sgd`: 0)."""
+    label_smoothing: float = key(0.0, ge=0, lt=1)
+    """Of a language model's loss in training, not in evaluation: the target has this probability
+    less, which all tokens share."""
+    z_loss: float = key(0.0, ge=0)
+    """The weight of log(Z)² in a language model's loss in training, not in evaluation; 1e-4 keeps
+    logits from drifting."""
     gradient_clip: GradientClipConfig = Field(
         default_factory=lambda: GradientClipConfig(strategy="none")
     )

@@ -65,62 +65,81 @@ class Evaluation:
     metrics: Mapping[str, Any] = field(default_factory=dict)
     by_source: Mapping[str, MeanLoss] = field(default_factory=dict)
     texts: Sequence[str] = ()
+    tasks: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # of a harness
+
+
+@dataclass(frozen=True)
+class Opened:
+    """Weights that are placed on the ranks, with the data of their own config."""
+
+    subject: EvaluationSubject
+    config: Config  # with a strategy for these ranks
+    data: Data
+    trainer: Trainer  # which trains nothing
+    path: checkpoint.CheckpointPath | None  # of the weights, if they are of a checkpoint
+
+    @property
+    def block_size(self) -> int:
+        """The tokens that the model sees at once."""
+        return int(self.data.facts.get("block_size", 512))
+
+
+def opened(subject: EvaluationSubject, config: Config) -> Opened:
+    """Place what is evaluated on the ranks, all of which call this together.
+
+    A UsageError is raised if the weights, the data and the model do not fit each other.
+    """
+    path = _checkpoint(subject)
+    data = build_data(config.data, seed=config.training.seed)
+    cluster.setup(config.distributed)
+    return Opened(subject, config, data, _placed(subject, config, data, path), path)
 
 
 def evaluate(
-    subject: EvaluationSubject,
-    config: Config,
-    *,
-    metrics: Sequence[str] = (),
-    prompts: Prompts | None = None,
+    found: Opened, *, metrics: Sequence[str] = (), prompts: Prompts | None = None
 ) -> Evaluation:
     """Evaluate on all ranks together, each of which calls this with the same arguments.
 
     Args:
-        subject: the weights and the data.
-        config: the subject's, with a strategy for these ranks.
+        found: the weights.
         metrics: names of functions or classes, as `Trainer.evaluate` takes them:
             `package.module:Name`.
         prompts: texts for a language model to continue.
 
     Raises:
-        UsageError: the weights, the data and the model do not fit each other.
+        UsageError: the data are none that the model takes.
     """
     prompts = prompts or Prompts()
     chosen = {name.rpartition(":")[2]: _metric(name) for name in metrics}
-    own = build_data(config.data, seed=config.training.seed)
-    measured_on, source = _data(subject, config, own)
+    measured_on, source = _data(found)
     if prompts.texts:
-        _require_text(own, config)
-    path = _checkpoint(subject)
+        require_text(found, "--prompt")
 
-    cluster.setup(config.distributed)
-    trainer = _placed(subject, config, own, path)
-    state = trainer.state
-    found = evaluated(state, measured_on, chosen or None)
-    is_text = own.decode is not None
+    state = found.trainer.state
+    results = evaluated(state, measured_on, chosen or None)
+    is_text = found.data.decode is not None
     by_source = {}
     parts = measured_on.by_source() if hasattr(measured_on, "by_source") else {}
     for name, part in parts.items():
         loss = evaluated(state, part)["loss"]
         by_source[name] = _measured(loss, part, is_text=is_text)
 
-    step = None if path is None else checkpoint.read_manifest(path).step
+    step = None if found.path is None else checkpoint.read_manifest(found.path).step
     texts: Sequence[str] = ()
     if prompts.texts:
-        weights = trainer.state_dict()
+        weights = found.trainer.state_dict()
         failure = "the texts could not be continued"
         texts = checkpoint.Ranks().broadcast(
-            failure, lambda: _continued(config, own, weights, prompts)
+            failure, lambda: _continued(found.config, found.data, weights, prompts)
         )
     return Evaluation(
-        subject.name,
+        found.subject.name,
         step,
         str(state.layout),
         source,
-        _measured(found.pop("loss"), measured_on, is_text=is_text),
-        _recorded(subject, path, step),
-        found,
+        _measured(results.pop("loss"), measured_on, is_text=is_text),
+        _recorded(found.subject, found.path, step),
+        results,
         by_source,
         texts,
     )
@@ -149,15 +168,17 @@ def _metric(name: str) -> Metric:
     return made
 
 
-def _data(subject: EvaluationSubject, config: Config, own: Data) -> tuple[Any, str]:
+def _data(found: Opened) -> tuple[Any, str]:
     """Return the data to evaluate on, and how to call them."""
+    subject = found.subject
+    own = found.data
     if subject.data is None:
         if own.validation is None:
             what = f"the data of {subject.name} have no validation part"
             fix = "name others: --data PATH; or hold some out: data.args.validation_fraction=0.1"
             raise UsageError(what, where="data.name", fix=fix)
         return own.validation, "its validation data"
-    data = build_data(subject.data.data, seed=config.training.seed)
+    data = build_data(subject.data.data, seed=found.config.training.seed)
     if not _encode_alike(own, data):
         what = "the data are cut into other tokens than those of the model"
         fix = "name the model's tokenizer: data.args.tokenizer=FOLDER/tokenizer.json"
@@ -178,11 +199,12 @@ def _encode_alike(one: Data, other: Data) -> bool:
     return one.encode(_PROBE) == other.encode(_PROBE)
 
 
-def _require_text(data: Data, config: Config) -> None:
-    if data.encode is None or data.decode is None:
-        what = f"the data {config.data.name} are not text"
+def require_text(found: Opened, where: str) -> None:
+    """Raise a UsageError for data whose samples are not tokens of a text."""
+    if found.data.encode is None or found.data.decode is None:
+        what = f"the data {found.config.data.name} are not text"
         fix = "leave it out: only models of texts continue one"
-        raise UsageError(what, where="--prompt", fix=fix)
+        raise UsageError(what, where=where, fix=fix)
 
 
 def _checkpoint(subject: EvaluationSubject) -> checkpoint.CheckpointPath | None:

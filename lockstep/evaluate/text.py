@@ -32,6 +32,8 @@ def _lines(found: Evaluation) -> Iterator[str]:
         rows.append(("recorded", f"{found.recorded:.6f} by the run at that step: {difference}"))
     rows += [(f"  {name}", _shown(measured)) for name, measured in found.by_source.items()]
     rows += [(name, _value(value)) for name, value in found.metrics.items()]
+    for task, values in found.tasks.items():
+        rows += [(f"{task}, {metric}", _value(value)) for metric, value in values.items()]
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
         yield f"  {name:<{width}}  {value}"

@@ -4,7 +4,7 @@ Tests: tests/evaluate/test_evaluate.py
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 
@@ -32,6 +32,8 @@ class Wanted:
     prompts: Sequence[str] = ()
     num_tokens: int = 60
     temperature: float = 0.0
+    tasks: Sequence[str] = ()  # of lm-evaluation-harness
+    limit: int | None = None  # requests of each task
     in_json: bool = False
 
 
@@ -51,9 +53,15 @@ def evaluate(
         if line and facts.is_main:
             log_to_stderr(line)
         measure = import_module("lockstep.evaluate.measure")
+        # before minutes of work: the harness may not be installed
+        harness = import_module("lockstep.evaluate.harness") if wanted.tasks else None
         cluster = import_module("lockstep.cluster")
         prompts = measure.Prompts(wanted.prompts, wanted.num_tokens, wanted.temperature)
-        found = measure.evaluate(subject, config, metrics=wanted.metrics, prompts=prompts)
+        opened = measure.opened(subject, config)
+        found = measure.evaluate(opened, metrics=wanted.metrics, prompts=prompts)
+        if harness is not None:
+            answers = harness.ask(opened, wanted.tasks, wanted.limit)
+            found = replace(found, tasks=answers)
         if facts.is_main:
             text = import_module("lockstep.evaluate.text")
             print(text.as_json(found) if wanted.in_json else text.as_text(found), flush=True)

@@ -4,7 +4,8 @@ A batch is {"input_ids": int64 [B, T], "targets": int64 [B, T]}: targets[:, t] f
 t], and −100 is not counted. `document_ids`, int64 [B, T], may number the documents of a sequence
 (`lockstep.models.attention.Attend`).
 
-Tests: tests/models/test_generate.py, tests/models/test_every_family.py
+Tests: tests/models/test_generate.py, tests/models/test_every_family.py,
+tests/models/test_token_losses.py
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -121,19 +122,69 @@ class OutputLayer(nn.Linear):
 class TokenLosses(nn.Module):
     """The cross entropy of each target: logits [B, T, V], targets [B, T] → float32 [B·T].
 
-    Targets that do not count have 0.
+    Targets that do not count have 0. In training two terms may be added, as `regularize` says; an
+    evaluation is without them.
 
     A tensor-parallel run replaces `forward` where the model's plan has "loss", and gives it a part
     of the vocabulary.
     """
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._label_smoothing = 0.0
+        self._z_loss = 0.0
+
+    def regularize(self, *, label_smoothing: float, z_loss: float) -> None:
+        """Set the two terms of the training loss.
+
+        Args:
+            label_smoothing: ε: the target has the probability 1 − ε + ε/V, each other token ε/V
+                (Szegedy et al. 2016).
+            z_loss: weight of log(Z)², where Z is the sum of the exponentials of a position's logits
+                (Chowdhery et al. 2022, *PaLM*).
+        """
+        self._label_smoothing = label_smoothing
+        self._z_loss = z_loss
+
+    @property
+    def terms(self) -> tuple[float, float]:
+        """Label smoothing and the weight of the z-loss, both 0 outside of training."""
+        return (self._label_smoothing, self._z_loss) if self.training else (0.0, 0.0)
+
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(
-            logits.flatten(0, 1).float(),
-            targets.flatten(),
+        smoothing, z_loss = self.terms
+        rows = logits.flatten(0, 1).float()
+        flat = targets.flatten()
+        losses = F.cross_entropy(
+            rows,
+            flat,
             ignore_index=IGNORED_TARGET,
             reduction="none",
+            label_smoothing=smoothing,
         )
+        if z_loss:
+            losses = losses + torch.where(
+                flat != IGNORED_TARGET, z_loss * rows.logsumexp(-1).square(), 0.0
+            )
+        return losses
+
+
+def regularize_tokens(
+    model: nn.Module, *, label_smoothing: float, z_loss: float, has_loss_fn: bool
+) -> None:
+    """Set the terms of a language model's training loss.
+
+    A UsageError is raised if there are some, and the loss is not one of `TokenLosses`.
+    """
+    parts = [module for module in model.modules() if isinstance(module, TokenLosses)]
+    if (label_smoothing or z_loss) and (has_loss_fn or not parts):
+        loss = "loss_fn" if has_loss_fn else f"the loss of {type(model).__name__}"
+        what = f"label_smoothing and z_loss are terms of a language model's own loss, not of {loss}"
+        fix = "leave them out; torch.nn.CrossEntropyLoss has an argument label_smoothing"
+        where = "training.label_smoothing, training.z_loss"
+        raise UsageError(what, where=where, fix=fix)
+    for part in parts:
+        part.regularize(label_smoothing=label_smoothing, z_loss=z_loss)
 
 
 def with_carried(x: Tensor, carried: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:

@@ -41,6 +41,7 @@ from lockstep.config import StepConfig
 from lockstep.config.checks import divisors
 from lockstep.errors import UsageError
 from lockstep.models.hf_layers import fit_heads, fit_units, is_transposed, refuse_attention_dropout
+from lockstep.models.language import TokenLosses
 from lockstep.models.mixture import through_experts
 from lockstep.parallel import tensor_blocks
 from lockstep.parallel.changes import replace_method
@@ -326,8 +327,9 @@ def _vocabulary(module: nn.Module, cut: LayerCut) -> None:
 
 
 def _loss(module: nn.Module, cut: LayerCut) -> None:
-    def forward(_self: nn.Module, logits: Tensor, targets: Tensor) -> Tensor:
-        return cut_token_losses(logits, targets, cut)
+    def forward(self: Any, logits: Tensor, targets: Tensor) -> Tensor:
+        terms = self.terms if isinstance(self, TokenLosses) else (0.0, 0.0)
+        return cut_token_losses(logits, targets, cut, terms)
 
     if cut.keeps_logits:
         replace_method(module, MethodType(forward, module), by="tensor")

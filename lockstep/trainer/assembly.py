@@ -25,6 +25,7 @@ from lockstep.environment import WORLD
 from lockstep.errors import UsageError, refuse
 from lockstep.heartbeat.writer import own_heartbeat, tell_call, write_limits
 from lockstep.mesh import layout_of
+from lockstep.models.language import regularize_tokens
 from lockstep.monitor.callbacks import understood
 from lockstep.optim import PlateauSchedule
 from lockstep.parallel.facts import facts_of
@@ -121,6 +122,12 @@ def assemble(given: TrainerArguments, settings: Mapping[str, Any]) -> RunState:
     layout = layout_of(config.distributed, here.facts)
     mode, why_mode = resolve_mode(config.precision.mode, here.device)
     loss_fn = given.loss_fn or loss_fn_of(config)
+    regularize_tokens(
+        given.model,
+        label_smoothing=config.training.label_smoothing,
+        z_loss=config.training.z_loss,
+        has_loss_fn=loss_fn is not None,
+    )
     facts = facts_of(given.model, loss_fn)
     before = optimizer_setup.Unplaced.of(facts, loss_fn)
     trained = {p for p in (*given.model.parameters(), *before.of_loss) if p.requires_grad}

@@ -39,8 +39,11 @@ def evaluating(placed: ParallelModel) -> Iterator[None]:
 
     What FSDP2 has gathered is freed: shards may be written.
     """
-    before = [(module, module.training) for part in placed.modules for module in part.modules()]
-    for part in placed.modules:
+    # A pipeline's stages lack the model's own modules, such as one that computes the loss.
+    parts = placed.modules if placed.root is None else [placed.root, *placed.modules]
+    modules = dict.fromkeys(module for part in parts for module in part.modules())
+    before = [(module, module.training) for module in modules]
+    for part in parts:
         part.eval()
     try:
         yield

@@ -95,6 +95,8 @@ class TrainerSettings(PlacementSettings, total=False):
     min_lr_ratio: float
     wsd_decay_ratio: float
     weight_decay: float | None
+    label_smoothing: float
+    z_loss: float
     gradient_clip: float | Mapping[str, Any] | None
     bad_numbers: Mapping[str, Any]
     eval_steps: int | None

@@ -12,12 +12,14 @@ import torch
 import transformers
 from torch import Tensor
 
-from lockstep import checkpoint
+from lockstep import WeightAverage, checkpoint
 from lockstep.config import load_config
+from lockstep.data import build_data
 from lockstep.errors import UsageError
-from lockstep.evaluate.measure import Evaluation, Prompts, evaluate
+from lockstep.evaluate.measure import Evaluation, Prompts, evaluate, opened
 from lockstep.evaluate.subject import Asked, find_subject, for_ranks
 from lockstep.evaluate.text import as_json, as_text
+from lockstep.trainer import Trainer, build
 from lockstep.trainer import run as train
 from tests.launch.shared import finish, start
 from tests.ranks import run_ranks
@@ -65,6 +67,13 @@ def _train(folder: str) -> None:
         "run.yaml", ["distributed.strategy=diloco", "distributed.reproducible=false"]
     )
     assert train(config, output_dir=Path("runs/local"), resume="never") == 0
+    config = load_config("run.yaml")
+    data = build_data(config.data)
+    averaged = WeightAverage(0.5, evaluate=True)
+    trainer = Trainer(
+        build(config, data), config=config, output_dir="runs/averaged", after_update=averaged
+    )
+    trainer.train(data.train, data.validation)
 
 
 def _evaluate(folder: str, ranks: int, cases: list[tuple[Asked, dict[str, Any]]]) -> list[Any]:
@@ -74,7 +83,7 @@ def _evaluate(folder: str, ranks: int, cases: list[tuple[Asked, dict[str, Any]]]
         try:
             subject = find_subject(asked)
             config, _ = for_ranks(subject.config, asked.overrides, ranks, ranks)
-            found.append(evaluate(subject, config, **more))
+            found.append(evaluate(opened(subject, config), **more))
         except UsageError as error:
             found.append(error)
     return found
@@ -117,6 +126,7 @@ _ALIKE: list[tuple[Asked, dict[str, Any]]] = [
     (Asked(Path("llama"), data=Path("c.jsonl")), {"prompts": Prompts(["some", "e"], 8)}),
     (Asked(Path("llama"), config=Path("run.yaml")), {}),
     (Asked(Path("runs/local")), {}),
+    (Asked(Path("runs/averaged")), {}),
 ]
 _STRATEGIES = ["ddp", "pipeline", "tensor"]
 
@@ -138,11 +148,12 @@ def test_the_numbers_are_those_of_the_run_on_any_number_of_ranks(folder: Path) -
         assert one.texts == two.texts
 
     recorded = _recorded(folder)
-    newest, earlier, by_path, other, pickled, exported, llama, _, local = alone
+    newest, earlier, by_path, other, pickled, exported, llama, _, local, averaged = alone
     for found in (newest, by_path, *first[len(alone) :]):
         assert found.all.loss == found.recorded == recorded[4]
     assert pickled.all == exported.all == newest.all
     assert earlier.all.loss == earlier.recorded == recorded[2] != recorded[4]
+    assert averaged.all.loss == averaged.recorded != recorded[4]
     assert other.recorded is None
     assert local.all.loss == pytest.approx(local.recorded, rel=1e-6)
 

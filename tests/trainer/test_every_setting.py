@@ -43,6 +43,8 @@ ACTS = {
     "training.gradient_checkpointing": (
         "what is kept of a forward pass (tests/parallel/test_activation.py)"
     ),
+    "training.label_smoothing": "a language model's loss (tests/models/test_token_losses.py)",
+    "training.z_loss": "a language model's loss (tests/models/test_token_losses.py)",
     "training.early_stopping": "the evaluations (tests/trainer/test_updates.py)",
     "training.compile": "the blocks of the model",
     "precision": "number formats (tests/test_precision.py)",
@@ -110,6 +112,8 @@ VALUES: dict[str, Any] = {
     "training.optimizer_args": {"amsgrad": True},
     "training.lr_schedule": "cosine",
     "training.lr_scaling": None,
+    "training.label_smoothing": None,
+    "training.z_loss": None,
     "training.early_stopping": {},
     "training.eval_strategy": "epoch",
     "training.gradient_clip.strategy": "value",
