@@ -579,7 +579,7 @@ def evaluate(argv: list[str]) -> int:
         " metrics, texts. The numbers are the same on any number of ranks."
     )
     examples = [
-        "lockstep evaluate runs/run                           # on the run's validation data",
+        "lockstep evaluate runs/run     # on its validation data",
         "lockstep evaluate runs/run --data test.jsonl --nproc-per-node 2",
         'lockstep evaluate runs/run --step 100 --prompt "The " --tokens 60',
         "lockstep evaluate model.safetensors --config run.yaml",
