@@ -14,7 +14,7 @@ import os
 import re
 import secrets
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
@@ -57,6 +57,10 @@ _DENIED = (
     "allow them to list, read, write and delete objects there",
 )
 _REGION = ("the bucket is in another region", "name its region: AWS_REGION, or args: {region: …}")
+_NO_ETAGS = (
+    "the service gives objects no ETag, which says whether one has changed",
+    "use a service that gives them, or a newer version of this one",
+)
 _CLOCK = ("the clock of this machine is off", "set the clock (chronyd, systemd-timesyncd)")
 _MEANINGS = {
     "InvalidAccessKeyId": _CREDENTIALS,
@@ -73,9 +77,12 @@ _MEANINGS = {
     "PermanentRedirect": _REGION,
     "AuthorizationHeaderMalformed": _REGION,
     "RequestTimeTooSkewed": _CLOCK,
+    "MissingETag": _NO_ETAGS,
 }
-# obstore's own words for answers of which it drops the code
+# Words in answers of which obstore drops the code, or whose code says less.
 _WORDS = {
+    "Server failed to authenticate the request": "AuthenticationFailed",
+    "ETag Header missing": "MissingETag",
     "redirect without LOCATION": "PermanentRedirect",
     "specified bucket does not exist": "NoSuchBucket",
 }
@@ -162,6 +169,11 @@ class ObjectClient:
         size = self.size(key)
         if size != len(data):
             raise OSError(f"{self.url}/{key} has {size} of the {len(data)} bytes that were sent")
+
+    def put(self, key: str, data: bytes) -> None:
+        """Put an object, in place of one that is there."""
+        with self._explained(key):
+            self._obstore.put(self._store, key, data, use_multipart=False)
 
     def get(self, key: str) -> bytes:
         """Return the bytes of an object."""
@@ -257,8 +269,17 @@ class ServiceError(OSError):
         self.code = code
 
 
-def check_apart(url: str, options: Mapping[str, Any]) -> None:
-    """Check a bucket in a process of its own, and raise here what it raises there.
+def client_of(arguments: Mapping[str, Any], *, starting: bool = False) -> ObjectClient:
+    """Return the client that the arguments of a config's storage describe.
+
+    While a run is `starting`, a service that does not answer is given up sooner.
+    """
+    options = {**arguments, "retry_seconds": _CHECK_SECONDS} if starting else {**arguments}
+    return ObjectClient(options.pop("url"), **options)
+
+
+def run_apart(work: Callable[[], object], about: str) -> None:
+    """Run something that asks a service in a process of its own; raise here what it raises there.
 
     obstore has threads, which would not go on in ranks that are forks of this process.
     """
@@ -270,11 +291,13 @@ def check_apart(url: str, options: Mapping[str, Any]) -> None:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.close(read)
             try:
-                ObjectClient(url, **{**options, "retry_seconds": _CHECK_SECONDS}).check()
+                work()
                 told: list[Any] = []
             except LockstepError as error:
                 parts = [error.what, error.where, error.why, error.fix]
                 told = [isinstance(error, UsageError), *parts]
+            except OSError as error:
+                told = [False, f"{about} has failed", None, str(error), None]
             with os.fdopen(write, "w") as stream:
                 json.dump(told, stream)
             code = 0
@@ -285,7 +308,7 @@ def check_apart(url: str, options: Mapping[str, Any]) -> None:
         text = stream.read()
     os.waitpid(child, 0)
     if not text:
-        raise RunError(f"{url} could not be checked", why="the process that checks it has died")
+        raise RunError(f"{about} has failed", why="the process that does it has died")
     told = json.loads(text)
     if told:
         is_usage, what, where, why, fix = told
@@ -331,16 +354,15 @@ def _refusal(url: str, error: OSError) -> LockstepError:
 def _code(text: str) -> str:
     """Return the error code in an answer of a service, or an empty string."""
     match = re.search(r"<Code>(\w+)</Code>", text)
-    if match is not None:
-        return match[1]
-    return next((code for words, code in _WORDS.items() if words in text), "")
+    given = "" if match is None else match[1]
+    return next((code for words, code in _WORDS.items() if words in text), given)
 
 
 def _reason(text: str, code: str) -> str:
     """Return what a service said, in a line, without credentials."""
     match = re.search(r"<Message>(.*?)</Message>", text, re.DOTALL)
     if match is not None:
-        return _without_secrets(f"{match[1].strip()} ({code})")
+        return _without_secrets(f"{' '.join(match[1].split())} ({code})")
     first = text.partition("\n\nDebug source:")[0]
     return _without_secrets(" ".join(first.split())[:_LONGEST_REASON])
 

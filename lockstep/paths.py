@@ -9,6 +9,7 @@ import zlib
 from pathlib import Path
 
 from lockstep.errors import Contradiction, refuse
+from lockstep.object_client import SCHEMES, require_url
 
 RUNS = "LOCKSTEP_RUNS"  # a folder that takes all run directories, of a proof
 
@@ -47,9 +48,22 @@ def url_as_path(path: str | os.PathLike[str], where: str) -> Contradiction | Non
         " mounted bucket; "
     )
     fix += (
-        "checkpoints alone can be kept in a bucket (set checkpoint.storage to s3://BUCKET/PREFIX)"
+        "`lockstep train CONFIG --output-dir s3://BUCKET/PREFIX` keeps a run in a bucket, and"
+        " checkpoint.storage its checkpoints alone"
     )
     return Contradiction((where,), f"{scheme}://{rest} is a URL, not a path", fix, why)
+
+
+def bucket_url(path: str | os.PathLike[str], where: str) -> str | None:
+    """Return the URL of a bucket, where one may stand in place of a path; None for a path.
+
+    Raises UsageError: it is another URL, or one that `Path` has changed.
+    """
+    if isinstance(path, str) and path.partition("://")[0] in SCHEMES and "://" in path:
+        require_url(path, where)
+        return path.rstrip("/")
+    local_path(path, where)
+    return None
 
 
 def run_directory(named: Path) -> Path:

@@ -232,6 +232,15 @@ def require_free(directory: Path) -> None:
         time.sleep(_LOOK)
 
 
+def holder_in(text: bytes) -> Holder | None:
+    """Return the holder that a lock's text names; None without a valid one."""
+    try:
+        content: Any = json.loads(text)
+        return Holder(**{field.name: field.type(content[field.name]) for field in fields(Holder)})  # type: ignore[operator]
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        return None
+
+
 def _refusal(directory: Path, holder: Holder | None) -> UsageError:
     who = "another process" if holder is None else str(holder)
     why = "two runs in one run directory would overwrite each other's checkpoints and metrics"
@@ -280,11 +289,7 @@ def _write(handle: int, holder: Holder | None) -> None:
 
 def _read(handle: int) -> Holder | None:
     """Return the holder in the file; None without a valid one."""
-    try:
-        content: Any = json.loads(os.pread(handle, _SIZE, 0))
-        return Holder(**{field.name: field.type(content[field.name]) for field in fields(Holder)})  # type: ignore[operator]
-    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
-        return None
+    return holder_in(os.pread(handle, _SIZE, 0))
 
 
 def _is_at(handle: int, path: Path) -> bool:

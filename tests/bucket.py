@@ -1,27 +1,46 @@
 """A real S3 server in a process of its own (moto's), and a proxy before it that does what links do.
 
+LOCKSTEP_TEST_BUCKET=az takes one of Azure's protocol in its place (`azurite-blob` of npm, on the
+PATH): the same tests, the same promises.
+
 The proxy asks a function what to do with each request: nothing, or one of FAULTS, or an answer.
 """
 
 import asyncio
+import base64
+import hashlib
+import hmac
 import importlib.util
 import os
 import re
+import shutil
+import socket
 import subprocess
 import sys
 import threading
+import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime
 
 import pytest
 
-SECRET = "the-secret-of-the-tests-7c1d"
+SCHEME = os.environ.get("LOCKSTEP_TEST_BUCKET", "s3")
+_ACCOUNT = "devstoreaccount1"
+# azurite's, of its documentation
+_AZURE_KEY = (
+    "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+)
+SECRET = _AZURE_KEY if SCHEME == "az" else "the-secret-of-the-tests-7c1d"
 ENVIRONMENT = {
     "AWS_ACCESS_KEY_ID": "the-key-of-the-tests",
     "AWS_SECRET_ACCESS_KEY": SECRET,
     "AWS_REGION": "us-east-1",
+    "AZURE_STORAGE_ACCOUNT_NAME": _ACCOUNT,
+    "AZURE_STORAGE_ACCOUNT_KEY": _AZURE_KEY,
 }
 # before the server sees it; after it did; half of the answer; the request twice; late; 500; 503; a
 # service that ignores the condition of a put
@@ -48,9 +67,58 @@ def require_servers() -> None:
         )
 
 
-@contextmanager
-def s3_server() -> Iterator[int]:
+def environment(server: str) -> dict[str, str]:
+    """The variables with which a client reaches a server, or the proxy before it, by its URL."""
+    return {
+        **ENVIRONMENT,
+        "AWS_ENDPOINT_URL": server,
+        "AZURE_STORAGE_ENDPOINT": f"{server}/{_ACCOUNT}",
+    }
+
+
+def bucket_server() -> AbstractContextManager[int]:
     """The port of a server with an empty bucket, `team`."""
+    return _azure_server() if SCHEME == "az" else _s3_server()
+
+
+@contextmanager
+def _azure_server() -> Iterator[int]:
+    program = shutil.which("azurite-blob")
+    assert program is not None, "LOCKSTEP_TEST_BUCKET=az needs azurite-blob on the PATH"
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    options = ["--inMemoryPersistence", "--skipApiVersionCheck", "--silent", "--disableTelemetry"]
+    server = subprocess.Popen([program, *options, "--blobPort", str(port)])
+    try:
+        while not _makes_container(port):
+            assert server.poll() is None
+            time.sleep(0.2)
+        yield port
+    finally:
+        server.kill()
+        server.wait()
+
+
+def _makes_container(port: int) -> bool:
+    """Make the container `team`; obstore makes none. Return False while nobody listens."""
+    date = datetime.now(UTC).strftime("%a, %d %b %Y %H:%M:%S GMT")
+    headers = {"x-ms-date": date, "x-ms-version": "2021-08-06"}
+    signed = "".join(f"{name}:{value}\n" for name, value in headers.items())
+    text = f"PUT{chr(10) * 12}{signed}/{_ACCOUNT}/{_ACCOUNT}/team\nrestype:container"
+    digest = hmac.new(base64.b64decode(_AZURE_KEY), text.encode(), hashlib.sha256).digest()
+    headers["Authorization"] = f"SharedKey {_ACCOUNT}:{base64.b64encode(digest).decode()}"
+    address = f"http://127.0.0.1:{port}/{_ACCOUNT}/team?restype=container"
+    try:
+        urllib.request.urlopen(urllib.request.Request(address, method="PUT", headers=headers))
+    except urllib.error.HTTPError:
+        raise
+    except OSError:
+        return False
+    return True
+
+
+@contextmanager
+def _s3_server() -> Iterator[int]:
     server = subprocess.Popen(
         [sys.executable, "-c", _SERVER],
         stdin=subprocess.PIPE,
@@ -174,8 +242,12 @@ class Proxy:
         reader, writer = await asyncio.open_connection("127.0.0.1", self._server_port)
         writer.write(sent)
         head = await reader.readuntil(b"\r\n\r\n")
-        length = 0 if sent.startswith(b"HEAD ") else _length_of(head.decode("latin-1"))
-        body = await reader.readexactly(length)
+        body = b""
+        if b"\r\ntransfer-encoding: chunked" in head.lower():
+            while not (b"\r\n" + body).endswith(b"\r\n0\r\n\r\n"):
+                body += await reader.readuntil(b"\r\n")
+        elif not sent.startswith(b"HEAD "):
+            body = await reader.readexactly(_length_of(head.decode("latin-1")))
         writer.close()
         return head + body
 

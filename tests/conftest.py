@@ -3,6 +3,7 @@ namespace behind.
 """
 
 import gc
+import itertools
 import os
 import shutil
 import signal
@@ -18,8 +19,9 @@ from typing import Any
 import psutil
 import pytest
 
-from tests import forked
+from tests import bucket, forked
 
+_prefixes = itertools.count()
 _MARK = "LOCKSTEP_TEST_SESSION"  # in the environment of everything that the tests start
 _NO_PROCESSES = "LOCKSTEP_TESTS_START_NO_PROCESSES"  # in the environment under --no-processes
 _PATIENCE_SECONDS = 10.0
@@ -231,3 +233,29 @@ def nothing_is_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator
     if before is None:
         os.environ.pop(_MARK)
     assert not found, "tests left behind: " + "; ".join(found)
+
+
+@pytest.fixture(scope="module")
+def _running_bucket_proxy() -> Iterator[bucket.Proxy]:
+    bucket.require_servers()
+    with bucket.bucket_server() as port:
+        proxy = bucket.Proxy(port)
+        yield proxy
+        proxy.close()
+
+
+@pytest.fixture
+def bucket_proxy(
+    _running_bucket_proxy: bucket.Proxy, monkeypatch: pytest.MonkeyPatch
+) -> bucket.Proxy:
+    """A proxy before a real server, which this process and its children reach through it."""
+    _running_bucket_proxy.reset()
+    for name, value in bucket.environment(_running_bucket_proxy.url).items():
+        monkeypatch.setenv(name, value)
+    return _running_bucket_proxy
+
+
+@pytest.fixture
+def bucket_url() -> str:
+    """A prefix of its own, which is empty."""
+    return f"{bucket.SCHEME}://team/run-{next(_prefixes)}"

@@ -56,7 +56,6 @@ def test_other_paths_are_taken_as_they_are(path: str) -> None:
 
 
 COMMANDS = [
-    f"train {CONFIG} --output-dir URL",
     f"train {CONFIG} --resume URL",
     "train URL",
     "train --config URL",
@@ -70,12 +69,9 @@ COMMANDS = [
     "launch --log-dir URL x.py",
     "launch URL",
     "config show URL",
-    *(
-        f"checkpoint {verb} URL"
-        for verb in ("list", "inspect", "verify", "digest", "export", "convert", "import")
-    ),
+    "checkpoint import URL",
     *(f"checkpoint {verb} x --output URL" for verb in ("export", "convert", "import")),
-    "report URL",
+    "report URL --live",
     "report x -o URL",
     "report x --output=URL",
     "top URL",
@@ -122,6 +118,7 @@ def test_every_argument_that_is_a_path_is_tried(monkeypatch: pytest.MonkeyPatch)
         VERBS["submit"][0](["kubernetes", "x"])
     assert len(seen) >= len(VERBS)
     names = ("DIR", "FILE", "PATH", "FILE.svg", "RUN", "RUN_DIR")
+    # those that end in "|URL" may be a bucket, and `bucket_url` looks at them
     missing = [
         f"{parser.prog} {action.dest}"
         for parser in seen.values()
@@ -132,7 +129,6 @@ def test_every_argument_that_is_a_path_is_tried(monkeypatch: pytest.MonkeyPatch)
 
 
 PYTHON: list[Callable[[], object]] = [
-    lambda: lockstep.Trainer(nn.Linear(1, 1), loss_fn=nn.MSELoss(), output_dir=URL),
     lambda: lockstep.Trainer(nn.Linear(1, 1), loss_fn=nn.MSELoss(), output_dir=Path(URL)),
     lambda: lockstep.Trainer(nn.Linear(1, 1), loss_fn=nn.MSELoss()).save_checkpoint(URL),
     lambda: lockstep.Trainer(nn.Linear(1, 1), loss_fn=nn.MSELoss()).load_checkpoint(URL),
@@ -174,3 +170,37 @@ def test_what_is_no_path_may_be_a_url(tmp_path: Path) -> None:
     from lockstep.config.checks import check
 
     check(config)
+
+
+OTHER_URL = "hdfs://node/x"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        f"train {CONFIG} --output-dir URL",
+        *(
+            f"checkpoint {verb} URL"
+            for verb in ("list", "inspect", "verify", "digest", "export", "convert")
+        ),
+        "report URL",
+    ],
+)
+def test_where_a_bucket_is_taken_other_urls_are_not(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(command.replace("URL", OTHER_URL).split()) == 2
+    assert f"{OTHER_URL} is a URL, not a path" in capsys.readouterr().err
+    assert cli.main(command.replace("URL", "s3://me:password@bucket/x").split()) == 2
+    assert "password" not in capsys.readouterr().err
+    with pytest.raises(UsageError, match=f"{OTHER_URL} is a URL, not a path"):
+        lockstep.Trainer(nn.Linear(1, 1), loss_fn=nn.MSELoss(), output_dir=OTHER_URL)
+
+
+def test_a_run_in_a_bucket_keeps_its_checkpoints_there() -> None:
+    kept = Config().kept_in(URL)
+    assert kept.checkpoint.storage is not None
+    assert kept.checkpoint.storage.args == {"url": URL}
+    assert kept.kept_in(URL) == kept
+    with pytest.raises(UsageError, match="and its checkpoints elsewhere"):
+        kept.kept_in("s3://bucket/y")

@@ -20,15 +20,25 @@ from lockstep.checkpoint.convert import (
 )
 from lockstep.checkpoint.keep import list_checkpoints, newest
 from lockstep.checkpoint.manifest import DamagedError, read_manifest, read_state, verify
+from lockstep.checkpoint.object_store import ObjectStorage
 from lockstep.checkpoint.posix import locate
 from lockstep.checkpoint.restore import unreadable
-from lockstep.checkpoint.storage import MANIFEST, CheckpointPath, Directory, build_storage, step_of
+from lockstep.checkpoint.storage import (
+    MANIFEST,
+    CheckpointPath,
+    Directory,
+    Location,
+    build_storage,
+    step_of,
+)
 from lockstep.config import ObjectSpec, load_config
 from lockstep.config.tree import Origin, parse
 from lockstep.errors import UsageError, did_you_mean
+from lockstep.paths import bucket_url
 from lockstep.records import RunDirectory
 from lockstep.run_files import printable, read_text
 
+Place = Path | ObjectStorage | Location  # what a user names
 FORMATS = ("full", "torch")
 _LARGEST_CONFIG = 1 << 20  # bytes
 
@@ -37,8 +47,9 @@ def run(verb: str, path: str | Path, **options: Any) -> str:
     """Run one of VERBS, with its options, and return the text to print, or raise a UsageError.
 
     `path` is a run directory, a folder of checkpoints, one checkpoint, or another storage:
-    `package.module:Name`, or a config that names one; verbs for one checkpoint take the newest
-    whole one. If `verify` finds damage, a DamagedError lists what is damaged.
+    `package.module:Name`, a config that names one, the URL of a bucket, or of one checkpoint in it;
+    verbs for one checkpoint take the newest whole one. If `verify` finds damage, a DamagedError
+    lists what is damaged.
     """
     if verb not in VERBS:
         near = did_you_mean(verb, VERBS)
@@ -52,10 +63,19 @@ def run(verb: str, path: str | Path, **options: Any) -> str:
         raise UsageError(
             what, fix=f"`lockstep checkpoint {verb}` takes {', '.join(accepted) or 'a path alone'}"
         )
-    return action(Path(path), **chosen)
+    url = None if verb == "import" else bucket_url(path, "PATH")
+    return action(Path(path) if url is None else _in_bucket(url), **chosen)
 
 
-def _list(path: Path) -> str:
+def _in_bucket(url: str) -> ObjectStorage | Location:
+    """Return the checkpoints below a URL, or the one that it names."""
+    prefix, _, name = url.rpartition("/")
+    if step_of(name) is None:
+        return ObjectStorage(url)
+    return Location(ObjectStorage(prefix), name)
+
+
+def _list(path: Place) -> str:
     rows = [("checkpoint", "size", "written", "")]
     for checkpoint in checkpoints_at(path):
         if problems := verify(checkpoint, thorough=False):
@@ -67,7 +87,7 @@ def _list(path: Path) -> str:
     return _table(rows)
 
 
-def _inspect(path: Path) -> str:
+def _inspect(path: Place) -> str:
     """Return what stands in a checkpoint, as text: parts, versions, state and tensors."""
     checkpoint = newest_at(path)
     manifest = read_manifest(checkpoint)
@@ -95,7 +115,7 @@ def _inspect(path: Path) -> str:
     return "\n".join([*lines, _table(rows)]) if rows else "\n".join(lines)
 
 
-def _verify(path: Path) -> str:
+def _verify(path: Place) -> str:
     checkpoints = checkpoints_at(path)
     problems = {
         checkpoint: verify(checkpoint) or unreadable(checkpoint) for checkpoint in checkpoints
@@ -111,12 +131,12 @@ def _verify(path: Path) -> str:
     return "\n".join(f"{checkpoint}: whole" for checkpoint in checkpoints)
 
 
-def _export(path: Path, output: str | Path = "model.safetensors") -> str:
+def _export(path: Place, output: str | Path = "model.safetensors") -> str:
     checkpoint = newest_at(path)
     return f"{checkpoint} → {export_safetensors(checkpoint, output)}"
 
 
-def _convert(path: Path, to: str = "full", output: str | Path | None = None) -> str:
+def _convert(path: Place, to: str = "full", output: str | Path | None = None) -> str:
     if to not in FORMATS:
         by_ranks = (
             f"; ranks write it: lockstep train CONFIG --resume {quote(str(path))}"
@@ -152,11 +172,18 @@ _ACTIONS: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
 VERBS = tuple(_ACTIONS)
 
 
-def checkpoints_at(path: Path) -> list[CheckpointPath]:
+def checkpoints_at(path: Place) -> list[CheckpointPath]:
     """Return the checkpoint at a path, or those of a folder or of a run, oldest first.
 
     Raises a UsageError if there is none.
     """
+    if isinstance(path, Location):
+        return [path]
+    if isinstance(path, ObjectStorage):
+        if found := list_checkpoints(path):
+            return found
+        fix = "give the URL that `lockstep train --output-dir` or checkpoint.storage has"
+        raise UsageError(f"there is no checkpoint in {path}", fix=fix)
     if step_of(path.resolve().name) is not None or (path / MANIFEST).exists():
         return [path]
     elsewhere: list[Directory] = []
@@ -206,10 +233,10 @@ def _storage_named_in(run: Path) -> str | None:
     return printable(name) if isinstance(name, str) else None
 
 
-def newest_at(path: Path) -> CheckpointPath:
+def newest_at(path: Place) -> CheckpointPath:
     """Return the checkpoint at a path, or the newest whole one of a folder or of a run."""
     found = checkpoints_at(path)
-    if found == [path]:
+    if isinstance(path, Path | Location) and found == [path]:
         return path
     chosen = newest(locate(found[0]).storage)
     assert chosen is not None, "there are some, and `newest` raises where none is whole"

@@ -26,13 +26,17 @@ import io
 import json
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, BinaryIO, cast
 
+from lockstep.checkpoint.local_cache import LocalCache
+from lockstep.checkpoint.manifest import Manifest, read_manifest
 from lockstep.checkpoint.posix import ABANDONED_SECONDS, draft_name, is_draft, writer_has_ended
-from lockstep.checkpoint.storage import MANIFEST, ByteSink, Storage
+from lockstep.checkpoint.storage import MANIFEST, ByteSink, Location, Storage
+from lockstep.errors import LockstepError
 from lockstep.heartbeat.writer import went_forward
 from lockstep.object_client import RETRY_SECONDS, ObjectClient
 
@@ -55,9 +59,25 @@ class ObjectStorage(Storage):
         self._client = ObjectClient(url, retry_seconds=retry_seconds, **options)
         self._begun: set[str] = set()  # the drafts of this object, which `sweep` spares
         self._pool = ThreadPoolExecutor(_IN_FLIGHT, "object-store")
+        self._cache: LocalCache | None = None
+        self._manifests: dict[str, Manifest] = {}  # by draft, for the cache
+        self._before_commit: Callable[[], object] = lambda: None
 
     def __str__(self) -> str:
         return self._client.url
+
+    @property
+    def client(self) -> ObjectClient:
+        """The objects of the prefix."""
+        return self._client
+
+    def cache_in(self, folder: Path) -> None:
+        """Keep the newest checkpoints that are written here in a folder of this machine, too."""
+        self._cache = LocalCache(folder, str(self))
+
+    def call_before_commit(self, call: Callable[[], object]) -> None:
+        """Have a call made before each commit, which fails with it: it copies the run's records."""
+        self._before_commit = call
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ObjectStorage) and str(self) == str(other)
@@ -85,6 +105,10 @@ class ObjectStorage(Storage):
     def open(self, name: str, file: str) -> Iterator[BinaryIO]:
         """Open a file for reading; only the ranges that are read are sent, and a little ahead."""
         draft = name if is_draft(name) else self._draft_of(name)
+        if (cached := self._cached(draft, file)) is not None:
+            with cached:
+                yield cached
+            return
         key = f"data/{draft}/{file}"
         try:
             parts = [key]
@@ -109,14 +133,20 @@ class ObjectStorage(Storage):
         """Write a file of a draft; it is there when the block ends well."""
         upload = _Upload(self._client, self._pool, f"data/{draft}/{file}")
         try:
-            yield upload
-            upload.finish()
+            if self._cache is None:
+                yield upload
+                upload.finish()
+            else:
+                with self._cache.writing(draft, file, upload) as both:
+                    yield both
+                    upload.finish()
         finally:
             upload.wait()
 
     def commit(self, draft: str, name: str, manifest: bytes) -> None:
         with self.write(draft, MANIFEST) as stream:
             stream.write(manifest)
+        self._before_commit()
         self._client.put_new(f"commits/{name}", _as_json({"draft": draft}))
         self._begun.discard(draft)
 
@@ -146,6 +176,18 @@ class ObjectStorage(Storage):
         for draft in dead:
             self._remove(draft)
         return dead
+
+    def _cached(self, draft: str, file: str) -> BinaryIO | None:
+        """Open a file of a checkpoint in the cache, if it is there and whole."""
+        if self._cache is None or file == MANIFEST:
+            return None
+        try:
+            manifest = self._manifests.get(draft) or read_manifest(Location(self, draft))
+        except (OSError, LockstepError):  # whoever reads the bucket's is told
+            return None
+        self._manifests[draft] = manifest
+        info = manifest.files.get(file)
+        return None if info is None else self._cache.open(draft, file, info)
 
     def _is_dead(self, draft: str) -> bool:
         """Return whether a draft without a commit has no writer.
@@ -196,6 +238,8 @@ class ObjectStorage(Storage):
 
     def _remove(self, draft: str) -> None:
         """Delete the objects of a draft; `.begun` last, so that it is swept if this is cut off."""
+        if self._cache is not None:
+            self._cache.drop(draft)
         keys = sorted(self._client.below(f"data/{draft}"), key=lambda key: key.endswith(_BEGUN))
         self._client.delete(keys[:-1])
         self._client.delete(keys[-1:])

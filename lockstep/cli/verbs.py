@@ -95,9 +95,9 @@ def train(argv: list[str]) -> int:
     add = parser.add_argument
     add(
         "--output-dir",
-        metavar="DIR",
-        type=Path,
-        help="the run directory (default: runs/<CONFIG's name>)",
+        metavar="DIR|URL",
+        help="the run directory, or the URL of a bucket, s3://BUCKET/PREFIX (default:"
+        " runs/<CONFIG's name>)",
     )
     add(
         "--resume",
@@ -111,7 +111,7 @@ def train(argv: list[str]) -> int:
         local_path(given.resume, "--resume")
     from lockstep.launch.train import train as start
 
-    output = run_directory(given.output_dir or Path("runs", path.stem))
+    output = given.output_dir or Path("runs", path.stem)
     return start(
         path, overrides, launch_options(given), output_dir=output, resume=given.resume, argv=argv
     )
@@ -242,10 +242,10 @@ def checkpoint(argv: list[str]) -> int:
     parser = Parser("checkpoint", text, examples, _CHECKPOINT_VERBS)
     parser.add_argument("verb", metavar="|".join(_CHECKPOINT_VERBS))
     text = (
-        "a run directory, its checkpoints, or one of them; a storage, package.module:Name, or a"
-        " config that names one; import: another trainer's file or folder"
+        "a run directory, its checkpoints, or one of them; the URL of a bucket; a storage,"
+        " package.module:Name, or a config that names one; import: another trainer's file or folder"
     )
-    parser.add_argument("path", metavar="PATH", type=Path, help=text)
+    parser.add_argument("path", metavar="PATH|URL", help=text)
     text = "export, convert, import: the file or folder to write"
     parser.add_argument("--output", metavar="PATH", type=Path, help=text)
     parser.add_argument(
@@ -281,7 +281,10 @@ def report(argv: list[str]) -> int:
         ],
     )
     parser.add_argument(
-        "runs", metavar="RUN", type=Path, nargs="+", help="run directories; several are compared"
+        "runs",
+        metavar="RUN|URL",
+        nargs="+",
+        help="run directories, or URLs of runs in buckets; several are compared",
     )
     parser.add_argument(
         "-o", "--output", metavar="FILE", type=Path, help="default: report.html in the first RUN"
@@ -295,6 +298,8 @@ def report(argv: list[str]) -> int:
     given = parser.parse(argv)
     if given.live:
         parser.refuse("RUN --live", "output", fix="leave it out: the page is served, not written")
+        for path in given.runs:
+            local_path(path, "RUN --live")
     else:
         parser.refuse("RUN", "port", fix="add --live, or leave it out")
     from lockstep.report.index import run

@@ -361,6 +361,7 @@ def _paths(config: Config) -> Iterator[Contradiction]:
     """
     given = {
         "checkpoint.resume": config.checkpoint.resume,
+        "checkpoint.local_cache": config.checkpoint.local_cache or "",
         "model.name": (config.model.name or "").removeprefix("hf:"),
     }
     if config.monitor.profile is not None:

@@ -25,6 +25,7 @@ from lockstep.config.schema_training import (
     key,
     section,
 )
+from lockstep.errors import UsageError
 from lockstep.registry import LOSSES, SINKS
 
 # The class that keeps checkpoints in a bucket, for which its URL is short.
@@ -57,6 +58,9 @@ class CheckpointConfig(Section):
     """The bucket that keeps the checkpoints, `s3://BUCKET/PREFIX`, `gs://…` or `az://…`; or a
     `lockstep.checkpoint.Storage` of your own, `package.module:Name`, or with `args`; unset: the
     folder `checkpoints/` of the run directory."""
+    local_cache: str | None = key(None, min_length=1)
+    """A folder on each machine's own disk that keeps the newest checkpoints of a bucket, too; a
+    resume reads a file there if it is whole, else from the bucket. Unset: none."""
     async_: bool = key(
         True, "Write while training goes on; a save waits for the previous one.", alias="async"
     )
@@ -167,6 +171,29 @@ class Config(Section):
     distributed: DistributedConfig = section(DistributedConfig, "Ranks.")
     checkpoint: CheckpointConfig = section(CheckpointConfig, "Saving and resuming.")
     monitor: MonitorConfig = section(MonitorConfig, "Logging and warnings.")
+
+    @property
+    def bucket(self) -> dict[str, Any] | None:
+        """The arguments of the storage of checkpoints, its `url` among them, if it is a bucket."""
+        storage = self.checkpoint.storage
+        return storage.args if storage is not None and storage.name == OBJECT_STORAGE else None
+
+    def kept_in(self, url: str) -> "Config":
+        """Return the config of a run whose directory is a bucket: its checkpoints are there, too.
+
+        Raises UsageError: `checkpoint.storage` is another place.
+        """
+        named = self.checkpoint.storage
+        if named is None:
+            return self.replaced({"checkpoint.storage": url})
+        if self.bucket is None or str(self.bucket["url"]).rstrip("/") != url:
+            raise UsageError(
+                f"the run is kept in {url}, and its checkpoints elsewhere",
+                where="checkpoint.storage",
+                why="who resumes it from another machine looks for both in one place",
+                fix=f"leave checkpoint.storage out, or write {url} there, too",
+            )
+        return self
 
     @field_validator("loss_fn", mode="before")
     @classmethod

@@ -64,9 +64,11 @@ from lockstep.launch.worker import (
 )
 from lockstep.launch.world import LiveWorld
 from lockstep.network import interface_variables
-from lockstep.object_client import check_apart
+from lockstep.object_client import client_of, run_apart
+from lockstep.paths import bucket_url, run_directory
 from lockstep.records import RunDirectory
 from lockstep.run_lock import LAUNCH, require_free
+from lockstep.run_mirror import RunMirror, local_folder, push_after_ranks
 from lockstep.scratch import SHARED_MEMORY, remove, scratch_folder
 from lockstep.strategy import AUTO, resolve, strategy_named
 
@@ -79,17 +81,19 @@ def train(
     overrides: Sequence[str],
     options: LaunchOptions,
     *,
-    output_dir: Path,
+    output_dir: str | Path,
     resume: str | None,
     argv: Sequence[str],
 ) -> int:
     """Run `lockstep train`; `resume`: auto, never, a path; None: the config's.
 
-    Ranks are started with `argv`.
+    Ranks are started with `argv`. The `output_dir` may be the URL of a bucket.
     """
     from lockstep.config import load_config
 
-    run = RunDirectory(output_dir)
+    url = bucket_url(output_dir, "--output-dir")
+    named = Path(output_dir) if url is None else local_folder(url)
+    run = RunDirectory(run_directory(named))
 
     def work() -> int:
         """Load the config and train.
@@ -124,6 +128,8 @@ def train(
 
         return run_as_worker(through_deaths, logs=run.logs)
     config = load_config(path, overrides)
+    if url is not None:
+        config = config.kept_in(url)
     distributed = config.distributed
     fresh = prepare(
         options, may_be_alone=distributed.device == "cpu", compiles=uses_compiler(config)
@@ -139,7 +145,10 @@ def train(
         import_module("lockstep.models").check_model(config.model)
     if not options.several_nodes:
         require_free(run.path)
-    _check_bucket(config)
+    bucket = config.bucket
+    is_mirrored = url is not None and run.path == named  # a proof writes to no bucket
+    if bucket is not None:
+        run_apart(partial(_look_into, bucket, run.path if is_mirrored else None), bucket["url"])
     run.create()
     _log(f"strategy {distributed.strategy}, {_describe_processes(processes, options)} ({reason})")
     if in_this_process(processes, options):
@@ -160,6 +169,7 @@ def train(
                 else None
             ),
             saves=run if _saves_there(config) else None,
+            mirrored=(bucket, run.path) if bucket is not None and is_mirrored else None,
         ),
         options,
         processes,
@@ -268,13 +278,12 @@ def is_rank(options: LaunchOptions) -> bool:
     return launcher == "torchrun" or (launcher != "none" and not starts_ranks)
 
 
-def _check_bucket(config: "Config") -> None:
-    """Refuse a bucket that a run could not write to, before there are ranks."""
-    from lockstep.config.schema import OBJECT_STORAGE
-
-    storage = config.checkpoint.storage
-    if storage is not None and storage.name == OBJECT_STORAGE:
-        check_apart(storage.args["url"], {k: v for k, v in storage.args.items() if k != "url"})
+def _look_into(bucket: Mapping[str, Any], run: Path | None) -> None:
+    """Refuse a bucket that a run could not write to; fetch the records of a run that is in it."""
+    client = client_of(bucket, starting=True)
+    client.check()
+    if run is not None:
+        RunMirror(client, run).fetch()
 
 
 def _check_layout(config: "Config", processes: int, options: LaunchOptions) -> None:
@@ -347,6 +356,8 @@ class LaunchJob:
     fresh: str | None = None
     # chooses how many ranks go on when some have died; None: they do not
     largest: LargestWorld | None = None
+    # the bucket that has the run's records, too, and their folder here
+    mirrored: tuple[Mapping[str, Any], Path] | None = None
     # the run whose newest copy in memory is saved when the launch ends with an error
     saves: RunDirectory | None = None
 
@@ -416,6 +427,16 @@ def launch(job: LaunchJob, options: LaunchOptions, processes: int) -> int:
             with suppress(FileNotFoundError):  # launchers of other machines clean the same folder
                 if not path.stat().st_size:
                     path.unlink()
+        if job.mirrored is not None:
+            _push_records(*job.mirrored)
+
+
+def _push_records(bucket: Mapping[str, Any], run: Path) -> None:
+    """Copy what the ranks could not, and their logs, to the bucket of the run."""
+    try:
+        run_apart(lambda: push_after_ranks(client_of(bucket, starting=True), run), bucket["url"])
+    except LockstepError as error:
+        log_to_stderr(f"warning: the last records are in {run} alone: {error}")
 
 
 def _save_newest_copy(memory: Path, run: RunDirectory) -> None:

@@ -4,11 +4,14 @@ Of a folder of runs, compares them on one page, with a link to the report of eac
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from urllib.parse import quote
 
-from lockstep.errors import UsageError
+from lockstep.errors import RunError, UsageError
+from lockstep.object_client import ObjectClient
+from lockstep.paths import bucket_url
 from lockstep.records import RunDirectory
 from lockstep.report import units
 from lockstep.report.advice import advise
@@ -26,19 +29,42 @@ from lockstep.report.page import (
 )
 from lockstep.report.read import RunData, is_run, read_run, typical_step, wall_seconds
 from lockstep.run_files import printable
+from lockstep.run_mirror import RunMirror
+from lockstep.scratch import temporary
 
 INDEX = "index.html"
 _DEEPEST = 3  # levels of folders below the one that is named
 
 
-def run(paths: Sequence[Path], *, output: Path | None, live: bool, port: int) -> int:
+def run(given: Sequence[str], *, output: Path | None, live: bool, port: int) -> int:
     """Serve the page of runs, or write it, to `RUN/report.html` of the first or `output`.
 
-    Of a folder, its index.
+    Of a folder, its index. Runs in buckets are fetched for the length of the call.
     """
     if live:
-        serve(paths, port)
+        serve([Path(one) for one in given], port)
         return 0
+    with ExitStack() as fetched:
+        paths = []
+        publish: Callable[[Path], str] = str
+        for one in given:
+            url = bucket_url(one, "RUN")
+            if url is None:
+                paths.append(Path(one))
+                continue
+            folder = fetched.enter_context(temporary("report")) / url.rpartition("/")[2]
+            mirror = RunMirror(ObjectClient(url), folder)
+            fetch_run(mirror)
+            if not paths and output is None:
+                publish = mirror.publish
+            paths.append(folder)
+        target = _write(paths, output)
+        print(printable(f"lockstep: {publish(target)}"))
+    return 0
+
+
+def _write(paths: Sequence[Path], output: Path | None) -> Path:
+    """Write the page of runs, or the index of a folder, and print what stands in it."""
     if len(paths) == 1 and paths[0].is_dir() and not is_run(paths[0]):
         target = write_index(paths[0], output)
     else:
@@ -57,8 +83,18 @@ def run(paths: Sequence[Path], *, output: Path | None, live: bool, port: int) ->
             print(
                 printable("\n".join([*lines, *(f"  left out: {text}" for text in not_read([one]))]))
             )
-    print(printable(f"lockstep: {target}"))
-    return 0
+    return target
+
+
+def fetch_run(mirror: RunMirror) -> None:
+    """Fetch the records of a run in a bucket. Raises UsageError: there is none."""
+    try:
+        found = mirror.fetch()
+    except OSError as error:
+        raise RunError(f"{mirror} can't be read", why=str(error)) from None
+    if not found:
+        fix = "give the URL that `lockstep train --output-dir` has had"
+        raise UsageError(f"there is no run in {mirror}", fix=fix)
 
 
 def runs_in(folder: Path, depth: int = _DEEPEST) -> list[Path]:

@@ -31,7 +31,7 @@ from lockstep.trainer.trainer import Trainer
 __all__ = ["Trainer", "run"]
 
 
-def run(config: Config, *, output_dir: Path, resume: str) -> int:
+def run(config: Config, *, output_dir: str | Path, resume: str) -> int:
     """Train a config; return the exit code: 0, or 75 if the run was asked to stop and has saved."""
     if config.model.name is None or config.data.name is None:
         missing = "model.name" if config.model.name is None else "data.name"

@@ -31,6 +31,7 @@ from lockstep.optim import PlateauSchedule
 from lockstep.parallel.facts import facts_of
 from lockstep.parallel.loss_weights import refuse_hidden
 from lockstep.parallel.place import place
+from lockstep.paths import bucket_url
 from lockstep.precision import Precision, loss_scale_for, resolve_mode
 from lockstep.step import Step
 from lockstep.trainer import arguments, data_setup, no_effect, optimizer_setup
@@ -104,6 +105,9 @@ def assemble(given: TrainerArguments, settings: Mapping[str, Any]) -> RunState:
         UsageError: settings contradict each other or the model.
     """
     config = with_settings(given.config or Config(), settings)
+    url = None if given.output_dir is None else bucket_url(given.output_dir, "output_dir")
+    if url is not None:
+        config = config.kept_in(url)
     asked = no_effect.asked_keys(config, settings)
 
     # The model, before it is placed and after.

@@ -96,6 +96,7 @@ _WRITTEN = (
     "checkpoint.async",
     "checkpoint.on_failure",
     "checkpoint.storage",
+    "checkpoint.local_cache",
     "checkpoint.memory_steps",
     "monitor.profile",
 )
@@ -269,6 +270,10 @@ def of_trainer(
         yield NoEffect(keys, "beside a scheduler of your own", "the rate follows the scheduler")
     if not has_directory:
         yield from _without_directory(config)
+    elif config.checkpoint.local_cache and config.bucket is None:
+        why = "a cache is for checkpoints in a bucket, and these are on a disk, or elsewhere"
+        fix = "set checkpoint.storage to s3://BUCKET/PREFIX, or leave local_cache out"
+        yield NoEffect(("checkpoint.local_cache",), "without a bucket", why, fix, is_error=True)
     if not has_memory:
         why = "the copies are for ranks that Lockstep's launcher starts again, on one machine"
         fix = "add --max-restarts N to `lockstep train` or `lockstep launch`, or leave it out"

@@ -71,6 +71,7 @@ class RunEnd:
         if self.path is not None and not self.is_recorded and not failed:
             self.monitor.event("stop", step=step, reason="done")
         self.monitor.close()
+        self.run.output.publish()
         if self.path is None or not took_steps or self.has_failed:
             return
         if not is_saved:

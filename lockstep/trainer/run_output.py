@@ -11,16 +11,19 @@ from lockstep import checkpoint
 from lockstep.config import CheckpointConfig
 from lockstep.environment import MEMORY
 from lockstep.errors import UsageError
-from lockstep.paths import local_path, run_directory
+from lockstep.heartbeat.writer import went_forward
+from lockstep.paths import bucket_url, local_path, run_directory
 from lockstep.records import RunDirectory
 from lockstep.run_lock import RunLock
+from lockstep.run_mirror import RunMirror, local_folder
 
 
 class RunOutput:
     """The run directory, the folder of checkpoints, and the lock that one run at a time holds.
 
-    Without an `output_dir` there is neither, and nothing is written. `memory` is where copies lie
-    that outlive the ranks, if their launcher offers such a place.
+    An `output_dir` that is the URL of a bucket has all of them there, beside a folder of this
+    machine. Without one there is neither, and nothing is written. `memory` is where copies lie that
+    outlive the ranks, if their launcher offers such a place.
     """
 
     def __init__(
@@ -32,8 +35,10 @@ class RunOutput:
         self.checkpoints: checkpoint.Directory | None = None
         self.memory: checkpoint.MemoryStorage | None = None
         self._lock: RunLock | None = None
+        self._mirror: RunMirror | None = None  # of a run in a bucket; rank 0 uses it
         if output_dir is not None:
-            named = local_path(output_dir, "output_dir")
+            url = bucket_url(output_dir, "output_dir")
+            named = Path(output_dir) if url is None else local_folder(url)
             self.directory = RunDirectory(run_directory(named))
             own = self.directory.checkpoints
             is_a_proof = self.directory.path != named  # which writes to no storage of the user's
@@ -44,9 +49,15 @@ class RunOutput:
             )
             if not is_a_proof:
                 self.memory = _memory_of(self.directory.path)
-            self._lock = RunLock(
-                self.directory.path, lambda text: print(f"lockstep: {text}", flush=True)
-            )
+            self._lock = RunLock(self.directory.path, _say)
+            cache = config.local_cache
+            if cache is not None and isinstance(self.checkpoints, checkpoint.ObjectStorage):
+                self.checkpoints.cache_in(local_path(cache, "checkpoint.local_cache"))
+            if url is not None and isinstance(self.checkpoints, checkpoint.ObjectStorage):
+                self._mirror = RunMirror(
+                    self.checkpoints.client, self.directory.path, _say, went_forward
+                )
+                self.checkpoints.call_before_commit(self._mirror.push)
 
     def keeps(self, path: str | Path) -> bool:
         """Return whether a path is the run's own folder of checkpoints."""
@@ -68,16 +79,29 @@ class RunOutput:
             checkpoint.Ranks().broadcast(
                 "the run directory could not be locked", self._lock.acquire
             )
+        if self._mirror is not None:
+            checkpoint.Ranks().broadcast(
+                f"the run in {self._mirror} could not be fetched", self._mirror.acquire
+            )
 
     def check_lock(self) -> None:
         """Raise an error if another run has taken the directory."""
         if self._lock is not None:
             self._lock.check()
+        if self._mirror is not None:
+            self._mirror.check()
 
     def release(self) -> None:
         """Let other runs have the directory."""
+        if self._mirror is not None:
+            self._mirror.release()
         if self._lock is not None:
             self._lock.release()
+
+    def publish(self) -> None:
+        """Copy what was written after `release` to the bucket of the run, if it has one."""
+        if self._mirror is not None and checkpoint.Ranks().is_main:
+            self._mirror.push_late()
 
     @cached_property
     def is_shared(self) -> bool:
@@ -100,6 +124,10 @@ class RunOutput:
             )
             raise UsageError(what, where="checkpoint.format: " + config.format, why=why, fix=fix)
         return shared
+
+
+def _say(text: str) -> None:
+    print(f"lockstep: {text}", flush=True)
 
 
 def _memory_of(run: Path) -> checkpoint.MemoryStorage | None:

@@ -110,6 +110,7 @@ class TrainerSettings(PlacementSettings, total=False):
     load_best: bool
     format: Literal["sharded", "full", "local"]
     storage: str | Mapping[str, Any] | None
+    local_cache: str | None
     memory_steps: int | None
     retries: int
     resume: str

@@ -86,7 +86,7 @@ LISTED = {
     ),
     "checkpoint": (
         "save_strategy save_steps save_total_limit keep_best keep_best_mode load_best format"
-        " storage async memory_steps retries on_failure resume allow_changes"
+        " storage local_cache async memory_steps retries on_failure resume allow_changes"
     ),
     "monitor": (
         "log_steps sinks callbacks profile.wait profile.warmup profile.active profile.record_shapes"
