@@ -1,7 +1,8 @@
 """Storages under test: each can be damaged, and its writer killed at any moment.
 
 The tests that take `place` run over a folder, where a forked process is killed before each change
-of the disk, and over a storage in memory, whose writer dies at each of the storage's own lines.
+of the disk, over a storage in memory, whose writer dies at each of the storage's own lines, and
+over a bucket on a real server, whose writer dies before each of its requests.
 LOCKSTEP_TEST_STORAGE=package.module:Name has them run over another storage alone, as its author
 would; it is called without arguments, and its contents must outlive its objects.
 """
@@ -11,20 +12,27 @@ import os
 import shutil
 import signal
 import sys
+import threading
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any, BinaryIO
+from unittest.mock import patch
+
+import pytest
 
 from lockstep import checkpoint
 from lockstep.checkpoint import Directory, Location, Storage, build_storage, posix
 from lockstep.config import ObjectSpec
+from lockstep.object_client import ObjectClient
 from tests.checkpoint.shared import CONFIG, snapshot
 
 MOST_LINES = 1000  # that a save runs in a storage; with more, each kill adds to them
+BUCKET = "bucket"
+PART = 2048  # bytes of an object of a longer file
 MEMORY = "tests.checkpoint.memory_storage:MemoryStorage"
 CHANGES = {
     "os.mkdir",
@@ -38,10 +46,14 @@ CHANGES = {
 }
 
 
-def tested() -> list[str]:
-    """The storages that the tests run over: `folder`, or package.module:Name."""
+def tested() -> list[Any]:
+    """The storages that the tests run over: `folder`, package.module:Name, or `bucket`."""
     named = os.environ.get("LOCKSTEP_TEST_STORAGE")
-    return [named] if named else ["folder", MEMORY]
+    if named:
+        return [named]
+    # test_object_store.py has a case of each kind in the quick suite
+    marks = [pytest.mark.full, pytest.mark.timeout(3600)]
+    return ["folder", MEMORY, pytest.param(BUCKET, marks=marks)]
 
 
 def place_of(name: str, tmp_path: Path) -> "Place":
@@ -195,8 +207,8 @@ class Elsewhere(Place):
     storage's own module.
     """
 
-    def __init__(self, name: str) -> None:
-        self._spec = ObjectSpec(name=name)
+    def __init__(self, name: str, arguments: dict[str, Any] | None = None) -> None:
+        self._spec = ObjectSpec(name=name, args=arguments or {})
         self.tampered: dict[str, bytes | None] = {}
         storage = build_storage(self._spec)
         self._module = sys.modules[type(storage).__module__].__file__
@@ -256,6 +268,34 @@ class Elsewhere(Place):
             sys.settrace(before)
         self.directory = Mortal(build_storage(self._spec), self.tampered)  # another process
         return mortal.dead, lines
+
+
+class Bucket(Elsewhere):
+    """A bucket on a real server. Whoever writes is this process, and dies before a request."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__("lockstep.checkpoint:ObjectStorage", {"url": url})
+
+    def killed_at(self, moment: int, work: Callable[[], object]) -> tuple[bool, list[str]]:
+        requests: list[str] = []
+        mortal = self.directory = Mortal(build_storage(self._spec), self.tampered)
+        ask = ObjectClient._explained
+        one_at_a_time = threading.Lock()
+
+        @contextmanager
+        def counted(client: ObjectClient, key: str) -> Iterator[None]:
+            with one_at_a_time:  # parts are sent by threads
+                if len(requests) == moment:
+                    mortal.dead = True
+                    raise KilledError
+                requests.append(key)
+            with ask(client, key):
+                yield
+
+        with patch.object(ObjectClient, "_explained", counted), suppress(KilledError):
+            work()
+        self.directory = Mortal(build_storage(self._spec), self.tampered)  # another process
+        return mortal.dead, requests
 
 
 class Mortal(Storage):
