@@ -30,6 +30,7 @@ RETRIES = 10
 RETRY_SECONDS = 60.0  # for a request and all its retries
 _REQUEST_SECONDS = 30.0
 _CHECK_SECONDS = 10.0  # of the retries while a run starts
+_APART_SECONDS = 1800  # of what a process of its own does
 
 # Where the environment names a server other than the service's own; one without TLS is asked for.
 _ENDPOINTS = (
@@ -289,6 +290,8 @@ def run_apart(work: Callable[[], object], about: str) -> None:
         code = 1
         try:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(_APART_SECONDS)  # a fork of threads could wait for a lock of theirs
             os.close(read)
             try:
                 work()
