@@ -239,7 +239,9 @@ class Proxy:
         await writer.drain()
 
     async def _ask_server(self, sent: bytes) -> bytes:
-        reader, writer = await asyncio.open_connection("127.0.0.1", self._server_port)
+        reader, writer = await asyncio.open_connection(
+            "127.0.0.1", self._server_port, limit=1 << 24
+        )
         writer.write(sent)
         head = await reader.readuntil(b"\r\n\r\n")
         body = b""
