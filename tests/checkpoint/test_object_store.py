@@ -416,6 +416,8 @@ def test_what_a_service_refuses_is_told_at_start(
     "found by a probe at start, and refused: a second writer could not be told",
 )
 def test_a_service_without_conditional_puts_is_refused(proxy: Proxy, url: str) -> None:
+    if bucket.SCHEME != "s3":
+        pytest.skip("the condition is signed there, and can't be left out by a proxy")
     ObjectStorage(url).check()
     assert keys(url, "") == []
     proxy.plan = lambda request: "unconditional"
