@@ -48,6 +48,8 @@ COMPUTATION = "computation of a rank"
 SYNCHRONISATION = "gradient synchronisation"
 ACCUMULATION = "gradient accumulation"
 NORMALISATION = "loss normalisation"
+SUM = "sum of gradients"
+COUPLED = "coupled samples"
 
 IDIOMS = (
     Idiom("gpt"),
@@ -100,6 +102,43 @@ IDIOMS = (
     Idiom("weighted_classes"),
     Idiom("weighted_classes", ("local mean",), (NORMALISATION,), "main"),
     Idiom("weighted_classes", ("weighted rank",), (COMPUTATION,), "main"),
+    Idiom("random_crops"),
+    Idiom("random_crops", ("same seed",), ("samples", "random numbers"), "main"),
+    Idiom("random_crops", ("sum of tokens",), (SUM,), "main"),
+    Idiom("preferences"),
+    Idiom("preferences", ("mean of tokens",), (NORMALISATION, COUPLED), "main"),
+    Idiom("preferences", ("other reference",), (COMPUTATION,), "main"),
+    Idiom("recipe"),
+    Idiom("recipe", ("stepped by all",), ("learning rate schedule",), "main"),
+    Idiom("recipe", ("no epoch",), ("order of samples",), "main"),
+    Idiom("recipe", ("clipped early",), ("clipping",), "main"),
+    Idiom("contrastive"),
+    Idiom("contrastive", ("own negatives",), (COUPLED,), "gathered"),
+    Idiom("contrastive", ("no gradient",), (SUM,), "gathered"),
+    Idiom("streamed"),
+    Idiom("streamed", ("unsharded",), ("samples",), "__iter__"),
+    Idiom("streamed", ("weighted rank",), (COMPUTATION,), "main"),
+    Idiom("averaged_by_hand"),
+    Idiom("averaged_by_hand", ("summed",), (SUM,), "average_gradients"),
+    Idiom("averaged_by_hand", ("biases left out",), (SYNCHRONISATION,), "average_gradients"),
+    Idiom("averaged_by_hand", ("before the last",), (SYNCHRONISATION,), "main"),
+    Idiom(
+        "averaged_by_hand", ("one frozen",), (COMPUTATION, "parameters without gradients"), "main"
+    ),
+    Idiom("staged"),
+    Idiom("staged", ("divided by stages",), (SUM,), "loss_of"),
+    Idiom("staged", ("other input",), (COMPUTATION,), "main"),
+    Idiom("fine_tuned"),
+    Idiom("fine_tuned", ("mean of tokens",), (NORMALISATION, ACCUMULATION), "main"),
+    Idiom("fine_tuned", ("beside the wrapper",), (SYNCHRONISATION,), "main"),
+    Idiom("fine_tuned", ("own clipping",), ("clipping",), "main"),
+    Idiom("segmented"),
+    Idiom("segmented", ("own pixels",), (NORMALISATION,), "main"),
+    Idiom("segmented", ("plain clipping",), ("clipping",), "main"),
+    Idiom("two_tasks"),
+    Idiom("two_tasks", ("head of a rank",), (COMPUTATION,), "main"),
+    Idiom("two_tasks", ("no optimizer",), ("parameters without an optimizer",), "main"),
+    Idiom("two_tasks", ("twice",), (COMPUTATION,), "main"),
 )
 
 

@@ -10,6 +10,7 @@ import shlex
 from collections.abc import Sequence
 from typing import Any
 
+from lockstep.errors import first_line
 from lockstep.report.units import columns
 from lockstep.strategy import SINGLE
 from lockstep.verify import Verdict
@@ -159,7 +160,8 @@ def as_run(script: str, outcomes: Sequence[Outcome]) -> str:
 def _script_explanation(outcome: Outcome) -> list[str]:
     """Return the lines on a script: notices, the first difference, each cause."""
     if outcome.failed:
-        return _failure(outcome)
+        others = [cause for cause in outcome.causes if first_line(cause.text) not in outcome.failed]
+        return [*_failure(outcome), *(line for cause in others for line in _script_cause(cause))]
     lines = [f"  {notice}" for notice in outcome.notices]
     if outcome.not_judged:
         lines.append(f"  cannot judge gradients and weights: {outcome.not_judged}")

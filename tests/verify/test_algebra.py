@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lockstep.verify.algebra import NOT_REDUCED, RELATED, Relation, reduced_relation, relation
-from lockstep.verify.script.gradients import GradientEvidence
+from lockstep.verify.script.gradients import GradientEvidence, scaled_cause
 from lockstep.verify.script.record import TORCH
 from lockstep.verify.script.reduction import reduction_cause
 
@@ -96,6 +96,11 @@ def test_a_wrong_reduction_is_told_by_the_weights_of_its_parts(
             "gradient synchronisation",
             "on rank 1 is not the mean over ranks",
         ),
+        (
+            [[1.5, 1.0, 4.0], [0.5, 5.0, 4.0]],
+            "gradient synchronisation",
+            "only its mean over ranks is right",
+        ),
         ([[2.0, 0.0, 4.0]] * 2, "gradient synchronisation", "on all ranks is rank 0's alone"),
         ([[0.0, 0.0, 0.0]] * 2, "gradient synchronisation", "is lost: it is 0"),
         ([[2.0, 6.0, 8.0]] * 2, "sum of gradients", "is the sum over ranks, 2 ×"),
@@ -115,3 +120,16 @@ def test_a_wrong_reduction_of_a_script_is_told_by_the_same_sums(
     found = reduction_cause(evidence)
     assert (found.kind if found else "") == kind
     assert says in (found.text if found else "")
+
+
+def test_gradients_that_are_one_multiple_are_told_by_their_names() -> None:
+    """Two towers whose features are gathered without gradients, and a scale that all ranks see."""
+    right = np.array([1.0, 3.0, 4.0])
+    sizes = {"tower": 2, "scale": 1}
+    halved = np.array([0.5, 1.5, 4.0])
+    found = scaled_cause(GradientEvidence(sizes, [halved, halved], right, [], TORCH))
+    assert found is not None
+    assert found.kind == "sum of gradients"
+    assert found.text == "the gradient of tower is 0.5 × that of one process"
+    other = np.array([0.5, 3.5, 4.0])
+    assert scaled_cause(GradientEvidence(sizes, [other, other], right, [], TORCH)) is None

@@ -1,5 +1,6 @@
 """Random numbers of a loop are joined as the samples of ranks are, and compared over ranks."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -54,5 +55,7 @@ def test_rows_that_all_ranks_draw_alike_are_found() -> None:
     assert drawn_alike([mine, mine], [8]) == ["torch.randn at train.py:40"]
     assert drawn_alike([mine, other], [8]) == []
     assert drawn_alike([mine, mine], [4]) == []  # numbers of the whole batch may be shared
+    data = [replace(each, batch=(-1, 0)) for each in mine]  # made before any batch is read
+    assert drawn_alike([data, data], [8]) == []
     assert drawn_apart([mine, other]) == ["torch.randn at train.py:40"]
     assert drawn_apart([mine, mine]) == []

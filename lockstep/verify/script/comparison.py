@@ -309,6 +309,9 @@ def _gradient_causes(
     found = _hook_cause(c, first, evidence)
     if found is not None:
         return [found]
+    found = _early_clipping_cause(c, first, evidence)
+    if found is not None:
+        return [found]
     if not evidence.own:
         found = _statistics_cause(c, first) or gradients.shared_cause(evidence)
         return [] if found is None else [found]
@@ -347,6 +350,31 @@ def _hook_cause(c: ScriptComparison, first: Difference, evidence: GradientEviden
     )
     by = "ranks whose DistributedDataParallel has no hook have the gradient of one process"
     return script_cause("communication hook", text, by, evidence.framework)
+
+
+def _early_clipping_cause(
+    c: ScriptComparison, first: Difference, evidence: GradientEvidence
+) -> Cause | None:
+    """Return the cause if ranks clip gradients of their own, whose mean they step with.
+
+    Until they are clipped, these have the mean that one process has.
+    """
+    if not all(record.steps[first.step].unclipped for record in c.records):
+        return None
+    when_clipped = evidence.ranks
+    used = c.gradients(first.step, c.world, clipped=True)
+    if all(gradients.is_same(other, when_clipped[0]) for other in when_clipped[1:]):
+        return None
+    if not all(gradients.is_same(other, used[0]) for other in used[1:]):
+        return None
+    if distance(mean_of(when_clipped), evidence.reference) > CEILING / NUDGES:
+        return None
+    text = (
+        "each rank clips its own gradient, by a norm of its own, before the gradients are averaged:"
+        " a norm of a mean is not the mean of norms"
+    )
+    by = "the mean of the ranks' gradients when clipping begins is the gradient of one process"
+    return script_cause("clipping", text, by, evidence.framework)
 
 
 def _evidence(c: ScriptComparison, number: int, reference: ScriptRecord) -> GradientEvidence:

@@ -244,7 +244,8 @@ def drawn_alike(ranks: Sequence[Sequence[LoopDraw]], sizes: Sequence[int]) -> li
     for draws in ranks:
         found: dict[str, list[LoopDraw]] = {}
         for draw in draws:
-            if draw.outside and draw.rows in sizes and not draw.is_permutation:
+            is_for_batch = draw.batch[0] >= 0  # else data are made, before any batch is read
+            if is_for_batch and draw.outside and draw.rows in sizes and not draw.is_permutation:
                 found.setdefault(draw.place, []).append(draw)
         by_place.append(found)
     alike = []

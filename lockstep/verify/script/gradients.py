@@ -132,6 +132,33 @@ def weighing_cause(evidence: GradientEvidence) -> Cause | None:
     return script_cause("computation of a rank", text, by, evidence.framework)
 
 
+def scaled_cause(evidence: GradientEvidence) -> Cause | None:
+    """Return the cause if some parameters' gradients are one multiple of those of one process.
+
+    What ranks exchange in a forward pass may lose gradients of other ranks, so that the mean
+    divides what is left by the number of ranks once more; parameters that it does not reach are
+    right.
+    """
+    floor = floor_of(evidence.reference)
+    names = []
+    factors = []
+    for name, at in evidence.slices.items():
+        right = evidence.reference[at]
+        wrong = [mine[at] for mine in evidence.ranks if is_wrong(mine[at], right, floor)]
+        if not wrong:
+            continue
+        times = factor(wrong[0], right)
+        if any(distance(mine, times * right) > ADDS_UP for mine in wrong):
+            return None
+        names.append(name)
+        factors.append(times)
+    if not names or max(factors) - min(factors) > _NEARLY * abs(factors[0]):
+        return None
+    text = f"the gradient of {listed(names, 5)} is {factors[0]:.3g} × that of one process"
+    by = f"divided by {factors[0]:.3g}, it is the gradient of one process"
+    return script_cause(SUM, text, by, evidence.framework)
+
+
 def computation_cause(
     evidence: GradientEvidence,
     alone: Sequence[Values],
@@ -170,7 +197,13 @@ def computation_cause(
                 " function of its own"
             )
         times = factor(mine, right)
-        size = f"{times:.3g} × " if distance(mine, times * right) < ADDS_UP else "other than "
+        is_multiple = distance(mine, times * right) < ADDS_UP
+        # Ranks that exchange tensors in a forward pass compute what one process can't on their
+        # samples alone.
+        scaled = None if is_multiple else scaled_cause(evidence)
+        if scaled is not None:
+            return scaled
+        size = f"{times:.3g} × " if is_multiple else "other than "
         text = (
             f"rank {rank}'s own gradient of {listed(names, 5)} is {size}that of one process on its"
             f" samples; {where}"

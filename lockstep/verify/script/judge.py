@@ -72,12 +72,17 @@ def _drawn(outcome: Outcome, sizes: dict[str, float]) -> list[PartDifference]:
 
 
 def _explain_crash(runs: Runs, outcome: Outcome, text: str) -> None:
-    """Add why the ranks failed: whether one process fails, too, or a rank has left."""
+    """Add why the ranks failed: whether one process fails, too, or a rank has left.
+
+    A mistake of the loop shows in one process, too, where nothing waits for a gradient that does
+    not come.
+    """
     try:
-        runs.alone("as it is, since the ranks failed", [{}])
+        records = runs.alone("as it is, since the ranks failed", [{}])
     except LockstepError:
         outcome.notices.append("one process fails, too")
         return
+    outcome.causes.extend(loop_causes(records))
     known = recognise(text)
     # else the error of the rank that failed is reported
     if known is not None and known.name == "a peer is gone":

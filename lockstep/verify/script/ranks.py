@@ -2,7 +2,7 @@
 
 These are their samples, random numbers, first values, settings, replicas and hangs.
 
-Tests: tests/verify/test_script.py
+Tests: tests/verify/test_samples_of_ranks.py, tests/verify/test_script.py
 """
 
 from collections.abc import Sequence
@@ -128,7 +128,7 @@ def _same_samples(world: World) -> Cause | None:
         return script_cause("samples", text, _BY_SAMPLES, framework)
     loader = leaders[0].training_loader
     read, held = leaders[0].lengths.get(-1 if loader is None else loader, (0, 0))
-    if read * len(leaders) > 1.5 * held > 0:
+    if loader not in leaders[0].replacing and read * len(leaders) > 1.5 * held > 0:
         text = (
             f"the loader is not sharded: each rank reads {read} samples an epoch, in an order of"
             f" its own, of {held}"
@@ -139,6 +139,7 @@ def _same_samples(world: World) -> Cause | None:
     in_an_epoch = not read or len(flat[0]) <= read
     if (
         in_an_epoch
+        and _goes_by_an_order(leaders[0], loader)
         and len(mine & others) > len(flat)
         and all(len(set(rank)) == len(rank) for rank in flat)
     ):
@@ -159,6 +160,16 @@ def _same_samples(world: World) -> Cause | None:
         fix = fix_for("samples", framework)
         return Cause("samples", text, [_BY_SAMPLES], is_error=False, fix=fix, column="samples")
     return None
+
+
+def _goes_by_an_order(record: ScriptRecord, loader: int | None) -> bool:
+    """Return whether a rank goes through an order of samples, and does not draw each by itself.
+
+    Ranks that draw crops of a text, or samples with replacement, meet now and then by chance.
+    """
+    if loader is None:
+        return any(draw.is_permutation for draw in record.draws)
+    return loader not in record.replacing
 
 
 def _same_draws(world: World) -> Cause | None:

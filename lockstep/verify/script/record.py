@@ -247,6 +247,7 @@ class ScriptRecord:
     asked: dict[int, int] = field(default_factory=dict)
     # loader → samples in an epoch, in its data
     lengths: dict[int, tuple[int, int]] = field(default_factory=dict)
+    replacing: set[int] = field(default_factory=set)  # loaders that draw with replacement
     framework: str = TORCH  # whose loop it is
     normalises: bool = False  # whether a module normalises by the statistics of its batch
     together: set[int] = field(default_factory=set)  # ranks that compute the same samples with it

@@ -123,6 +123,12 @@ def _mistake_of_each(final: Sequence[Values], own: Sequence[Values], mean: Value
             )
         return _Mistake(NOT_SYNCHRONISED, text)
     apart = [rank for rank, gradient in enumerate(final) if not is_same(gradient, mean)]
+    if is_same(mean_of(final), mean):
+        text = (
+            "the gradient{which} differs from rank to rank, and only its mean over ranks is right:"
+            " a part of it is not synchronised, as what is added after the ranks are reduced"
+        )
+        return _Mistake(NOT_SYNCHRONISED, text)
     if len(apart) == ranks:
         return _UNEXPLAINED
     text = (

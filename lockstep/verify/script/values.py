@@ -191,6 +191,8 @@ class ObservedLoaders:
         with suppress(Exception):  # streams have no length
             size = loader.batch_size or loader.batch_sampler.batch_size
             self._record.lengths[number] = (len(loader) * size, len(loader.dataset))
+        if getattr(loader.sampler, "replacement", False):
+            self._record.replacing.add(number)
         if isinstance(loader.collate_fn, _Collate):
             return
         loader.collate_fn = _Collate(loader.collate_fn, self, self._made)
