@@ -543,6 +543,50 @@ def verify(argv: list[str]) -> int:
     )
 
 
+def compare(argv: list[str]) -> int:
+    """Run `lockstep compare A B [KEY=VALUE …]` or `lockstep compare A.py B.py [-- ARGS …]`."""
+    parser = Parser(
+        "compare",
+        "Compare two programs that should be the same training: two configs, or two scripts or"
+        " commands, each written as one word with its arguments. What makes them differ is named,"
+        " and undoing it is tried. Exit with 1 if they differ. --paired: they are meant to differ;"
+        " print the mean difference of their losses on the same samples and random numbers, and"
+        " its standard error.",
+        [
+            "lockstep compare old.yaml new.yaml",
+            'lockstep compare train.py "train.py --compile"',
+            "lockstep compare --ranks 2 ddp.py fsdp.py -- --lr 1e-3",
+            'lockstep compare --paired train.py "train.py --lr 2e-3"',
+        ],
+    )
+    parser.add_argument("a", metavar="A", help="a config, a script or a command")
+    parser.add_argument("b", metavar="B", help="another one, compared with it")
+    text = "settings of both configs, KEY=VALUE; arguments of both scripts follow --"
+    parser.add_argument("more", metavar="KEY=VALUE", nargs="*", help=text)
+    text = "of scripts: the number of ranks of both (default: 1, or what a command names)"
+    parser.add_argument("--ranks", metavar="N", type=int, help=text)
+    text = "how many steps are compared (default: 5; with --paired 30)"
+    parser.add_argument("--steps", metavar="N", type=int, help=text)
+    text = "compare the losses of two trainings that are meant to differ"
+    parser.add_argument("--paired", action="store_true", help=text)
+    parser.add_argument(
+        "--json", action="store_true", help="print the result as JSON, for programs"
+    )
+    end = argv.index("--") if "--" in argv else len(argv)
+    given = parser.parse(argv[:end])
+    from lockstep.verify.compare import run
+
+    return run(
+        given.a,
+        given.b,
+        [*given.more, *argv[end + 1 :]],
+        ranks=given.ranks,
+        steps=given.steps,
+        paired=given.paired,
+        in_json=given.json,
+    )
+
+
 def sample(argv: list[str]) -> int:
     """Run `lockstep sample RUN_DIR [--prompt TEXT] [--tokens N] [--temperature T] [--seed N]`."""
     text = "Generate text with a run's language model, from its newest whole checkpoint."
@@ -756,6 +800,7 @@ VERBS: dict[str, Verb] = {
     "train": (train, "train what a config says, on one rank or many"),
     "launch": (launch, "run any script of yours with the same launcher"),
     "verify": (verify, "prove that topologies take the steps that one process takes"),
+    "compare": (compare, "prove that two programs train the same, or find why not"),
     "plan": (plan, "predict the memory and time of a run, and which layout is best"),
     "doctor": (doctor, "check machines, network and ranks before a run"),
     "warm": (warm, "leave a prepared process, so that later commands start at once"),

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import torch.distributed.tensor.parallel as tensor_parallel
 import torch.nn.utils.clip_grad as clip
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.pipelining import schedules, stage
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
@@ -53,9 +54,16 @@ def patch_backward(around: Around) -> Undo:
 
 
 def patch_clipping(around: Around) -> Undo:
-    """Replace the functions that clip gradients, by norm and by value."""
+    """Replace the functions that clip gradients, by norm and by value, and FSDP1's method."""
     names = ("clip_grad_norm_", "clip_grad_value_")
     undo = [_replace(clip, name, around) for name in names]
+    undo.append(
+        _replace(
+            FullyShardedDataParallel,
+            "clip_grad_norm_",
+            lambda call, model: around(call, list(model.parameters())),
+        )
+    )
     undo += [_set(torch.nn.utils, name, getattr(clip, name)) for name in names]
     return _all_of(undo)
 

@@ -95,7 +95,7 @@ def verify(
         make = subject
         config = config or Config()
     against = default_against(config) if against is None else against
-    spec, notices = _spec(config, make, against, steps)
+    spec, notices = spec_of(config, make, against, steps)
     start = start or _spawn
     with temporary("verify") as folder:
         report(f"reference: {spec.steps} steps in one process")
@@ -130,7 +130,7 @@ def default_against(config: Config) -> list[str]:
     return ["ddp:2", "fsdp:2", *own]
 
 
-def _spec(
+def spec_of(
     config: Config, make: Make | None, against: Sequence[str], steps: int
 ) -> tuple[Spec, list[str]]:
     """Return what all topologies train, and lines on the settings that were changed for that."""

@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from lockstep.config import load_config, require_runnable
+from lockstep.config import Config, load_config, require_runnable
 from lockstep.errors import EXIT_DONE, EXIT_FAILED, UsageError
 from lockstep.launch import fork_server
 from lockstep.launch.spawn import spawn_again
 from lockstep.report.page import require_replaceable
 from lockstep.scratch import temporary
 from lockstep.verify import DEFAULT_STEPS, require_startable, text, verify
+from lockstep.verify.configs import Start
 from lockstep.verify.outcome import Outcome
 from lockstep.verify.page import write_page
 from lockstep.verify.script.judge import judge_script
@@ -44,11 +45,7 @@ def run(
     topologies = (
         None if against is None else [part.strip() for part in against.split(",") if part.strip()]
     )
-    # Only here: a script that calls `verify` may read its rank's variables when it is imported,
-    # which a fork inherits.
-    needed = ["torch.distributed.pipelining", "lockstep.verify.worker"]
-    needed += ["lockstep.models.hf"] if (config.model.name or "").startswith("hf:") else []
-    start = partial(spawn_again, preload=needed)
+    start = starter_of([config])
     verdict = verify(
         config,
         topologies,
@@ -67,6 +64,18 @@ def run(
             text.drawn(verdict.outcomes, of_script=False),
         )
     return EXIT_DONE if verdict.passed else EXIT_FAILED
+
+
+def starter_of(configs: Sequence[Config]) -> Start:
+    """Return what starts ranks of configs, with what they import loaded once.
+
+    Only in a command: a script that calls `verify` may read its rank's variables when it is
+    imported, which a fork inherits.
+    """
+    needed = ["torch.distributed.pipelining", "lockstep.verify.worker"]
+    if any((config.model.name or "").startswith("hf:") for config in configs):
+        needed.append("lockstep.models.hf")
+    return partial(spawn_again, preload=needed)
 
 
 # ---- scripts ----

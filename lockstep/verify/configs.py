@@ -90,6 +90,12 @@ def compare(
     return [topology.finished() for topology in compared]
 
 
+def outcomes_of(jobs: Sequence[VerifyJob], start: Start) -> list[Outcome]:
+    """Take the steps of jobs in one launch, and return what differs, without causes."""
+    start(_compare, (jobs,), jobs[0].ranks)
+    return [_Topology(job, _results(job, MAIN)).finished() for job in jobs]
+
+
 def check_reference(spec: Spec, folder: Path, start: Start) -> list[Check]:
     """Make the reference's own checks, each in a process of its own, and return the verdicts."""
     start(_check, (spec, folder), 1)

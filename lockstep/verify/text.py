@@ -8,9 +8,10 @@ Tests: tests/verify/test_command.py, tests/verify/test_script.py
 import json
 import shlex
 from collections.abc import Sequence
+from statistics import fmean
 from typing import Any
 
-from lockstep.errors import first_line
+from lockstep.errors import first_line, listed
 from lockstep.report.units import columns
 from lockstep.strategy import SINGLE
 from lockstep.verify import Verdict
@@ -18,6 +19,7 @@ from lockstep.verify.configs import COLUMNS
 from lockstep.verify.outcome import ALLOWED, DIFFERENT, EQUAL, NOT_JUDGED, Cause, Outcome
 from lockstep.verify.page import DrawnOutcome
 from lockstep.verify.script import signs
+from lockstep.verify.script.pair import PairedLosses
 from lockstep.verify.script.record import for_ranks
 
 HEADINGS = ("topology", *COLUMNS, "")
@@ -191,6 +193,53 @@ def script_json(script: str, outcomes: Sequence[Outcome]) -> str:
     worlds = [_as_json(outcome) for outcome in outcomes]
     shown = as_run(script, outcomes)
     return json.dumps({"script": shown, "passed": passed, "worlds": worlds}, indent=2)
+
+
+# ---- pairs ----
+
+
+def pair_text(names: tuple[str, str], outcome: Outcome) -> str:
+    """Format how two scripts or configs compare, which are called A and B."""
+    lines = [f"A: {names[0]}", f"B: {names[1]}", ""]
+    row = [str(outcome.steps), *outcome.signs.values(), outcome.result]
+    lines += columns([("steps", *outcome.signs, ""), row])
+    return "\n".join([*lines, *_script_explanation(outcome)])
+
+
+def pair_json(names: tuple[str, str], outcome: Outcome) -> str:
+    """Format how two scripts or configs compare as JSON."""
+    return json.dumps({"a": names[0], "b": names[1], **_as_json(outcome)}, indent=2)
+
+
+def losses_text(names: tuple[str, str], losses: PairedLosses, given: Sequence[str]) -> str:
+    """Format the paired difference of two runs' losses."""
+    return "\n".join(
+        [
+            f"A: {names[0]}",
+            f"B: {names[1]}",
+            "",
+            f"loss over {len(losses.mine)} steps: A {fmean(losses.right):.6g},"
+            f" B {fmean(losses.mine):.6g}",
+            f"B − A, paired: {losses.difference:+.3g} ± {losses.error:.2g} (mean and its standard"
+            f" error; unpaired the error is {losses.unpaired_error:.2g})",
+            f"  B was given A's {listed(list(given))}" if given else "  B had what A had by itself",
+        ]
+    )
+
+
+def losses_json(names: tuple[str, str], losses: PairedLosses, given: Sequence[str]) -> str:
+    """Format the paired difference of two runs' losses as JSON."""
+    found = {
+        "a": names[0],
+        "b": names[1],
+        "losses_a": losses.right,
+        "losses_b": losses.mine,
+        "difference": losses.difference,
+        "standard_error": _finite(losses.error),
+        "unpaired_standard_error": _finite(losses.unpaired_error),
+        "given": list(given),
+    }
+    return json.dumps(found, indent=2)
 
 
 # ---- one outcome, of either ----

@@ -9,7 +9,7 @@ import pytest
 from lockstep.cli import main
 from lockstep.config import config_from
 from lockstep.errors import UsageError
-from lockstep.verify import _spec, default_against, verify, worker
+from lockstep.verify import default_against, spec_of, verify, worker
 from lockstep.verify.subject import Case, Spec
 from lockstep.verify.trace import Trace
 from tests.test_ready_configs import READY, small
@@ -42,7 +42,7 @@ def test_a_ready_config_is_verified(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_it_compares_without_float8_and_says_so() -> None:
-    spec, notices = _spec(config_from({"precision.fp8": "emulated"}), None, ["ddp:2"], 2)
+    spec, notices = spec_of(config_from({"precision.fp8": "emulated"}), None, ["ddp:2"], 2)
     assert spec.config.precision.fp8 == "none"
     assert any("without fp8" in notice for notice in notices)
 

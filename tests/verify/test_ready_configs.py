@@ -34,7 +34,7 @@ def verified(wanted: list[Wanted], folder: Path) -> dict[str, Outcome]:
     for path, overrides, topologies in wanted:
         config = load_config(path, overrides)
         against = topologies or default_against(config)
-        spec, _ = package._spec(config, None, against, STEPS)
+        spec, _ = package.spec_of(config, None, against, STEPS)
         place = folder / path.parent.name / path.stem
         place.mkdir(parents=True)
         case = Case(steps=STEPS)

@@ -46,7 +46,7 @@ def checked(
     make: Callable[[], Any], wanted: list[str], folder: Path, steps: int = 1, **settings: Any
 ) -> dict[str, Check]:
     """In this process: what a check leaves behind does not matter to these subjects."""
-    spec, _ = package._spec(config_from(COMMON | settings), make, ["ddp:2"], steps)
+    spec, _ = package.spec_of(config_from(COMMON | settings), make, ["ddp:2"], steps)
     if steps > 1:
         record(spec, Case(steps=steps), folder)
     assert set(wanted) <= set(reference.checks_of(spec)) or steps > 1
@@ -126,7 +126,7 @@ def test_a_counter_that_an_evaluation_moves_and_no_checkpoint_holds_is_found(
     tmp_path: Path,
 ) -> None:
     memory.STEPS["seen"] = 0
-    spec, _ = package._spec(config_from(COMMON), memory.counter_of_the_module, ["ddp:2"], 2)
+    spec, _ = package.spec_of(config_from(COMMON), memory.counter_of_the_module, ["ddp:2"], 2)
     record(spec, Case(steps=2), tmp_path)
     for what in (EVALUATED, LOADED):
         memory.STEPS["seen"] = 0  # as in a process of its own

@@ -382,17 +382,53 @@ def _evidence(c: ScriptComparison, number: int, reference: ScriptRecord) -> Grad
     units = [unit[0] for unit in c.world.units]
     mine = c.gradients(number, c.world)
     own = []
-    if all(set(record.steps[number].own) >= set(c.sizes) for record in c.records):
+    # A parameter whose gradient some ranks have is not used by the others.
+    seen = {name for record in c.records for name in record.steps[number].own}
+    if seen >= set(c.sizes) and all(record.steps[number].own for record in c.records):
         # A rank that shares a model with others holds its own part of it.
         tensors = c.world.tensors([record.steps[number].own for record in c.records])
         own = [vector(tensors[rank], c.sizes) for rank in units] if len(units) == c.ranks else []
     elif len(units) > 1:
         batches = c.batches_of(number)
         if batches is not None:
-            own = [gradient for gradient, _ in c.alone_on_each(number, batches)]
+            own = _own_by_losses(c, number, c.alone_on_each(number, batches), mine)
     right = c.gradients(number, World([reference]))[0]
     ranks = [mine[rank] for rank in units] if own else mine
     return GradientEvidence(c.sizes, ranks, right, own, c.outcome.framework)
+
+
+def _own_by_losses(
+    c: ScriptComparison,
+    number: int,
+    alone: Sequence[tuple[Values, ScriptRecord]],
+    mine: Sequence[Values],
+) -> list[Values]:
+    """Return the gradient of each unit's own samples, where hooks do not see it (FSDP).
+
+    It is that of one process on these samples, times the rank's loss over that of the process: a
+    rank may divide by a count of all ranks. Empty if that does not make the ranks' gradient.
+    """
+    own = []
+    is_scaled = False
+    for unit, (gradient, record) in zip(c.world.units, alone, strict=True):
+        there = np.array(c.records[unit[0]].steps[number].losses)
+        here = np.array(record.steps[number].losses)
+        if not there.any() and not here.any():  # a pipeline's are not seen
+            own.append(gradient)
+            continue
+        if there.shape != here.shape or not here.all():
+            return []
+        ratios = there / here
+        if np.ptp(ratios) > gradients.EXACT * abs(ratios[0]):
+            return []
+        times = float(ratios[0])
+        if abs(times - 1) > gradients.EXACT:
+            is_scaled = True
+            gradient = gradient * times
+        own.append(gradient)
+    if is_scaled and not all(gradients.is_same(one, mean_of(own)) for one in mine):
+        return []
+    return own
 
 
 def _computation_cause(

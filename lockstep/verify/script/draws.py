@@ -64,6 +64,10 @@ class LoopDraw:
         """What was drawn, and where."""
         return f"{self.name} at {self.line}"
 
+    def has_value_of(self, other: "LoopDraw") -> bool:
+        """Whether another draw has the same numbers."""
+        return _equal(self.value, other.value)
+
 
 Draws = Mapping[int, Sequence[LoopDraw]]
 """Rank → what it drew."""

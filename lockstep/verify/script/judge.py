@@ -26,7 +26,14 @@ from lockstep.verify.script.ranks import (
     seen_on_ranks,
     settings_cause,
 )
-from lockstep.verify.script.record import LOCKSTEP, TORCH, ScriptRecord, World, batch_file
+from lockstep.verify.script.record import (
+    LOCKSTEP,
+    TORCH,
+    ScriptRecord,
+    World,
+    batch_file,
+    names_by_order,
+)
 from lockstep.verify.script.runs import HangError, Runs, one_after_another, united
 from lockstep.verify.script.signs import signs_of
 
@@ -242,7 +249,7 @@ class _Judgement(ScriptComparison):
             text = "one process, with which ranks are compared, does not run the script: "
             self.outcome.leave_open(text + first_line(error))
             return None
-        names = _other_names(reference, self.records[0])
+        names = names_by_order(reference, self.records[0])
         if names:
             self.given["names"] = names
             reference = self.alone("with the ranks' names of its parameters", [self.feed])[0]
@@ -411,19 +418,3 @@ class _Judgement(ScriptComparison):
         self.outcome.causes.append(Cause(kind, text, [by], is_error=False, column=kind))
         if first is not None:
             explain(self, first, mean)
-
-
-def _other_names(reference: ScriptRecord, record: ScriptRecord) -> dict[str, str]:
-    """Return the ranks' names of one process's parameters, by the order in the optimizers.
-
-    A framework may wrap the model on several ranks only, so that another module is called first.
-    Empty if the names are the same, or the orders do not tell.
-    """
-    names: dict[str, str] = {}
-    for mine, theirs in zip(reference.steps, record.steps, strict=False):
-        if len(mine.order) != len(theirs.order):
-            return {}
-        for name, other in zip(mine.order, theirs.order, strict=True):
-            if names.setdefault(name, other) != other:
-                return {}
-    return {} if all(mine == other for mine, other in names.items()) else names

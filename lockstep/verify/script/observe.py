@@ -252,6 +252,8 @@ class _ScriptObserver:
 
     def _sources(self) -> list[BatchKey]:
         """Return which ranks' numbers belong to the samples that this process has now."""
+        if self.task.by_rank:
+            return [(self.rank, (self._loaders.last or (-1, self._passes))[1])]
         if self._loaders.last is not None:
             return self._loaders.sources
         ranks = list(self.task.draws)
@@ -319,6 +321,8 @@ class _ScriptObserver:
             self._modes.enter_context(self._mean_draws)
         if self.task.full_precision:
             self._modes.enter_context(FullPrecision())  # type: ignore[no-untyped-call]
+        if self.task.keyed_passes:
+            torch.manual_seed(self.rank * 1_000_003 + self._passes)
         return states
 
     def _after_forward(self, module: nn.Module, args: Any, *rest: Any) -> None:
@@ -363,9 +367,10 @@ class _ScriptObserver:
                 parameter.register_hook(partial(self._own_gradient, plain))  # type: ignore[no-untyped-call]
             self._names[id(parameter)] = plain
             self.record.first[plain] = self._piece(parameter)
+            given = self.task.for_rank(self.task.first.get(plain, ()), self.rank)
             with torch.no_grad():
-                if plain in self.task.first:
-                    joined = values.give(parameter, self.task.first[plain])
+                if given:
+                    joined = values.give(parameter, given)
                     if joined is not None:
                         self.record.joined[plain] = joined
                 if (
@@ -437,6 +442,8 @@ class _ScriptObserver:
         if self.task.mean_draws and self._states is not None:
             random.setstate(self._states["python"])
             np.random.set_state(self._states["numpy"])
+        if self.task.keyed_passes and self._states is not None:
+            torch.set_rng_state(self._states["torch"])
         self._states = None
         self._moved = {}
         self._passes += 1
@@ -493,14 +500,15 @@ class _ScriptObserver:
             {self._names[id(p)]: values.fingerprint(local(p)) for p in parameters},
             [values.settings_of(group) for group in optimizer.param_groups],
             [schedule.last_epoch for schedule in found],
+            type(optimizer).__name__,
         )
         number = len(self.record.steps)
         if number < len(self.task.gradients):
             given = self.task.gradients[number]
             for parameter in parameters:
-                name = self._names[id(parameter)]
-                if name in given and parameter.grad is not None and not parameter.grad.is_sparse:
-                    values.give(parameter.grad, given[name])
+                ranks = self.task.for_rank(given.get(self._names[id(parameter)], ()), self.rank)
+                if ranks and parameter.grad is not None and not parameter.grad.is_sparse:
+                    values.give(parameter.grad, ranks)
         self._own.append([])
         if number < len(self.task.settings):
             for group, given in zip(

@@ -85,8 +85,12 @@ def _magnitude(tree: Any) -> float:
     return total
 
 
-def first_operation(mine: Sequence[TracedOperation], right: Sequence[TracedOperation]) -> str:
-    """Return a clause on the first operation that differs from those of one process.
+def first_operation(
+    mine: Sequence[TracedOperation],
+    right: Sequence[TracedOperation],
+    other: str = "one process",
+) -> str:
+    """Return a clause on the first operation that differs from those of the `other`.
 
     Empty if none does. Operations of modules that only one side calls, as a wrapper's, are left
     out.
@@ -96,17 +100,17 @@ def first_operation(mine: Sequence[TracedOperation], right: Sequence[TracedOpera
     right = [operation for operation in right if operation.module in both]
     for here, there in zip(mine, right, strict=False):
         if here.name != there.name:
-            return f"{_place(here)}: {here.name} where one process calls {there.name}"
+            return f"{_place(here)}: {here.name} where {other} calls {there.name}"
         if here.bits != there.bits and _differ(here.returned, there.returned):
             if _differ(here.given, there.given):
                 return f"{_place(here)}: {here.name} is given something else, made before"
             return f"{_place(here)}: {here.name} returns something else"
     if len(mine) > len(right):
         extra = mine[len(right)]
-        return f"{_place(extra)}: {extra.name}, which one process does not call"
+        return f"{_place(extra)}: {extra.name}, which {other} does not call"
     if len(right) > len(mine):
         extra = right[len(mine)]
-        return f"{_place(extra)}: {extra.name} is left out, which one process calls"
+        return f"{_place(extra)}: {extra.name} is left out, which {other} calls"
     return ""
 
 

@@ -72,10 +72,19 @@ class ScriptTask:
     plain_reduction: bool = False  # no communication hook is registered
     nudged: bool = False  # the last bits of the first parameters are changed
     traced: bool = False  # each operation is recorded
+    # a rank is given what the same rank of another run had; else what one process is given
+    by_rank: bool = False
+    keyed_passes: bool = False  # a forward pass draws by its rank and number, in any run alike
 
     def record_file(self, rank: int) -> Path:
         """Return the file of a rank's record."""
         return self.folder / f"record-{rank}.pt"
+
+    def for_rank(self, ranks: Sequence[Any], rank: int) -> Sequence[Any]:
+        """Return what a rank is given of values of all ranks: its own, or all of them."""
+        if not self.by_rank:
+            return ranks
+        return [value for value in ranks[rank : rank + 1] if value is not None]
 
     @property
     def prefix(self) -> str:
@@ -199,6 +208,7 @@ class RecordedStep:
     dtypes: set[str] = field(default_factory=set)  # of the parameters, and those of autocast
     # names of the optimizer's parameters, in its order
     order: list[str] = field(default_factory=list)
+    optimizer: str = ""  # name of its class
     # fingerprints of the parameters before the update
     before: dict[str, str] = field(default_factory=dict)
     # gradients when clipping began; empty without clipping
@@ -221,8 +231,10 @@ class RecordedStep:
         before: dict[str, str],
         settings: list[dict[str, Any]],
         schedules: list[int],
+        optimizer: str,
     ) -> None:
         """Note what the optimizer finds when it begins to update."""
+        self.optimizer = optimizer
         self.gradients = gradients
         self.order = list(before)
         self.before = before
@@ -298,6 +310,24 @@ class ScriptRecord:
             if len(read) >= sum(self.passes) > 0
         }
         return min(enough, key=lambda loader: enough[loader]) if enough else None
+
+
+def names_by_order(reference: ScriptRecord, record: ScriptRecord) -> dict[str, str]:
+    """Return the ranks' names of one process's parameters, by the order in the optimizers.
+
+    A framework may wrap the model on several ranks only, so that another module is called first.
+    Empty if the names are the same, or the orders do not tell.
+    """
+    if set(reference.first) == set(record.first):
+        return {}
+    names: dict[str, str] = {}
+    for mine, theirs in zip(reference.steps, record.steps, strict=False):
+        if len(mine.order) != len(theirs.order):
+            return {}
+        for name, other in zip(mine.order, theirs.order, strict=True):
+            if names.setdefault(name, other) != other:
+                return {}
+    return {} if all(mine == other for mine, other in names.items()) else names
 
 
 def batch_file(folder: Path, rank: int, loader: int, index: int) -> Path:

@@ -210,6 +210,8 @@ class ObservedLoaders:
         self.sources = []
         if task.feed:
             wanted = task.feed.get((loader, index))
+            if wanted is not None and task.by_rank:
+                wanted = [(self._rank, number) for _, number in wanted]
             self.sources = list(wanted or ())
             if wanted is not None:
                 assert task.samples is not None

@@ -1,0 +1,150 @@
+"""Runs `lockstep compare A B`: two configs, scripts or commands that should be the same training.
+
+Tests: tests/verify/test_pair.py
+"""
+
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lockstep.config import Config, load_config, require_runnable
+from lockstep.errors import EXIT_DONE, EXIT_FAILED, UsageError
+from lockstep.launch import fork_server
+from lockstep.scratch import temporary
+from lockstep.verify import require_startable, text
+from lockstep.verify.command import starter_of
+from lockstep.verify.config_pair import compare_configs, losses_of_configs
+from lockstep.verify.launchers import with_ranks
+from lockstep.verify.outcome import Outcome
+from lockstep.verify.script.pair import PairedLosses, compare_scripts, paired_losses
+from lockstep.verify.script.record import ScriptTask
+from lockstep.verify.script.runs import Runs, script_starter, start_command
+
+STEPS = 5
+PAIRED_STEPS = 30  # where the losses are compared
+
+
+@dataclass(frozen=True)
+class Program:
+    """A script with its arguments, or a command, as it is typed in one word."""
+
+    words: tuple[str, ...]
+    is_script: bool
+    ranks: int | None  # that a command names
+
+    @staticmethod
+    def of(typed: str, arguments: Sequence[str]) -> "Program":
+        """Return what one of the two words of `lockstep compare` names."""
+        words = shlex.split(typed)
+        if words and words[0].endswith(".py"):
+            if not Path(words[0]).is_file():
+                raise UsageError(f"there is no script {words[0]}", fix="name a file that trains")
+            return Program((*words, *arguments), is_script=True, ranks=None)
+        command, ranks = with_ranks([*words, *arguments])
+        return Program((command,), is_script=False, ranks=ranks)
+
+    def runs(self, name: str, steps: int, folder: Path) -> Runs:
+        """Return its runs, in a folder of their own."""
+        own = folder / name
+        own.mkdir()
+        task = ScriptTask(self.words[0], self.words[1:], steps, own)
+        start = script_starter(self.words[0]) if self.is_script else start_command
+        return Runs(task, start, _report)
+
+
+def _report(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def run(
+    a: str,
+    b: str,
+    more: Sequence[str],
+    *,
+    ranks: int | None,
+    steps: int | None,
+    paired: bool,
+    in_json: bool,
+) -> int:
+    """Compare A with B; return 0 if they are the same training, or their losses are compared.
+
+    `more` are settings of both configs, or arguments of both scripts.
+    """
+    configs = [Path(typed).suffix in (".yaml", ".yml") for typed in (a, b)]
+    if any(configs) and not all(configs):
+        raise UsageError("one of the two is a config, and the other is not", fix="compare like")
+    steps = (PAIRED_STEPS if paired else STEPS) if steps is None else steps
+    require_startable(steps)
+    if all(configs):
+        if ranks is not None:
+            raise UsageError(
+                "--ranks is for scripts: each config is trained by one process",
+                fix="leave it out; lockstep verify CONFIG compares ranks with one process",
+            )
+        loaded = (load_config(a, more), load_config(b, more))
+        fork_server.split_off(compiles=True)
+        for config in loaded:
+            require_runnable(config)
+        return _of_configs((a, b), loaded, steps, paired=paired, in_json=in_json)
+    programs = [Program.of(typed, more) for typed in (a, b)]
+    fork_server.split_off(compiles=True)
+    return _of_scripts((a, b), programs, ranks, steps, paired=paired, in_json=in_json)
+
+
+def _of_configs(
+    names: tuple[str, str],
+    loaded: tuple[Config, Config],
+    steps: int,
+    *,
+    paired: bool,
+    in_json: bool,
+) -> int:
+    start = starter_of(loaded)
+    with temporary("compare") as folder:
+        if paired:
+            losses, given = losses_of_configs(*loaded, steps, folder, start, _report)
+            return _tell_losses(names, losses, given, in_json=in_json)
+        outcome = compare_configs(*loaded, steps, folder, start, _report)
+        return _tell(names, outcome, in_json=in_json)
+
+
+def _of_scripts(
+    names: tuple[str, str],
+    programs: Sequence[Program],
+    ranks: int | None,
+    steps: int,
+    *,
+    paired: bool,
+    in_json: bool,
+) -> int:
+    typed = {program.ranks for program in programs if program.ranks is not None}
+    if ranks is None and len(typed) > 1:
+        raise UsageError(
+            "A and B are for different numbers of ranks",
+            fix="--ranks N runs both on N; lockstep verify compares ranks with one process",
+        )
+    number = ranks or (typed.pop() if typed else 1)
+    with temporary("compare") as folder:
+        a, b = (
+            program.runs(name, steps, folder)
+            for program, name in zip(programs, ("a", "b"), strict=True)
+        )
+        if paired:
+            losses, given = paired_losses(a, b, number, folder)
+            return _tell_losses(names, losses, given, in_json=in_json)
+        return _tell(names, compare_scripts(a, b, number, folder), in_json=in_json)
+
+
+def _tell(names: tuple[str, str], outcome: Outcome, *, in_json: bool) -> int:
+    print(text.pair_json(names, outcome) if in_json else text.pair_text(names, outcome))
+    return EXIT_DONE if outcome.passed else EXIT_FAILED
+
+
+def _tell_losses(
+    names: tuple[str, str], losses: PairedLosses, given: Sequence[str], *, in_json: bool
+) -> int:
+    tell = text.losses_json if in_json else text.losses_text
+    print(tell(names, losses, given))
+    return EXIT_DONE

@@ -1,0 +1,573 @@
+"""Compares two scripts that should be the same training, A and B, on the same number of ranks.
+
+Both run as they are first. Where their gradients and weights agree in each step, they are the same
+training, whatever else differs. Where they do not, B is given what A had, each of these by itself
+where several differ: first values, samples, random numbers, settings. What is named made the
+difference, and without it there is none:
+
+    A                      B                         B, given A's settings      cause
+    step 1: weights w      step 1: weights w'        step 1: weights w          settings
+
+What is left is computed otherwise: the first operation that differs is shown.
+
+Tests: tests/verify/test_pair.py
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+import torch
+
+from lockstep.errors import LockstepError, RunError, first_line, listed
+from lockstep.verify.algebra import CEILING
+from lockstep.verify.outcome import DIFFERENT, EQUAL, NOT_RUN, Cause, Difference, Outcome
+from lockstep.verify.script.comparison import NUDGES, ROUNDING, ScriptComparison
+from lockstep.verify.script.draws import LoopDraw
+from lockstep.verify.script.operations import first_operation
+from lockstep.verify.script.record import (
+    Pieces,
+    ScriptRecord,
+    TensorPiece,
+    World,
+    batch_file,
+    names_by_order,
+)
+from lockstep.verify.script.runs import Feed, Runs, step_batches
+
+PAIR_COLUMNS = ("samples", "random numbers", "first values", "settings", "gradients", "weights")
+_SAMPLES = "samples of A"  # folder
+_LATER = ("gradients", "weights")  # columns of what a step computes
+
+
+@dataclass
+class PairedLosses:
+    """Losses of two runs on the same samples and random numbers, step by step."""
+
+    mine: list[float]  # of B
+    right: list[float]  # of A
+
+    @property
+    def difference(self) -> float:
+        """The mean of B's loss minus A's."""
+        return fmean(self.differences)
+
+    @property
+    def differences(self) -> list[float]:
+        """B's loss minus A's, of each step."""
+        return [mine - right for mine, right in zip(self.mine, self.right, strict=True)]
+
+    @property
+    def error(self) -> float:
+        """The standard error of the mean difference."""
+        return _standard_error(self.differences)
+
+    @property
+    def unpaired_error(self) -> float:
+        """The standard error if the steps of the runs had nothing in common."""
+        return math.hypot(_standard_error(self.mine), _standard_error(self.right))
+
+
+def _standard_error(values: Sequence[float]) -> float:
+    return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.inf
+
+
+def compare_scripts(a: Runs, b: Runs, ranks: int, folder: Path) -> Outcome:
+    """Compare what B trains with what A trains, on a number of ranks each.
+
+    `folder` takes what B is given.
+    """
+    outcome = Outcome(f"{ranks} rank{'s' * (ranks != 1)}", ranks)
+    pair = _Pair(a, b, outcome, folder)
+    try:
+        pair.judge()
+    except LockstepError as error:
+        outcome.fail("\n".join([str(error), *getattr(error, "__notes__", [])]))
+    outcome.describe(pair.off, [])
+    outcome.signs.update({column: _sign(outcome, column) for column in PAIR_COLUMNS})
+    return outcome
+
+
+def paired_losses(a: Runs, b: Runs, ranks: int, folder: Path) -> tuple[PairedLosses, list[str]]:
+    """Return the losses of A, and of B given A's samples and random numbers, and what was given.
+
+    Raises RunError: they took no step in common.
+    """
+    pair = _Pair(a, b, Outcome("", ranks), folder, keyed_passes=True)
+    pair.run_both()
+    given = pair.pairing()
+    _, mine = pair.runs.world(ranks, "B, given A's " + listed(list(given)), **pair.told(given))
+    steps = pair.steps_of(mine, pair.right)
+
+    def losses(records: Sequence[ScriptRecord]) -> list[float]:
+        return [fmean(sum(record.steps[at].losses) for record in records) for at in range(steps)]
+
+    return PairedLosses(losses(mine), losses(pair.right)), list(given)
+
+
+def _sign(outcome: Outcome, column: str) -> str:
+    if outcome.failed:
+        return NOT_RUN
+    if any(cause.column == column for cause in outcome.causes):
+        return DIFFERENT
+    first = outcome.first
+    if first is None or column not in _LATER or outcome.passed:
+        return EQUAL
+    return EQUAL if _LATER.index(column) < _LATER.index(first.aspect) else DIFFERENT
+
+
+class _Pair(ScriptComparison):
+    """B is what is judged, and A is right."""
+
+    def __init__(self, a: Runs, b: Runs, outcome: Outcome, folder: Path, **both: Any) -> None:
+        super().__init__(b, outcome)
+        self.a = a
+        self.right: list[ScriptRecord] = []
+        self.both: dict[str, Any] = both  # how both are run
+        self.names: dict[str, str] = {}  # B's name of a parameter → A's
+        self.samples = folder / _SAMPLES
+        self.right_folder = folder
+
+    def judge(self) -> None:
+        """Run both as often as it takes, and fill the outcome."""
+        self.run_both()
+        steps = self.steps_of(self.records, self.right)
+        self.outcome.take_steps(steps, self.records[0].framework)
+        first, rounding, same_bits = self.difference(self.records, self.right)
+        self.outcome.compare(first, rounding, same_bits=same_bits)
+        if first is None:
+            self._compare_lengths()
+            return
+        missing = self._missing_parameters()
+        if missing is not None:
+            self.outcome.causes.append(missing)
+            return
+        self._explain(first)
+
+    def run_both(self) -> None:
+        """Run A and B as they are, and learn the names of their parameters."""
+        self.right_folder, self.right = self.a.world(self.ranks, "A, as it is", **self.both)
+        self.take("B, as it is", **self.both)
+        self.names = names_by_order(self.records[0], self.right[0])
+        if self.names:
+            self.take("B, with A's names of its parameters", names=self.names, **self.both)
+
+    def steps_of(self, mine: Sequence[ScriptRecord], right: Sequence[ScriptRecord]) -> int:
+        """Return how many steps all ranks of both have taken."""
+        steps = min(len(record.steps) for record in chain(mine, right))
+        if not steps:
+            which = "A" if any(not record.steps for record in right) else "B"
+            raise RunError(
+                f"no call of optimizer.step() was seen in {which}",
+                why="it ended before its first step, or trains without torch.optim",
+                fix="give it the arguments with which it trains",
+            )
+        return steps
+
+    def difference(
+        self, mine: Sequence[ScriptRecord], right: Sequence[ScriptRecord]
+    ) -> tuple[Difference | None, float, bool]:
+        """Return the first difference, the largest before it, and whether all bits are the same."""
+        steps = self.steps_of(mine, right)
+        limits = [(ROUNDING, ROUNDING * 50)] * steps
+        first, rounding, same = self._first_of_ranks(mine, right, limits)
+        if first is None or first.relative > CEILING:
+            return first, rounding, same
+        nudged = self.a.world(
+            self.ranks, "A, with other last bits in its weights", nudged=True, **self.both
+        )[1]
+        limits = [
+            (max(ROUNDING, NUDGES * gradients), max(ROUNDING * 50, NUDGES * weights))
+            for gradients, weights in self._moved(nudged, right)
+        ]
+        return self._first_of_ranks(mine, right, limits)
+
+    def _first_of_ranks(
+        self,
+        mine: Sequence[ScriptRecord],
+        right: Sequence[ScriptRecord],
+        limits: Sequence[tuple[float, float]],
+    ) -> tuple[Difference | None, float, bool]:
+        """Compare each rank of B with the same rank of A, by complete tensors."""
+        found: list[Difference] = []
+        largest = 0.0
+        same = True
+        outcome = self.outcome
+        outcome.take_steps(len(limits), outcome.framework)
+        for rank, (one, other) in enumerate(zip(_as_seen(mine), _as_seen(right), strict=True)):
+            self.world = World([one])
+            self.given["first"] = {name: [piece.local] for name, piece in other.first.items()}
+            first, rounding = self.first_difference(other, limits)
+            exact, _ = self.first_difference(other, [(0.0, 0.0)] * len(limits))
+            same &= exact is None
+            largest = max(largest, rounding)
+            if first is not None:
+                found.append(replace(first, ranks=[rank]))
+        self.world = World(self.records)
+        order = ("gradients", "clipped gradients", "weights")
+        found.sort(key=lambda one: (one.step, order.index(one.aspect)))
+        return found[0] if found else None, largest, same
+
+    def _moved(
+        self, nudged: Sequence[ScriptRecord], right: Sequence[ScriptRecord]
+    ) -> list[tuple[float, float]]:
+        """Return how far changed last bits move A's gradients and weights, step by step."""
+        steps = self.steps_of(nudged, right)
+        pairs = list(zip(_as_seen(nudged), _as_seen(right), strict=True))
+        moved = []
+        for number in range(steps):
+            each = []
+            for one, other in pairs:
+                self.size(other.steps[number])
+                self.given["first"] = {name: [piece.local] for name, piece in other.first.items()}
+                each.append(self.distances(number, World([one]), other))
+            moved.append((max(off for off, _ in each), max(off for _, off in each)))
+        return moved
+
+    # ---- what differs between A and B ----
+
+    def _compare_lengths(self) -> None:
+        mine = min(len(record.steps) for record in self.records)
+        right = min(len(record.steps) for record in self.right)
+        if mine != right:
+            text = f"A takes {right} steps, and B {mine}"
+            by = "the optimizer's steps"
+            self.outcome.causes.append(Cause("number of steps", text, [by], column="weights"))
+
+    def _missing_parameters(self) -> Cause | None:
+        """Return the cause if A and B do not have the same parameters."""
+        if not self.records[0].first and self.right[0].first:
+            text = "B's model is in evaluation mode when it trains"
+            return Cause("evaluation mode", text, ["the mode of each model that is called"])
+        shapes = [
+            {name: piece.shape for record in records for name, piece in record.first.items()}
+            for records in (self.right, self.records)
+        ]
+        other = [name for name in shapes[0] if shapes[0][name] != shapes[1].get(name)]
+        more = [name for name in shapes[1] if name not in shapes[0]]
+        if not other and not more:
+            return None
+        parts = [f"B has no parameter like A's {listed(other, 5)}"] if other else []
+        parts += [f"A has none like B's {listed(more, 5)}"] if more else []
+        by = "names and shapes of the parameters"
+        return Cause("parameters", "; ".join(parts), [by], column="first values")
+
+    def pairing(self) -> dict[str, str]:
+        """Return what B can be given of A where it differs: what it is → what is known of it."""
+        found = {
+            "first values": self._other_first_values(),
+            "samples": self._other_samples(),
+            "random numbers": self._other_draws(),
+        }
+        return {kind: text for kind, text in found.items() if text}
+
+    def _other_first_values(self) -> str:
+        pairs = zip(_as_seen(self.records), _as_seen(self.right), strict=True)
+        for mine, right in pairs:
+            wrong = [
+                name
+                for name, piece in right.first.items()
+                if name not in mine.first or not torch.equal(piece.local, mine.first[name].local)
+            ]
+            if wrong:
+                return f"B starts from other values of {listed(wrong, 5)} than A"
+        return ""
+
+    def _other_samples(self) -> str:
+        for rank, (mine, right) in enumerate(zip(self.records, self.right, strict=True)):
+            for number in range(min(len(mine.steps), len(right.steps))):
+                read = [_samples_read(record, number) for record in (mine, right)]
+                passed = [record.steps[number].elements for record in (mine, right)]
+                if read[0] != read[1] and passed[0] != passed[1]:
+                    where = f" on rank {rank}" if rank else ""
+                    return f"B trains on other samples than A in step {number + 1}{where}"
+        return ""
+
+    def _other_draws(self) -> str:
+        for mine, right in zip(self.records, self.right, strict=True):
+            for draw, other in zip(mine.draws, _as_drawn(right, mine), strict=False):
+                if draw.outside and other is not None and not draw.has_value_of(other):
+                    return f"{draw.place} draws other numbers than A"
+            steps = zip(mine.steps, right.steps, strict=False)
+            passes = chain.from_iterable(zip(m.draws, r.draws, strict=False) for m, r in steps)
+            for one, two in passes:
+                names = [name for name in one.moved if one.before[name] != two.before.get(name)]
+                if names or one.moved != two.moved:
+                    said = listed(sorted({*one.moved, *two.moved}))
+                    return f"a forward pass of B draws other numbers than A's from {said}'s"
+        return ""
+
+    def _other_settings(self) -> str:
+        for number in range(self.outcome.steps):
+            mine = self.records[0].steps[number].settings
+            right = self.right[0].steps[number].settings
+            for group, other in zip(mine, right, strict=False):
+                for key in sorted({*group, *other}):
+                    if group.get(key) != other.get(key):
+                        name = "the learning rate" if key == "lr" else key
+                        return (
+                            f"{name} is {group.get(key)} in B and {other.get(key)} in A,"
+                            f" in step {number + 1}"
+                        )
+        return ""
+
+    def _other_precision(self) -> str:
+        for mine, right in zip(self.records, self.right, strict=True):
+            for one, two in zip(mine.steps, right.steps, strict=False):
+                if one.dtypes != two.dtypes:
+                    return (
+                        f"B computes with {listed(sorted(one.dtypes))}, and A with"
+                        f" {listed(sorted(two.dtypes))}"
+                    )
+        return ""
+
+    # ---- what B is given ----
+
+    def told(self, kinds: Sequence[str] | dict[str, str]) -> dict[str, Any]:
+        """Return how B is run, given A's own of some kinds."""
+        given: dict[str, Any] = {"names": self.names, "by_rank": True, **self.both}
+        if "first values" in kinds:
+            given["first"] = self._first_values()
+        if "samples" in kinds:
+            given |= {"feed": self._feed(), "samples": self.samples}
+        if "random numbers" in kinds:
+            given["draws"] = {
+                rank: [draw for draw in _as_drawn(right, mine) if draw is not None]
+                for rank, (mine, right) in enumerate(zip(self.records, self.right, strict=True))
+            }
+        if "settings" in kinds:
+            given["settings"] = tuple(step.settings for step in self.right[0].steps)
+        return given
+
+    def _first_values(self) -> dict[str, list[Any]]:
+        """Return A's first values on each rank, of the parameters that B has in the same shape."""
+        firsts = []
+        for mine, right in zip(_as_seen(self.records), _as_seen(self.right), strict=True):
+            shapes = {name: piece.shape for name, piece in mine.first.items()}
+            firsts.append(
+                {name: one for name, one in right.first.items() if shapes.get(name) == one.shape}
+            )
+        return _by_rank(firsts)
+
+    def _feed(self) -> Feed:
+        """Return the feed that gives each batch of B the samples that A had in that step.
+
+        A step of A may take more and smaller batches.
+        """
+        self.samples.mkdir(exist_ok=True)
+        feed: Feed = {}
+        for rank, (mine, right) in enumerate(zip(self.records, self.right, strict=True)):
+            for number in range(min(len(mine.steps), len(right.steps))):
+                here = step_batches(mine, number)
+                there = step_batches(right, number)
+                if here is None or there is None or len(there[1]) % len(here[1]):
+                    return {}
+                each = len(there[1]) // len(here[1])
+                for position, index in enumerate(here[1]):
+                    indexes = there[1][position * each : (position + 1) * each]
+                    feed[here[0], index] = [(rank, at) for at in indexes]
+                    for at in indexes:
+                        link = batch_file(self.samples, rank, here[0], at)
+                        link.unlink(missing_ok=True)
+                        link.symlink_to(batch_file(self.right_folder, rank, there[0], at))
+        return feed
+
+    # ---- causes ----
+
+    def _explain(self, first: Difference) -> None:
+        """Find what makes the difference: what B is given, what both are run without, or B."""
+        found = self.pairing()
+        settings = self._other_settings()
+        if settings:
+            found["settings"] = settings
+        right = self.right
+        without = self._run_without(found)
+        if without:
+            right = self.a.world(self.ranks, f"A, {listed(without)}", **self.both)[1]
+        gradients = _by_rank_and_step(right)
+        left = self._left(list(found), right, gradients)
+        if left is None:
+            causes = self._needed(found, right, gradients)
+            self.outcome.causes.extend(causes)
+            if not causes:
+                self._pass_for_rounding(first)
+            return
+        by = "the values of A and of B before the step"
+        self.outcome.causes.extend(
+            Cause(kind, text, [by], column=_column(kind)) for kind, text in found.items()
+        )
+        self.outcome.compare(left, self.outcome.rounding)
+        self._say_computed(left, list(found), right)
+
+    def _run_without(self, found: dict[str, str]) -> list[str]:
+        """Let both run without dropout, or without 16 bits, where these differ."""
+        without = []
+        drew = any(
+            draw.moved for record in self.records for step in record.steps for draw in step.draws
+        )
+        if "random numbers" in found and drew:
+            self.both["mean_draws"] = True
+            without.append("without random numbers in forward passes")
+        precision = self._other_precision()
+        if precision:
+            found["precision"] = precision
+            self.both["full_precision"] = True
+            without.append("without autocast")
+        return without
+
+    def _left(
+        self,
+        kinds: Sequence[str],
+        right: Sequence[ScriptRecord],
+        gradients: Sequence[dict[str, list[Any]]],
+        **changes: Any,
+    ) -> Difference | None:
+        """Return the first difference that is left when B is given A's own of some kinds.
+
+        Its optimizer is given A's gradients, too: one that makes whole updates of rounding shows
+        nothing.
+        """
+        what = f"B, given A's {listed([*kinds, 'gradients'])}"
+        given = {**self.told(kinds), "gradients": gradients, **changes}
+        _, mine = self.runs.world(self.ranks, what, **given)
+        return self.difference(mine, right)[0]
+
+    def _needed(
+        self,
+        found: dict[str, str],
+        right: Sequence[ScriptRecord],
+        gradients: Sequence[dict[str, list[Any]]],
+    ) -> list[Cause]:
+        """Return what makes a difference by itself, when B is given all the rest."""
+        causes = []
+        undoes = "B, given A's, computes what A computes"
+        for kind, text in found.items():
+            rest = [other for other in found if other != kind]
+            # Without dropout, or without 16 bits, A ran anew.
+            is_given = kind not in ("random numbers", "precision") or not self.both
+            if rest and is_given and self._left(rest, right, gradients) is None:
+                continue
+            causes.append(Cause(kind, text, [undoes], column=_column(kind)))
+        return causes
+
+    def _pass_for_rounding(self, first: Difference) -> None:
+        self.outcome.notices.append(
+            f"left to itself, B has {first.aspect} in step {first.step + 1} that differ by"
+            f" {first.relative:.0e}: its optimizer was given A's gradients, and its own were"
+            " compared"
+        )
+        self.outcome.compare(None, self.outcome.rounding)
+
+    def _say_computed(
+        self, left: Difference, kinds: Sequence[str], right: Sequence[ScriptRecord]
+    ) -> None:
+        """Add what B computes otherwise, from the same values."""
+        if left.aspect == "weights":
+            names = [records[0].steps[left.step].optimizer for records in (right, self.records)]
+            text = (
+                f"{names[1]} in B makes another update than {names[0]} in A, of the same gradients"
+            )
+            self.outcome.causes.append(
+                Cause("optimizer", text, ["updates with the same gradients"], column="weights")
+            )
+            return
+        if left.aspect == "clipped gradients":
+            left.name_without_clipping()
+            text = "the gradients are equal before they are clipped, and differ afterwards"
+            by = "gradients when clipping began, and when the optimizer stepped"
+            self.outcome.causes.append(Cause("clipping", text, [by]))
+            return
+        try:
+            traced = {**self.both, "traced": True}
+            there = self.a.world(self.ranks, "A, with each operation traced", **traced)[1]
+            told = {**self.told(kinds), "traced": True}
+            here = self.runs.world(self.ranks, "B, with each operation traced", **told)[1]
+            rank = left.ranks[0]
+            mine, theirs = (records[rank].steps[left.step] for records in (here, there))
+            operation = first_operation(mine.operations, theirs.operations, "A")
+        except LockstepError as error:  # what is compiled may not be traced
+            operation = f"operations can't be traced: {first_line(error)}"
+        if operation:
+            self.outcome.locate(f"the first operation that differs: {operation}")
+        text = f"from the same values and samples B computes another gradient of {left.name}"
+        by = "a step of B, given what A has before it"
+        self.outcome.causes.append(Cause("computation", text, [by]))
+
+
+def _column(kind: str) -> str:
+    return kind if kind in PAIR_COLUMNS else "gradients"
+
+
+def _as_seen(records: Sequence[ScriptRecord]) -> list[ScriptRecord]:
+    """Return the records of ranks with complete tensors, as each rank sees them."""
+    world = World(records)
+
+    def complete(ranks: Sequence[Pieces]) -> list[Pieces]:
+        return [
+            {name: TensorPiece(tensor, tuple(tensor.shape)) for name, tensor in tensors.items()}
+            for tensors in world.tensors(ranks)
+        ]
+
+    steps = min(len(record.steps) for record in records)
+    of_steps = []
+    for number in range(steps):
+        held = [record.steps[number] for record in records]
+        parts = [
+            complete([getattr(step, kind) for step in held])
+            for kind in ("unclipped", "gradients", "values")
+        ]
+        of_steps.append(
+            [
+                replace(step, unclipped=unclipped, gradients=gradients, values=values)
+                for step, unclipped, gradients, values in zip(held, *parts, strict=True)
+            ]
+        )
+    firsts = complete([record.first for record in records])
+    return [
+        replace(record, first=first, steps=[each[rank] for each in of_steps])
+        for rank, (record, first) in enumerate(zip(records, firsts, strict=True))
+    ]
+
+
+def _by_rank(ranks: Sequence[Pieces]) -> dict[str, list[Any]]:
+    """Return each name's tensor on each rank; None where a rank has none."""
+    names = dict.fromkeys(name for pieces in ranks for name in pieces)
+    return {
+        name: [pieces[name].local if name in pieces else None for pieces in ranks] for name in names
+    }
+
+
+def _by_rank_and_step(records: Sequence[ScriptRecord]) -> list[dict[str, list[Any]]]:
+    seen = _as_seen(records)
+    return [
+        _by_rank([record.steps[number].gradients for record in seen])
+        for number in range(len(seen[0].steps))
+    ]
+
+
+def _samples_read(record: ScriptRecord, number: int) -> list[str]:
+    """Return the samples of a step, in order; without a loader the rows of the model's inputs."""
+    at = step_batches(record, number)
+    if at is None:
+        return [row for rows in record.steps[number].inputs for row in rows]
+    loader, batches = at
+    return [sample for index in batches for sample in record.batches[loader][index]]
+
+
+def _as_drawn(right: ScriptRecord, mine: ScriptRecord) -> list[LoopDraw | None]:
+    """Return what A has drawn in place of each draw of B, keyed by B's batches and lines.
+
+    A draw is the one of the same name and number for the same batch.
+    """
+    there: dict[tuple[int, str], list[LoopDraw]] = {}
+    for draw in right.draws:
+        there.setdefault((draw.batch[1], draw.name), []).append(draw)
+    found: list[LoopDraw | None] = []
+    for draw in mine.draws:
+        left = there.get((draw.batch[1], draw.name), [])
+        found.append(replace(draw, value=left.pop(0).value) if left else None)
+    return found
