@@ -3,13 +3,18 @@
 Which cause is right, and in which function a fault is planted, was written down before verify was
 given the script for the first time; `FIRST_TRY` says what it made of it then.
 
-python -m benchmarks.silent_bugs.idioms [--only NAME …] [--out
+python -m benchmarks.silent_bugs.idioms [--only NAME …] [--rows FILE.jsonl] [--out
 benchmarks/results/silent_bugs_idioms.md]
+
+What `--rows` holds is judged already, and is not judged again: all of it takes an hour.
 """
 
 import argparse
+import ast
+import json
+import re
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks.page import machine, page, table, tell
@@ -171,6 +176,7 @@ class JudgedIdiom:
         open: whether it can't be judged.
         kinds: of the causes that are errors.
         text: of the first of them, or why it was not judged.
+        where: the first operation that differs.
         seconds: for the verdict.
     """
 
@@ -179,6 +185,7 @@ class JudgedIdiom:
     open: bool
     kinds: tuple[str, ...]
     text: str
+    where: str
     seconds: float
 
     @property
@@ -187,6 +194,23 @@ class JudgedIdiom:
         if self.idiom.sound:
             return self.passed
         return not self.passed and any(kind in self.idiom.kinds for kind in self.kinds[:1])
+
+    @property
+    def line(self) -> int:
+        """The script's line that is named first; 0 without any."""
+        found = re.search(rf"/{self.idiom.script}\.py:(\d+)", f"{self.where} {self.text}")
+        return int(found[1]) if found else 0
+
+    @property
+    def is_in_function(self) -> bool:
+        """Whether that line lies in the function where the fault was planted."""
+        tree = ast.parse((FOLDER / f"{self.idiom.script}.py").read_text())
+        return any(
+            isinstance(node, ast.FunctionDef)
+            and node.name == self.idiom.function
+            and node.lineno <= self.line <= (node.end_lineno or 0)
+            for node in ast.walk(tree)
+        )
 
 
 def judge(idiom: Idiom) -> JudgedIdiom:
@@ -199,7 +223,30 @@ def judge(idiom: Idiom) -> JudgedIdiom:
     kinds = tuple(found.kind for found in errors)
     seconds = time.monotonic() - began
     is_open = bool(outcome.not_judged) and not errors
-    return JudgedIdiom(idiom, outcome.passed, is_open, kinds, text, seconds)
+    return JudgedIdiom(idiom, outcome.passed, is_open, kinds, text, outcome.operation, seconds)
+
+
+def kept(path: Path | None) -> dict[str, JudgedIdiom]:
+    """Return what was judged before, by name."""
+    if path is None or not path.exists():
+        return {}
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    by_name = {idiom.name: idiom for idiom in IDIOMS}
+    found = {}
+    for values in rows:
+        name = values.pop("name")
+        if name in by_name:
+            values["kinds"] = tuple(values["kinds"])
+            found[name] = JudgedIdiom(by_name[name], **values)
+    return found
+
+
+def keep(path: Path, judged: JudgedIdiom) -> None:
+    """Add a verdict to those that are kept."""
+    values = asdict(judged)
+    del values["idiom"]
+    with path.open("a") as file:
+        print(json.dumps({"name": judged.idiom.name, **values}), file=file)
 
 
 def row(judged: JudgedIdiom) -> str:
@@ -215,6 +262,7 @@ def row(judged: JudgedIdiom) -> str:
         "✓" if judged.right else "✗",
         FIRST_TRY.get(idiom.name, "-"),
         text,
+        f"{judged.line or '-'}{' ✓' if judged.is_in_function else ''}",
         f"{judged.seconds:.0f}",
     )
     return f"| {' | '.join(cells)} |"
@@ -223,12 +271,16 @@ def row(judged: JudgedIdiom) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="*")
+    parser.add_argument("--rows", type=Path)
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
+    known = kept(given.rows)
     found = []
     for idiom in IDIOMS:
         if given.only is None or idiom.name in given.only:
-            found.append(judge(idiom))
+            found.append(known[idiom.name] if idiom.name in known else judge(idiom))
+            if given.rows is not None and idiom.name not in known:
+                keep(given.rows, found[-1])
             print(row(found[-1]), flush=True)
     sound = [judged for judged in found if judged.idiom.sound]
     faults = [judged for judged in found if not judged.idiom.sound]
@@ -239,6 +291,9 @@ def main() -> None:
         "faults found, ≥ 95 %": f"{sum(bool(j.kinds) for j in faults)} of {len(faults)}",
         "causes right, ≥ 85 %": f"{sum(j.right for j in faults)} of {len(faults)}",
         "causes wrong, none": f"{sum(not j.right for j in named)}",
+        "faults whose line lies in the function where it was planted, ≥ 80 %": (
+            f"{sum(j.is_in_function for j in faults)} of {len(faults)}"
+        ),
     }
     words = [
         *table("| goal | shown |", [f"| {goal} | {shown} |" for goal, shown in goals.items()]),
@@ -261,7 +316,7 @@ def main() -> None:
         "python -m benchmarks.silent_bugs.idioms --out benchmarks/results/silent_bugs_idioms.md",
         machine(),
         words,
-        "| script | planted | verify says | right | first try | in words | seconds |",
+        "| script | planted | verify says | right | first try | in words | line | seconds |",
         [row(judged) for judged in found],
         [],
     )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lockstep.verify.algebra import NOT_REDUCED, RELATED, Relation, reduced_relation, relation
-from lockstep.verify.script.gradients import GradientEvidence, scaled_cause
+from lockstep.verify.script.gradients import GradientEvidence, scaled_cause, shared_cause
 from lockstep.verify.script.record import TORCH
 from lockstep.verify.script.reduction import reduction_cause
 
@@ -133,3 +133,28 @@ def test_gradients_that_are_one_multiple_are_told_by_their_names() -> None:
     assert found.text == "the gradient of tower is 0.5 × that of one process"
     other = np.array([0.5, 3.5, 4.0])
     assert scaled_cause(GradientEvidence(sizes, [other, other], right, [], TORCH)) is None
+
+
+@pytest.mark.parametrize(
+    ("ranks", "kind", "says"),
+    [
+        ([[0.5, 1.5, 2.0]] * 2, "sum of gradients", "is 0.5 × that of one process"),
+        (
+            [[1.0, 0.0, 3.0], [0.0, 3.0, 1.0]],
+            "gradient synchronisation",
+            "is not summed over the ranks that share the model",
+        ),
+    ],
+)
+def test_halves_that_are_alike_are_no_parts_of_a_sum(
+    ranks: list[list[float]], kind: str, says: str
+) -> None:
+    """Stages see one gradient, which a loss divided by their number has halved; what comes through
+    a rank's own part of the layers is not alike.
+    """
+    right = MEAN.double().numpy()
+    seen = [np.array(gradient) for gradient in ranks]
+    found = shared_cause(GradientEvidence({"weight": 3}, seen, right, [], TORCH))
+    assert found is not None
+    assert found.kind == kind
+    assert says in found.text

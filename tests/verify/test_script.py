@@ -134,7 +134,9 @@ def test_a_model_that_is_cut_and_sharded() -> None:
     ],
 )
 def test_scripts_that_hang_or_crash(how: str, kind: str, says: str) -> None:
-    """It says where each rank waits, soon after none of them computes any more."""
+    """It says where each rank waits, soon after none of them computes any more, though one takes
+    longer to write it than another.
+    """
     (outcome,) = verify_script(str(SCRIPTS / "hanging.py"), [how], [2], steps=3)
     assert not outcome.passed
     assert [found.kind for found in outcome.causes] == [kind]

@@ -299,14 +299,16 @@ def shared_cause(evidence: GradientEvidence) -> Cause | None:
         if not wrong:
             continue
         times = [factor(gradient, right) for gradient in ranks]
-        if is_same(sum(ranks, np.zeros_like(right)), right):
+        alike = all(is_same(gradient, ranks[0]) for gradient in ranks[1:])
+        # Parts that come through different layers are not alike: halves that are, are scaled.
+        if not alike and is_same(sum(ranks, np.zeros_like(right)), right):
             partial.append(name)
         elif all(distance(one, k * right) <= ADDS_UP for one, k in zip(ranks, times, strict=True)):
             where = "" if len(wrong) == len(ranks) else f" on rank {listed(list(map(str, wrong)))}"
             scaled.setdefault(f"{times[wrong[0]]:.3g} × that of one process{where}", []).append(
                 name
             )
-        elif not all(is_same(gradient, ranks[0]) for gradient in ranks[1:]):
+        elif not alike:
             apart.append(name)
     by = "the gradients of ranks and of one process"
     if partial:

@@ -65,7 +65,6 @@ _WAIT = 60.0  # seconds to wait for the other ranks to finish their last step; l
 _PATIENCE = 15.0  # seconds for which no rank may compute; longer than a script sleeps on purpose
 _POLL = 0.5
 _BUSY = 0.05  # share of the processor from which on a rank computes
-_GRACE = 3.0  # seconds for the other ranks to write where they are
 _NOT_OWN = re.compile(
     r"<frozen |/lib/python\d|/site-packages/|/lockstep/(verify|launch|torch_compat)/|<string>"
 )
@@ -176,36 +175,56 @@ class _ScriptObserver:
             ).start()
 
     def _end_if_hanging(self, main: int) -> None:
-        """End the process once no rank has computed for a while, and write where it waits."""
-        idle = [self.task.folder / f"idle-{rank}" for rank in range(self.world)]
-        mark = idle[self.rank]
+        """End the process once no rank has computed for a while, and write where it waits.
+
+        No rank ends before all have written: the end of one is an error in the others.
+        """
+        while True:
+            self._wait_until_all_idle()
+            self.task.write_record(self.rank, self.record)
+            hung = self.task.hang_file(self.rank)
+            hung.write_text(json.dumps(self._location(main)))
+            while self._are_idle():
+                if all(map(self._has_written, range(self.world))):
+                    os._exit(0)
+                time.sleep(_POLL / 10)
+            hung.unlink()  # one computes after all
+
+    def _wait_until_all_idle(self) -> None:
+        """Mark this rank as idle while it has not computed for a while, until all ranks are."""
+        mark = self.task.idle_file(self.rank)
         since = time.monotonic()
         used = time.process_time()
-        while not (mark.exists() and all(other.exists() for other in idle)):
+        while not self._are_idle():
             time.sleep(_POLL)
             now = time.process_time()
             is_busy = now - used > _BUSY * _POLL or wants_processor(threading.get_native_id())
             if is_busy or any(map(is_running, descendants(os.getpid()))):
                 since = time.monotonic()
                 mark.unlink(missing_ok=True)
-            elif time.monotonic() - since > _PATIENCE:
-                mark.touch()
+            elif time.monotonic() - since > _PATIENCE and not mark.exists():
+                mark.write_text(str(os.getpid()))
             used = now
+
+    def _are_idle(self) -> bool:
+        return all(self.task.idle_file(rank).exists() for rank in range(self.world))
+
+    def _has_written(self, rank: int) -> bool:
+        """Return whether a rank has written where it waits, or has ended."""
+        process = ""
+        with suppress(FileNotFoundError):  # it computes again
+            process = self.task.idle_file(rank).read_text()
+        has_ended = bool(process) and not is_running(int(process))
+        return has_ended or self.task.hang_file(rank).exists()
+
+    def _location(self, main: int) -> str:
+        """Return the script's own line at which the main thread waits; empty if none is left."""
         frames = traceback.extract_stack(sys._current_frames()[main])
         # the innermost is where it waits
         own = [frame for frame in frames if not _NOT_OWN.search(frame.filename)]
-        location = ""
-        if own and not self._finished:
-            location = f"{short_path(own[-1].filename)}:{own[-1].lineno}: {own[-1].line}"
-        self.task.hang_file(self.rank).write_text(json.dumps(location))
-        self.task.write_record(self.rank, self.record)
-        deadline = time.monotonic() + _GRACE
-        while (
-            time.monotonic() < deadline
-            and len(list(self.task.folder.glob("hang-*.json"))) < self.world
-        ):
-            time.sleep(_POLL / 10)
-        os._exit(0)
+        if not own or self._finished:
+            return ""
+        return f"{short_path(own[-1].filename)}:{own[-1].lineno}: {own[-1].line}"
 
     def finish(self) -> None:
         """Write the record, wait for the other ranks, and end this process.

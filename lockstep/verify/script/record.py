@@ -102,6 +102,10 @@ class ScriptTask:
         """Return the file that says where a rank hangs."""
         return self.folder / f"hang-{rank}.json"
 
+    def idle_file(self, rank: int) -> Path:
+        """Return the file that is there while a rank has computed nothing for a while."""
+        return self.folder / f"idle-{rank}"
+
     def write(self) -> Path:
         """Write the task into its folder, and return the folder, from which `read` takes it.
 

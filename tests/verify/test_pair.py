@@ -1,0 +1,100 @@
+"""`lockstep compare A B`: the same training written otherwise passes, and other training is told by
+what undoes it.
+"""
+
+import math
+from pathlib import Path
+
+import pytest
+
+from benchmarks.silent_bugs.pairs import PAIRS, Pair, is_right, judge
+from lockstep.cli import main
+from lockstep.config import Config, config_from
+from lockstep.verify.config_pair import compare_configs, losses_of_configs, other_keys
+from lockstep.verify.script.pair import PairedLosses
+from lockstep.verify.text import losses_text
+from tests.verify.test_faults import COMMON, START
+
+QUICK = ("one by one", "rate")
+
+OF_TOKENS = {
+    **COMMON,
+    "model.name": "transformer",
+    "model.args": {"vocab_size": 61, "n_layer": 1, "n_embd": 16, "n_head": 2, "block_size": 16},
+    "data.name": "tests.parity.toy:Tokens",
+}
+
+
+def config_of(**changes: object) -> Config:
+    return config_from({**OF_TOKENS, **changes})
+
+
+@pytest.mark.parametrize(
+    "pair",
+    [pair if pair.name in QUICK else pytest.param(pair, marks=pytest.mark.full) for pair in PAIRS],
+    ids=lambda pair: pair.name,
+)
+def test_pairs(pair: Pair) -> None:
+    outcome = judge(pair)
+    assert is_right(pair, outcome), outcome
+
+
+def test_two_configs(tmp_path: Path) -> None:
+    """Of the keys that differ two change the steps, and without these there is no difference."""
+    a = config_of(**{"training.warmup_steps": 0, "training.eval_batches": 3})
+    b = config_of(**{"training.learning_rate": 6e-3, "training.seed": 5, "training.max_steps": 9})
+    assert set(other_keys(a, b)) > {"training.learning_rate", "training.seed"}
+    outcome = compare_configs(a, b, 2, tmp_path, START, lambda _line: None)
+    assert not outcome.passed
+    assert {cause.kind for cause in outcome.causes} == {"training.learning_rate", "training.seed"}
+    rate = next(cause for cause in outcome.causes if cause.kind == "training.learning_rate")
+    assert rate.text == "0.003 in A, and 0.006 in B"
+
+
+@pytest.mark.full
+def test_two_configs_that_are_the_same_training(tmp_path: Path) -> None:
+    a = config_of()
+    b = config_of(**{"monitor.log_steps": 3, "distributed.strategy": "ddp"})
+    assert other_keys(a, b) == {}
+    outcome = compare_configs(a, b, 2, tmp_path, START, lambda _line: None)
+    assert outcome.passed
+    assert outcome.same_bits
+
+
+@pytest.mark.full
+def test_the_losses_of_two_configs_are_paired(tmp_path: Path) -> None:
+    b = config_of(**{"training.learning_rate": 6e-3, "training.seed": 5})
+    losses, given = losses_of_configs(config_of(), b, 8, tmp_path, START, lambda _line: None)
+    assert given == ["training.seed"]
+    assert losses.differences[0] == 0.0  # the first loss is that of the first values
+    assert losses.difference != 0.0
+    assert losses.error < losses.unpaired_error
+
+
+def test_the_error_of_a_mean_difference_is_that_of_the_pairs() -> None:
+    losses = PairedLosses([1.5, 2.5, 3.0], [1.0, 2.0, 3.0])
+    assert losses.difference == pytest.approx(1 / 3)
+    assert losses.error == pytest.approx(math.sqrt(1 / 12) / math.sqrt(3))
+    assert losses.unpaired_error > 1.5 * losses.error
+    said = losses_text(("a.py", "b.py"), losses, ["samples"])
+    assert "B − A, paired: +0.333 ± 0.17" in said
+    assert "B was given A's samples" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["nowhere.py", __file__], "there is no script nowhere.py"),
+        (["run.yaml", __file__], "one of the two is a config, and the other is not"),
+        ([__file__, __file__, "--steps", "0"], "--steps 0 compares nothing"),
+        (
+            ["torchrun --nproc-per-node 2 a.py", "torchrun --nproc-per-node 4 a.py"],
+            "A and B are for different numbers of ranks",
+        ),
+    ],
+)
+def test_misuse_is_one_error(
+    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["compare", *arguments]) == 2
+    assert says in capsys.readouterr().err
