@@ -319,6 +319,7 @@ def main() -> None:
     faults = [judged for judged in found if not judged.idiom.sound]
     named = [judged for judged in faults if judged.kinds and judged.kinds[0] != UNKNOWN]
     goals = {
+        "scripts that this page holds": f"{len(found)} of {len(IDIOMS)}",
         "no alarm on a sound script": f"{sum(bool(j.kinds) for j in sound)} of {len(sound)}",
         "sound scripts with a verdict, ≥ 95 %": f"{sum(j.passed for j in sound)} of {len(sound)}",
         "faults found, ≥ 95 %": f"{sum(bool(j.kinds) for j in faults)} of {len(faults)}",

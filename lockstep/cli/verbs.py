@@ -574,7 +574,7 @@ def compare(argv: list[str]) -> int:
     )
     end = argv.index("--") if "--" in argv else len(argv)
     given = parser.parse(argv[:end])
-    from lockstep.verify.compare import run
+    from lockstep.verify.pairs import run
 
     return run(
         given.a,

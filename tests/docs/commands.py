@@ -78,7 +78,7 @@ def _stop_after_parsing(verb: str, patch: pytest.MonkeyPatch) -> None:
         "train": ("lockstep.launch.train.train", _train),
         "launch": ("lockstep.launch.train.launch_script", _launch),
         "verify": ("lockstep.verify.command.run", _config_given),
-        "compare": ("lockstep.verify.compare.run", _nothing),
+        "compare": ("lockstep.verify.pairs.run", _nothing),
         "plan": ("lockstep.plan.command.plan", _nothing),
         "submit": ("lockstep.submit.run", _submit),
         "checkpoint": ("lockstep.checkpoint.commands.run", _checkpoint),

@@ -61,5 +61,6 @@ def test_the_number_of_ranks_is_replaced(typed: str, command: str, ranks: int | 
 def test_what_can_not_be_replaced_is_refused() -> None:
     with pytest.raises(UsageError, match="nothing tells how many ranks"):
         with_ranks(["./train.sh", "2"])
-    with pytest.raises(UsageError, match="--nnodes 2 is for several hosts, and verify runs"):
+    says = "--nnodes 2 is for several hosts, and verify runs the command on this one"
+    with pytest.raises(UsageError, match=says):
         with_ranks(["torchrun", "--nnodes", "2", "--nproc-per-node", "2", "train.py"])

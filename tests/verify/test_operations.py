@@ -34,6 +34,13 @@ def test_the_first_operation_that_differs() -> None:
     assert "sum, which one process does not call" in first_operation(plain, plain[:-1])
 
 
+def test_memory_that_holds_no_values_yet_is_left_out() -> None:
+    found: list[TracedOperation] = []
+    with TracedOperations(lambda: ("", False), found.append):
+        torch.empty_like(torch.ones(3)).fill_(2.0)
+    assert [operation.name for operation in found] == ["ones", "fill_"]
+
+
 def test_rounding_and_modules_of_one_side_are_left_out() -> None:
     def made(bits: int, returned: float, module: str = "head") -> TracedOperation:
         return TracedOperation("mul", module, "train.py:1", False, 1.0, returned, bits)

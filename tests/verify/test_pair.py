@@ -10,6 +10,7 @@ import pytest
 from benchmarks.silent_bugs.pairs import PAIRS, Pair, is_right, judge
 from lockstep.cli import main
 from lockstep.config import Config, config_from
+from lockstep.errors import RunError
 from lockstep.verify.config_pair import compare_configs, losses_of_configs, other_keys
 from lockstep.verify.script.pair import PairedLosses
 from lockstep.verify.text import losses_text
@@ -71,6 +72,23 @@ def test_the_losses_of_two_configs_are_paired(tmp_path: Path) -> None:
     assert losses.error < losses.unpaired_error
 
 
+@pytest.mark.full
+def test_a_config_that_can_not_be_trained_is_named(tmp_path: Path) -> None:
+    b = config_of(**{"model.args": {"no_such": 1}})
+    with pytest.raises(RunError, match="B can't be trained: the model transformer takes no"):
+        losses_of_configs(config_of(), b, 2, tmp_path, START, lambda _line: None)
+
+
+@pytest.mark.full
+def test_a_script_that_takes_no_step_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("print('nothing')\n")
+    assert main(["compare", str(script), str(script)]) == 1
+    assert "no call of optimizer.step() was seen in A" in capsys.readouterr().out
+
+
 def test_the_error_of_a_mean_difference_is_that_of_the_pairs() -> None:
     losses = PairedLosses([1.5, 2.5, 3.0], [1.0, 2.0, 3.0])
     assert losses.difference == pytest.approx(1 / 3)
@@ -87,6 +105,10 @@ def test_the_error_of_a_mean_difference_is_that_of_the_pairs() -> None:
         (["nowhere.py", __file__], "there is no script nowhere.py"),
         (["run.yaml", __file__], "one of the two is a config, and the other is not"),
         ([__file__, __file__, "--steps", "0"], "--steps 0 compares nothing"),
+        (
+            ["a.yaml", "b.yaml", "--ranks", "2"],
+            "--ranks is for scripts: each config is trained by one process",
+        ),
         (
             ["torchrun --nproc-per-node 2 a.py", "torchrun --nproc-per-node 4 a.py"],
             "A and B are for different numbers of ranks",

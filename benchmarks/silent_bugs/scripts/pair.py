@@ -50,7 +50,7 @@ def loss_of(outputs: Tensor, targets: Tensor) -> Tensor:
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     if "other optimizer" in WAYS:
-        return torch.optim.NAdam(model.parameters(), lr=1e-2)
+        return torch.optim.NAdam(model.parameters(), lr=1e-2, weight_decay=0.01)
     rate = 2e-2 if "rate" in WAYS else 1e-2
     decay = 0.0 if "no decay" in WAYS else 0.01
     foreach = "one by one" not in WAYS

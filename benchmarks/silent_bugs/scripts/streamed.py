@@ -20,9 +20,9 @@ class Stream(IterableDataset[tuple[Tensor, Tensor]]):
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         worker = get_worker_info()
         workers = 1 if worker is None else worker.num_workers
-        rank, world = dist.get_rank(), dist.get_world_size()
-        if FAULT == "unsharded":
-            rank, world = 0, 1
+        sharded = FAULT != "unsharded"
+        rank = dist.get_rank() if sharded else 0
+        world = dist.get_world_size() if sharded else 1
         begin = rank * workers + (0 if worker is None else worker.id)
         yield from islice(self.samples(), begin, None, world * workers)
 

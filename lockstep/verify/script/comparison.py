@@ -114,12 +114,13 @@ class ScriptComparison:
         for number in range(min(self.outcome.steps, len(reference.steps))):
             step = reference.steps[number]
             self.size(step)
+            clips = any(one.steps[number].unclipped for one in (reference, *self.world.records))
             for clipped in (False, True):
                 right = self.gradients(number, World([reference]), clipped=clipped)[0]
                 for rank, mine in enumerate(self.gradients(number, self.world, clipped=clipped)):
                     off = distance(mine, right)
                     if off > limits[number][0]:
-                        aspect = "clipped gradients" if clipped and step.unclipped else "gradients"
+                        aspect = "clipped gradients" if clipped and clips else "gradients"
                         slices = gradients.slices_of(self.sizes)
                         distances = {
                             n: float(np.linalg.norm((mine - right)[at])) for n, at in slices.items()

@@ -65,7 +65,7 @@ class LoopDraw:
         return f"{self.name} at {self.line}"
 
     def has_value_of(self, other: "LoopDraw") -> bool:
-        """Whether another draw has the same numbers."""
+        """Return whether another draw has the same numbers."""
         return _equal(self.value, other.value)
 
 

@@ -332,6 +332,7 @@ class _ScriptObserver:
             )
 
     def _begin_pass(self) -> dict[str, Any]:
+        """Return the generators' states, and change how this pass draws and rounds if told so."""
         states = values.generator_states()
         self._trace()
         if self.task.mean_draws:

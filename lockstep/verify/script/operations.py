@@ -25,6 +25,7 @@ from lockstep.torch_compat.pytree import tree_leaves
 from lockstep.verify.recorded_flow import line_of_code
 
 _MOST = 100_000  # operations of a step
+_WITHOUT_VALUES = ("empty", "new_empty")  # what they return is written later
 _ROUNDING = 1e-5  # relative difference of a sum of magnitudes that is rounding
 
 
@@ -61,12 +62,13 @@ class TracedOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # before the operation, which may write into what it is given
         given = _magnitude((args, kwargs)) if self._count < _MOST else 0.0
         result = func(*args, **(kwargs or {}))
-        if func.namespace == "aten" and _is_plain(result) and self._count < _MOST:
+        name = func.overloadpacket.__name__
+        has_values = _is_plain(result) and not name.startswith(_WITHOUT_VALUES)
+        if func.namespace == "aten" and has_values and self._count < _MOST:
             line = line_of_code()
             if line:
                 self._count += 1
                 module, backward = self._where()
-                name = func.overloadpacket.__name__
                 bits = int(fingerprint(result.detach()))
                 returned = _magnitude(result)
                 self._note(TracedOperation(name, module, line, backward, given, returned, bits))

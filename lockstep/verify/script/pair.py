@@ -288,6 +288,7 @@ class _Pair(ScriptComparison):
         return ""
 
     def _other_draws(self) -> str:
+        """Return what the loop or a forward pass of B draws otherwise than A; empty if nothing."""
         for mine, right in zip(self.records, self.right, strict=True):
             for draw, other in zip(mine.draws, _as_drawn(right, mine), strict=False):
                 if draw.outside and other is not None and not draw.has_value_of(other):
@@ -306,11 +307,11 @@ class _Pair(ScriptComparison):
             mine = self.records[0].steps[number].settings
             right = self.right[0].steps[number].settings
             for group, other in zip(mine, right, strict=False):
-                for key in sorted({*group, *other}):
-                    if group.get(key) != other.get(key):
+                for key in sorted({*group} & {*other}):  # another optimizer has others
+                    if group[key] != other[key]:
                         name = "the learning rate" if key == "lr" else key
                         return (
-                            f"{name} is {group.get(key)} in B and {other.get(key)} in A,"
+                            f"{name} is {group[key]} in B and {other[key]} in A,"
                             f" in step {number + 1}"
                         )
         return ""
