@@ -7,7 +7,7 @@ import os
 from lockstep.cli import main
 from lockstep.cli.verbs import VERBS
 
-_DEEPER = {"submit": ("slurm", "kubernetes")}
+_DEEPER = {"data": ("show",), "submit": ("slurm", "kubernetes")}
 _INTRODUCTION = """# Command line
 
 `lockstep VERB --help` prints what stands here; this page is made from it. Options have torchrun's names where torchrun

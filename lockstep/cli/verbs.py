@@ -355,10 +355,29 @@ def bench(argv: list[str]) -> int:
 
 
 def data(argv: list[str]) -> int:
-    """Run `lockstep data prepare …`."""
+    """Run `lockstep data prepare …` or `lockstep data show CONFIG`."""
+    if argv[:1] == ["show"]:
+        return _show_data(argv[1:])
     from lockstep.data.prepare import prepare_command
 
     return prepare_command(argv)
+
+
+def _show_data(argv: list[str]) -> int:
+    """Run `lockstep data show CONFIG [KEY=VALUE …] [--samples N]`."""
+    text = "Print samples of a config's training data as text, and which of their tokens train."
+    parser = Parser("data show", text, ["lockstep data show chat.yaml --samples 1"])
+    add_config(parser)
+    parser.add_argument(
+        "--samples", metavar="N", type=int, default=2, help="how many of the first (default: 2)"
+    )
+    given = parser.parse(argv)
+    path, overrides = config_and_overrides(given)
+    assert path is not None
+    from lockstep.data import show
+
+    print(show.show(path, overrides, given.samples))
+    return EXIT_DONE
 
 
 def plan(argv: list[str]) -> int:
@@ -815,6 +834,6 @@ VERBS: dict[str, Verb] = {
     "report": (report, "draw what runs did, and advise what to do next"),
     "top": (top, "show what the ranks of a running run do, again each second"),
     "bench": (bench, "measure how a config scales over ranks"),
-    "data": (data, "prepare data"),
+    "data": (data, "prepare data, and show what of them is trained"),
     "completion": (completion, "print a script that lets bash or zsh complete"),
 }

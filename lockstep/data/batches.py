@@ -18,6 +18,7 @@ class Data:
     """Training and validation data.
 
     `facts`: the `source`, and arguments of the model that the config leaves unset.
+    `notices`: lines that a run logs at its start, as on what was left out.
     """
 
     train: Any  # a map-style dataset, or an iterable one
@@ -26,6 +27,8 @@ class Data:
     facts: dict[str, Any] = field(default_factory=dict)
     encode: Callable[[str], list[int]] | None = None  # from text to tokens
     decode: Callable[[Sequence[int]], str] | None = None
+    decode_special: Callable[[Sequence[int]], str] | None = None  # with special tokens
+    notices: Sequence[str] = ()
 
 
 class CollatingDataset(Dataset[dict[str, Tensor]]):

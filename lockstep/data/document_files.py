@@ -2,8 +2,8 @@
 
 | files | a document is |
 |---|---|
-| `.jsonl`, `.jsonl.gz` | a line: an object with the text in one of its fields |
-| `.parquet`, `.arrow` | a row, with the text in one of its columns |
+| `.jsonl`, `.jsonl.gz` | a line: an object with the text, or a conversation, in one of its fields |
+| `.parquet`, `.arrow` | a row, likewise with one in one of its columns |
 | `.npy` | a row of token numbers, or all of them where there is one dimension |
 | any other | the file, UTF-8 text, which comes in several records |
 
@@ -32,28 +32,48 @@ _COMPRESSED = (".zst", ".xz", ".bz2", ".zip", ".gz")
 
 
 @dataclass(frozen=True)
+class Field:
+    """Which field of a row holds the document."""
+
+    name: str = "text"
+    holds_messages: bool = False  # it is a conversation, not a text
+
+    @property
+    def key(self) -> str:
+        """The key of a config that names it."""
+        return "messages_field" if self.holds_messages else "text_field"
+
+
+TEXT = Field()
+
+
+@dataclass(frozen=True)
 class Record:
     """A document, or a part of one that is long."""
 
-    content: str | NDArray[Any]  # its text, or its tokens
+    content: str | NDArray[Any] | list[Any]  # its text, its tokens, or the messages of it
     where: str  # the file, and the line or the row in it
     size: int  # bytes of the file, about
     row: Mapping[str, Any] | None = None  # what else is known of the document
     ends: bool = True  # the document ends with it
 
 
-def records_of(file: Path, text_field: str, first: int = 0) -> Iterator[Record | None]:
+def records_of(file: Path, field: Field = TEXT, first: int = 0) -> Iterator[Record | None]:
     """Yield the records of a file from the number `first` on; None for a blank line.
 
     A UsageError names the line or the row that can't be read.
     """
     name = file.name
     if name.endswith(_JSON):
-        return islice(_of_lines(file, text_field, first), first, None)
+        return islice(_of_lines(file, field, first), first, None)
     if name.endswith(".parquet"):
-        return _of_parquet(file, text_field, first)
+        return _of_parquet(file, field, first)
     if name.endswith(".arrow"):
-        return _of_arrow(file, text_field, first)
+        return _of_arrow(file, field, first)
+    if field.holds_messages:
+        what = f"{file} holds no rows, and so no conversations"
+        fix = "write them as .jsonl, .jsonl.gz, .parquet or .arrow"
+        raise UsageError(what, where="messages_field", fix=fix)
     if name.endswith(".npy"):
         return islice(_of_tokens(file), first, None)
     if name.endswith(_COMPRESSED):
@@ -62,20 +82,20 @@ def records_of(file: Path, text_field: str, first: int = 0) -> Iterator[Record |
     return islice(_of_text(file), first, None)
 
 
-def _of_lines(file: Path, text_field: str, first: int) -> Iterator[Record | None]:
+def _of_lines(file: Path, field: Field, first: int) -> Iterator[Record | None]:
     """Yield a record for each line; those before `first` are not looked at."""
     number = 0
     try:
         with gzip.open(file, "rb") if file.name.endswith(".gz") else file.open("rb") as opened:
             for number, line in enumerate(opened, start=1):
                 skipped = number <= first or not line.strip()
-                yield None if skipped else _of_line(file, number, line, text_field)
+                yield None if skipped else _of_line(file, number, line, field)
     except (OSError, EOFError) as error:  # of gzip: a damaged or truncated file
         what = f"{file} can't be read after line {number}"
         raise UsageError(what, where=f"{file}:{number + 1}", why=str(error)) from None
 
 
-def _of_line(file: Path, number: int, line: bytes, text_field: str) -> Record:
+def _of_line(file: Path, number: int, line: bytes, field: Field) -> Record:
     """Return the record of a line of JSON, or raise a UsageError with its number."""
     where = f"{file}:{number}"
     try:
@@ -89,24 +109,31 @@ def _of_line(file: Path, number: int, line: bytes, text_field: str) -> Record:
         raise UsageError(what, where=where, why=f"{why}{column}", fix=fix) from None
     if not isinstance(row, dict):
         what = f"line {number} of {file.name} is a {type(row).__name__}, not an object"
-        raise UsageError(what, where=where, fix=f'write {{"{text_field}": "…"}}')
-    return Record(_text_in(row, text_field, where), where, len(line), row)
+        raise UsageError(what, where=where, fix=f'write {{"{field.name}": "…"}}')
+    return Record(_content_of(row, field, where), where, len(line), row)
 
 
-def _text_in(row: Mapping[str, Any], text_field: str, where: str) -> str:
-    """Return the text of a row, or raise a UsageError that names what is there instead."""
-    if text_field not in row:
-        what = f"there is no {text_field!r} in {where}"
-        fix = f"name the field that holds the text: it has {listed(list(row)) or 'none'}"
-        raise UsageError(what, where="text_field", fix=fix)
-    text = row[text_field]
-    if not isinstance(text, str):
-        what = f"{text_field!r} is {type(text).__name__}, not text, in {where}"
+def _content_of(row: Mapping[str, Any], field: Field, where: str) -> Any:
+    """Return the document in a row, or raise a UsageError that names what is there instead."""
+    if field.name not in row:
+        what = f"there is no {field.name!r} in {where}"
+        holds = "the messages" if field.holds_messages else "the text"
+        fix = f"name the field that holds {holds}: it has {listed(list(row)) or 'none'}"
+        if "messages" in row and not field.holds_messages:
+            fix = "of conversations write messages_field: messages"
+        raise UsageError(what, where=field.key, fix=fix)
+    content = row[field.name]
+    kind = type(content).__name__
+    if field.holds_messages and not isinstance(content, list):
+        what = f"{field.name!r} is {kind}, not a list of messages, in {where}"
+        raise UsageError(what, where=where, fix="name a field of messages, or leave the row out")
+    if not field.holds_messages and not isinstance(content, str):
+        what = f"{field.name!r} is {kind}, not text, in {where}"
         raise UsageError(what, where=where, fix="name a field of text, or leave the row out")
-    return text
+    return content
 
 
-def _of_parquet(file: Path, text_field: str, first: int) -> Iterator[Record]:
+def _of_parquet(file: Path, field: Field, first: int) -> Iterator[Record]:
     """Yield a record for each row of a parquet file."""
     try:
         from pyarrow import ArrowException
@@ -119,7 +146,7 @@ def _of_parquet(file: Path, text_field: str, first: int) -> Iterator[Record]:
         for batch in opened.iter_batches(ROWS):
             skipped = max(0, first - begin)
             rows = batch.slice(skipped).to_pylist() if skipped < len(batch) else []
-            yield from _of_rows(file, rows, text_field, begin + skipped)
+            yield from _of_rows(file, rows, field, begin + skipped)
             begin += len(batch)
     except (ArrowException, OSError) as error:
         raise UsageError(
@@ -129,7 +156,7 @@ def _of_parquet(file: Path, text_field: str, first: int) -> Iterator[Record]:
         ) from None
 
 
-def _of_arrow(file: Path, text_field: str, first: int) -> Iterator[Record]:
+def _of_arrow(file: Path, field: Field, first: int) -> Iterator[Record]:
     """Yield a record for each row of a file that the package `datasets` wrote."""
     try:
         import datasets
@@ -141,14 +168,14 @@ def _of_arrow(file: Path, text_field: str, first: int) -> Iterator[Record]:
         what = f"{file} is not an Arrow file that can be read"
         why = first_line(error)
         raise UsageError(what, where="data.args.sources", why=why) from None
-    yield from _of_rows(file, (rows[n] for n in range(first, len(rows))), text_field, first)
+    yield from _of_rows(file, (rows[n] for n in range(first, len(rows))), field, first)
 
 
-def _of_rows(file: Path, rows: Any, text_field: str, first: int) -> Iterator[Record]:
+def _of_rows(file: Path, rows: Any, field: Field, first: int) -> Iterator[Record]:
     for number, row in enumerate(rows, start=first):
         where = f"{file}, row {number}"
-        text = _text_in(row, text_field, where)
-        yield Record(text, where, len(text), row)
+        content = _content_of(row, field, where)
+        yield Record(content, where, len(str(content)), row)
 
 
 def _of_tokens(file: Path) -> Iterator[Record]:

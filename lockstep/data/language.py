@@ -24,16 +24,15 @@ from lockstep.paths import local_path
 
 
 class Tokenizer:
-    """A tokenizer: `bytes` (256 tokens, no file), or the path of a `tokenizer.json`.
+    """A tokenizer: `bytes` (256 tokens), the path of a `tokenizer.json`, or of a folder with one.
 
     Anything else raises a UsageError.
     """
 
     def __init__(self, name: str = "bytes") -> None:
         self.name = name
-        self._model: Any = (
-            None if name == "bytes" else _load(local_path(name, "data.args.tokenizer"))
-        )
+        self.file = tokenizer_file(name)
+        self._model: Any = None if self.file is None else _load(self.file)
         self.vocab_size: int = 256 if self._model is None else self._model.get_vocab_size()
 
     def encode(self, text: str) -> list[int]:
@@ -47,16 +46,55 @@ class Tokenizer:
             return np.frombuffer(text.encode(), dtype=np.uint8)
         return np.asarray(self.encode(text), dtype=self.dtype)
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens; bytes that are not UTF-8 become replacement characters."""
+    def encode_with_ranges(self, text: str) -> tuple[NDArray[Any], NDArray[np.int64]]:
+        """Return the tokens of a text, and the range of its characters that each stands for.
+
+        The ranges, [tokens, 2], leave nothing out between them: what a tokenizer drops, or does not
+        count to a token, such as a space before a word, belongs to the token after it.
+        """
+        if self._model is None:
+            lengths = [len(character.encode()) for character in text]
+            begins = np.repeat(np.arange(len(text)), lengths)
+            return self.encode_array(text), np.stack([begins, begins + 1], axis=1)
+        encoded = self._model.encode(text, add_special_tokens=False)
+        ranges = np.array(encoded.offsets, np.int64).reshape(-1, 2)
+        ends = np.maximum.accumulate(ranges[:, 1]) if len(ranges) else ranges[:, 1]
+        before = np.concatenate([np.zeros(1, np.int64), ends])[: len(ends)]
+        begins = np.minimum(ranges[:, 0], before)
+        return np.asarray(encoded.ids, dtype=self.dtype), np.stack([begins, ends], axis=1)
+
+    def special_tokens(self) -> list[str]:
+        """Return the texts of special tokens, such as the one that ends a turn."""
+        added = {} if self._model is None else self._model.get_added_tokens_decoder()
+        return [token.content for token in added.values() if token.special]
+
+    @property
+    def contents(self) -> bytes:
+        """What is in its file, by which tokenizers are compared; empty: bytes."""
+        return b"" if self.file is None else self.file.read_bytes()
+
+    def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
+        """Return the text of tokens; bytes that are not UTF-8 become replacement characters.
+
+        Special tokens are left out, unless `special`.
+        """
         if self._model is None:
             return bytes(int(token) for token in tokens).decode(errors="replace")
-        return str(self._model.decode([int(token) for token in tokens]))
+        numbers = [int(token) for token in tokens]
+        return str(self._model.decode(numbers, skip_special_tokens=not special))
 
     @property
     def dtype(self) -> np.dtype[Any]:
         """The smallest type that holds the vocabulary: uint8, uint16 or uint32."""
         return np.min_scalar_type(self.vocab_size - 1)
+
+
+def tokenizer_file(name: str) -> Path | None:
+    """Return the file of a tokenizer that a config names; None for `bytes`."""
+    if name == "bytes":
+        return None
+    path = local_path(name, "data.args.tokenizer")
+    return path / "tokenizer.json" if path.is_dir() else path
 
 
 def _load(path: Path) -> Any:

@@ -9,6 +9,9 @@
         sequence_length: 512
         packing: first_fit
 
+Sources of conversations, with `messages_field`, are packed without being cut, and have targets
+where somebody answers (`conversations`).
+
 A sample is `{"input_ids", "targets", "document_ids"}`, each int64 [sequence_length]. The numbers of
 the documents keep them apart in attention, and positions count from each one's begin
 (`lockstep.models.attention.Attend`). Which pieces make a sequence follows from lengths alone
@@ -18,6 +21,7 @@ Tests: tests/data/test_packed.py, tests/parity/test_packed.py
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,7 +32,7 @@ from torch import Tensor
 from lockstep.data.batches import CollatingDataset, Data
 from lockstep.data.language import IGNORED, Tokens, at_least_one, check_fraction
 from lockstep.data.mixing import MixedOrder
-from lockstep.data.packing import PACKINGS, PackingPlan
+from lockstep.data.packing import PACKINGS, PackingPlan, WholePlan
 from lockstep.data.permutation import EpochOrder
 from lockstep.data.sources import (
     Source,
@@ -50,17 +54,20 @@ class PackedDocuments(CollatingDataset):
         draws: of each source in a block of the mixture; unset: each source once an epoch.
         num_samples: sequences in an epoch; unset: as many as there are.
         names: of the sources, to tell their losses apart.
+        trained: of each source, which tokens are targets; None, or unset: all are.
     """
 
     def __init__(
         self,
         tokens: Sequence[Tokens],
-        plans: Sequence[PackingPlan],
+        plans: Sequence[PackingPlan | WholePlan],
         draws: Sequence[int] | None = None,
         num_samples: int | None = None,
         names: Sequence[str] = (),
+        trained: Sequence[Tokens | None] | None = None,
     ) -> None:
         self._tokens = list(tokens)
+        self._trained = [None] * len(tokens) if trained is None else list(trained)
         self._plans = list(plans)
         self._sizes = [len(plan) for plan in plans]
         self._bounds = np.cumsum([0, *self._sizes])
@@ -82,7 +89,11 @@ class PackedDocuments(CollatingDataset):
             return found
         for number, name in enumerate(self._names):
             unique = f"{name} [{number}]" if name in found else name
-            found[unique] = PackedDocuments([self._tokens[number]], [self._plans[number]])
+            found[unique] = PackedDocuments(
+                [self._tokens[number]],
+                [self._plans[number]],
+                trained=[self._trained[number]],
+            )
         return found
 
     def epoch_order(self, seed: int, *, shuffle: bool) -> EpochOrder | None:
@@ -122,6 +133,7 @@ class PackedDocuments(CollatingDataset):
             raise IndexError(f"sequence {index} of {len(self)}")
         source = int(np.searchsorted(self._bounds, index, side="right")) - 1
         tokens = self._tokens[source]
+        trained = self._trained[source]
         begin = 0
         number = 0
         for piece in self._plans[source].pieces(index - int(self._bounds[source])):
@@ -129,6 +141,9 @@ class PackedDocuments(CollatingDataset):
             taken = tokens[piece.token : piece.token + piece.length + 1]
             input_ids[begin:end] = taken[:-1]
             targets[begin:end] = taken[1:]
+            if trained is not None:
+                counts = trained[piece.token + 1 : piece.token + piece.length + 1]
+                targets[begin:end][counts == 0] = IGNORED
             document_ids[begin:end] = number
             begin = end
             number += 1
@@ -148,9 +163,11 @@ def documents(
 
     `sources` lists paths, or dicts with a `path` and a `weight`, the source's share of all
     sequences, or `epochs`, how often it comes in an epoch (1 if neither is written); also
-    `text_field` (`text`), and of files `min_tokens`, `max_tokens` and `keep`. `validation` lists
-    others, or else the last documents of each source are held out, by `validation_fraction`. The
-    `tokenizer` of files is `bytes`, or the path of a `tokenizer.json`.
+    `text_field` (`text`) or, of conversations, `messages_field`, and of files `min_tokens`,
+    `max_tokens` and `keep`. `validation` lists others, or else the last documents of each source
+    are held out, by `validation_fraction`. The `tokenizer` of files is `bytes`, or the path of a
+    `tokenizer.json`, or of a folder with one and, for conversations, a chat template. `packing` is
+    that of texts: conversations are not cut.
     """
     if at_least_one("sequence_length", sequence_length) == 1:
         what = "sequence_length is 1: nothing is before a token that is predicted"
@@ -168,7 +185,9 @@ def documents(
         held_out = [opened(e, tokenizer) for e in described(validation, "data.args.validation")]
     require_one_tokenizer([*found, *held_out])
 
-    def plan(source: Source, first: int, last: int) -> PackingPlan:
+    def plan(source: Source, first: int, last: int) -> PackingPlan | WholePlan:
+        if source.trained is not None:
+            return WholePlan(source.ends, sequence_length, first, last)
         return PackingPlan(source.ends, sequence_length, packing, first, last)
 
     borders = [len(each.ends) - int(len(each.ends) * validation_fraction) for each in found]
@@ -176,7 +195,17 @@ def documents(
     require_sequences(found, list(map(len, plans)))
     draws, num_samples = draws_of(listed, list(map(len, plans)))
     paths = [each.path for each in found]
-    train = PackedDocuments([each.tokens for each in found], plans, draws, num_samples, paths)
+    train = PackedDocuments(
+        [each.tokens for each in found],
+        plans,
+        draws,
+        num_samples,
+        paths,
+        [each.trained for each in found],
+    )
+    notices = [line for each in found for line in each.notices]
+    for source, its in zip(found, plans, strict=True):
+        notices += shortened(source, its)
 
     begins = borders if validation is None else [0] * len(held_out)
     parts = [
@@ -190,6 +219,7 @@ def documents(
             [source.tokens for source, _ in parts],
             [its for _, its in parts],
             names=[source.path for source, _ in parts],
+            trained=[source.trained for source, _ in parts],
         )
     chosen = found[0].tokenizer
     facts = {
@@ -197,4 +227,26 @@ def documents(
         "block_size": sequence_length,
         "source": ", ".join(paths),
     }
-    return Data(train, held, facts, chosen.encode, chosen.decode)
+    with_special = partial(chosen.decode, special=True)
+    return Data(train, held, facts, chosen.encode, chosen.decode, with_special, notices)
+
+
+def shortened(source: Source, plan: PackingPlan | WholePlan) -> list[str]:
+    """Return a line on conversations that are longer than a sequence, if there are any."""
+    if not isinstance(plan, WholePlan) or not plan.too_long:
+        return []
+    assert source.trained is not None
+    length = plan.sequence_length
+    lost = 0
+    empty = 0
+    for begin, end in plan.too_long:
+        kept = int(source.trained[begin + 1 : begin + length + 1].sum())
+        lost += int(source.trained[begin + length + 1 : end].sum())
+        empty += kept == 0
+    line = (
+        f"{len(plan.too_long):,} of {len(source.ends):,} conversations of {source.path} are longer"
+        f" than a sequence of {length} tokens, which loses {lost:,} tokens of answers"
+    )
+    if empty:
+        line += f"; nothing is trained of {empty:,}"
+    return [f"{line}; raise data.args.sequence_length, or leave them out by max_tokens"]

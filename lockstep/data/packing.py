@@ -16,6 +16,9 @@ its targets all but the first. Laid end to end, documents of 4, 3 and 6 tokens t
 A document of more positions than a sequence is cut in any case. No target is lost where a document
 is cut: the last target before a cut is the first token behind it.
 
+An answer means nothing without its question, so conversations are never cut: `WholePlan` packs
+them, too, and shortens those that are longer than a sequence.
+
 Where a window begins follows from its number, and its documents are found in the sorted list of
 their ends by bisection. So any sequence is found in as many reads as any other, and no plan is
 written or kept.
@@ -29,7 +32,7 @@ written or kept.
 Tests: tests/data/test_packing.py
 """
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right, insort
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -38,6 +41,7 @@ from numpy.typing import NDArray
 WINDOW = 32  # sequences whose documents are packed together
 FILLED = 31  # sequences that these documents would fill; what is left is room to fit them
 PACKINGS = ("first_fit", "in_order")
+WHOLE_WINDOW = 1024  # documents that are packed together where none is cut
 _MOST_KEPT = 64  # windows whose plans are kept, for their next sequence
 
 
@@ -137,6 +141,98 @@ class PackingPlan:
         found = zip(numbers.tolist(), (starts + skipped).tolist(), lengths.tolist(), strict=True)
         # A document of one token has nothing to predict.
         return [Piece(*piece) for piece in found if piece[2] > 0]
+
+
+class WholePlan:
+    """The sequences of the documents `first` to `last` of a list, none of which is cut.
+
+    Runs of `WHOLE_WINDOW` documents are packed together: the longest first, each into the fullest
+    sequence that has room for it. All lengths are read once, to count the sequences of each run:
+    some two seconds for a million documents. Where a document is longer than a sequence, what does
+    not fit is left out: `too_long` lists these documents. The last of these three has one position
+    more than the sequence:
+
+        >>> plan = WholePlan(np.array([4, 7, 14]), 5)
+        >>> plan.pieces(0)
+        [Piece(document=2, token=7, length=5)]
+        >>> plan.pieces(1)
+        [Piece(document=0, token=0, length=3), Piece(document=1, token=4, length=2)]
+    """
+
+    def __init__(
+        self, ends: Ends, sequence_length: int, first: int = 0, last: int | None = None
+    ) -> None:
+        self.sequence_length = sequence_length
+        self._ends = ends
+        self._first = first
+        self._last = len(ends) if last is None else last
+        self._kept: dict[int, list[list[Piece]]] = {}
+        self.too_long: list[tuple[int, int]] = []  # begin and end among the tokens, of each
+        self._counts = [0]  # sequences before each window
+        for window in range(-(-(self._last - first) // WHOLE_WINDOW)):
+            begins, stops = self._bounds(window)
+            lengths = stops - begins - 1
+            for number in np.flatnonzero(lengths > sequence_length).tolist():
+                self.too_long.append((int(begins[number]), int(stops[number])))
+            count = len(_packed(np.minimum(lengths, sequence_length).tolist(), sequence_length))
+            self._counts.append(self._counts[-1] + count)
+
+    def __len__(self) -> int:
+        return self._counts[-1]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_kept": {}}
+
+    def pieces(self, sequence: int) -> list[Piece]:
+        """Return what a sequence consists of, in order."""
+        window = bisect_right(self._counts, sequence) - 1
+        if window not in self._kept:
+            if len(self._kept) >= _MOST_KEPT:
+                self._kept.clear()
+            self._kept[window] = self._planned(window)
+        return self._kept[window][sequence - self._counts[window]]
+
+    def _planned(self, window: int) -> list[list[Piece]]:
+        begins, stops = self._bounds(window)
+        lengths = np.minimum(stops - begins - 1, self.sequence_length).tolist()
+        tokens = begins.tolist()
+        first = self._first + window * WHOLE_WINDOW
+        return [
+            [Piece(first + number, tokens[number], lengths[number]) for number in sequence]
+            for sequence in _packed(lengths, self.sequence_length)
+        ]
+
+    def _bounds(self, window: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return where the documents of a window begin and end among the tokens."""
+        first = self._first + window * WHOLE_WINDOW
+        last = min(first + WHOLE_WINDOW, self._last)
+        stops = self._ends[first:last].astype(np.int64)
+        before = int(self._ends[first - 1 : first][0]) if first else 0
+        return np.concatenate([np.array([before]), stops[:-1]]), stops
+
+
+def _packed(lengths: list[int], length: int) -> list[list[int]]:
+    """Return which documents, by their numbers, make which sequence; those of no length are none's.
+
+    Each is put into the sequence that it fills best, the longest first.
+    """
+    packed: list[list[int]] = []
+    free: list[tuple[int, int]] = []  # room and number of each sequence that is not full, sorted
+    for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
+        needed = lengths[number]
+        if needed <= 0:  # a document of one token has nothing to predict
+            break
+        place = bisect_left(free, (needed, 0))
+        if place == len(free):
+            room = length
+            sequence = len(packed)
+            packed.append([])
+        else:
+            room, sequence = free.pop(place)
+        packed[sequence].append(number)
+        if room > needed:
+            insort(free, (room - needed, sequence))
+    return packed
 
 
 def _position_of(ends: Ends, document: int) -> int:

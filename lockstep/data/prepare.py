@@ -23,10 +23,12 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.data.document_files import Record, records_of
+from lockstep.data.conversations import ChatTemplate
+from lockstep.data.document_files import TEXT, Field, Record, records_of
 from lockstep.data.filters import Filters, told
 from lockstep.data.gathering import Gatherer
 from lockstep.data.language import Tokenizer
+from lockstep.data.sources import noted
 from lockstep.data.text import PYTHON_DOCS, text_files, topics
 from lockstep.data.token_folder import (
     DOCUMENTS,
@@ -35,6 +37,7 @@ from lockstep.data.token_folder import (
     HEADER,
     TOKENIZER,
     TOKENS,
+    TRAINED,
 )
 from lockstep.errors import UsageError
 from lockstep.paths import local_path
@@ -49,7 +52,7 @@ def prepare(
     out: Path | str,
     tokenizer: str = "bytes",
     *,
-    text_field: str = "text",
+    field: Field = TEXT,
     filters: Filters | None = None,
     advance: Advance = lambda _bytes: None,
     say: Callable[[str], None] = lambda _line: None,
@@ -63,30 +66,34 @@ def prepare(
     """
     out = local_path(out, "--out")
     chosen = Tokenizer(tokenizer)
+    template = ChatTemplate(chosen) if field.holds_messages else None
     filters = filters or Filters()
     if out.exists():
         raise UsageError(
             f"{out} exists already", where="--out", fix="choose another folder, or remove it"
         )
     files = [] if str(source) == "python-docs" else text_files(local_path(source, "SOURCE"))
-    begun_with = _facts(files, source, tokenizer, text_field, filters)
+    begun_with = _facts(files, source, chosen, field, filters, template)
     temporary = out.with_name(f".{out.name}.preparing")
     try:
         with _only_one(temporary, out):
-            draft = _Draft(temporary, begun_with, chosen, filters)
-            _write(draft, files, text_field, advance, say)
+            draft = _Draft(temporary, begun_with, chosen, filters, template)
+            _write(draft, files, field, advance, say)
+            for line in noted(template):
+                say(line)
             header = {
                 "format": FORMAT,
                 "dtype": draft.dtype.name,
                 "num_tokens": draft.num_tokens,
                 "vocab_size": chosen.vocab_size,
-                "tokenizer": "bytes" if tokenizer == "bytes" else TOKENIZER,
+                "tokenizer": "bytes" if chosen.file is None else TOKENIZER,
                 "source": str(source) if files else PYTHON_DOCS,
                 "documents": filters.kept,
                 "left_out": dict(filters.left_out),
+                "has_answers": template is not None,
             }
-            if tokenizer != "bytes":
-                shutil.copyfile(tokenizer, temporary / TOKENIZER)
+            if chosen.file is not None:
+                shutil.copyfile(chosen.file, temporary / TOKENIZER)
             (temporary / HEADER).write_text(json.dumps(header, indent=2) + "\n")
             (temporary / PROGRESS).unlink()
             temporary.rename(out)
@@ -98,7 +105,7 @@ def prepare(
 def _write(
     draft: "_Draft",
     files: Sequence[Path],
-    text_field: str,
+    field: Field,
     advance: Advance,
     say: Callable[[str], None],
 ) -> None:
@@ -107,7 +114,7 @@ def _write(
         with draft:
             if draft.filters.kept:
                 say(f"goes on after {draft.filters.kept:,} documents that an earlier process wrote")
-            for number, record in _records(files, text_field, draft.file, draft.record):
+            for number, record in _records(files, field, draft.file, draft.record):
                 draft.take(number, record)
                 advance(record.size if record is not None else 0)
             draft.save()
@@ -120,27 +127,32 @@ def _write(
 
 
 def _facts(
-    files: Sequence[Path], source: Path | str, tokenizer: str, text_field: str, filters: Filters
+    files: Sequence[Path],
+    source: Path | str,
+    tokenizer: Tokenizer,
+    field: Field,
+    filters: Filters,
+    template: ChatTemplate | None,
 ) -> dict[str, Any]:
     """Return what the contents of the folder follow from, as JSON."""
-    of_tokenizer = 0 if tokenizer == "bytes" else zlib.crc32(Path(tokenizer).read_bytes())
     return {
         "source": str(source),
         "files": [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in files],
-        "tokenizer": [tokenizer, of_tokenizer],
-        "text_field": text_field,
+        "tokenizer": [tokenizer.name, zlib.crc32(tokenizer.contents)],
+        "template": None if template is None else template.text,
+        field.key: field.name,
         "filters": [filters.min_tokens, filters.max_tokens, filters.keep],
     }
 
 
 def _records(
-    files: Sequence[Path], text_field: str, file: int, record: int
+    files: Sequence[Path], field: Field, file: int, record: int
 ) -> Iterator[tuple[int, Record | None]]:
     """Yield all records from a record of a file on, each with the number of its file."""
     if not files and record == 0:  # in one piece, like the data set: it is small
         yield 0, Record("\n\n".join(topics()), PYTHON_DOCS, 0)
     for number in range(file, len(files)):
-        for found in records_of(files[number], text_field, record if number == file else 0):
+        for found in records_of(files[number], field, record if number == file else 0):
             yield number, found
 
 
@@ -168,7 +180,12 @@ class _Draft:
     """
 
     def __init__(
-        self, folder: Path, begun_with: dict[str, Any], tokenizer: Tokenizer, filters: Filters
+        self,
+        folder: Path,
+        begun_with: dict[str, Any],
+        tokenizer: Tokenizer,
+        filters: Filters,
+        template: ChatTemplate | None,
     ) -> None:
         self.dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
         self.folder = folder
@@ -180,7 +197,11 @@ class _Draft:
         self.record = found.get("record", 0)
         self.num_tokens = found.get("num_tokens", 0)  # of documents that have ended
         filters.go_on_from(found.get("documents", 0), found.get("left_out", {}))
-        self._gatherer = Gatherer(self, tokenizer, filters, found.get("open_tokens", 0))
+        self._template = template
+        if template is not None:
+            template.notes.update(found.get("notes", {}))
+        open_tokens = found.get("open_tokens", 0)
+        self._gatherer = Gatherer(self, tokenizer, filters, template, open_tokens)
 
     def _saved(self) -> dict[str, Any]:
         """Return what an earlier process has saved, if it did the same work; else nothing."""
@@ -198,6 +219,11 @@ class _Draft:
         with ExitStack() as stack:
             self._tokens = stack.enter_context(open(self.folder / TOKENS, "ab"))
             self._ends = stack.enter_context(open(self.folder / DOCUMENTS, "ab"))
+            self._files = [self._tokens, self._ends]
+            if self._template is not None:
+                self._trained = stack.enter_context(open(self.folder / TRAINED, "ab"))
+                self._trained.truncate(self.num_tokens)
+                self._files.append(self._trained)
             self._stack = stack.pop_all()
         self._truncate(self._tokens, self.num_tokens + self._gatherer.open_tokens)
         self._ends.truncate(self.filters.kept * np.dtype(ENDS).itemsize)
@@ -219,8 +245,10 @@ class _Draft:
         if self._unsaved >= SAVED_EVERY:
             self.save()
 
-    def add(self, tokens: NDArray[Any]) -> None:
+    def add(self, tokens: NDArray[Any], trained: NDArray[np.bool_] | None = None) -> None:
         self._tokens.write(tokens.astype(self.dtype).tobytes())
+        if trained is not None:
+            self._trained.write(trained.astype(np.uint8).tobytes())
 
     def end(self) -> None:
         self.num_tokens += self._gatherer.open_tokens
@@ -232,7 +260,7 @@ class _Draft:
 
     def save(self) -> None:
         """Bring everything to the disk, and then note how far it is good."""
-        for file in (self._tokens, self._ends):
+        for file in self._files:
             file.flush()
             os.fsync(file.fileno())
         state = {
@@ -243,6 +271,7 @@ class _Draft:
             "documents": self.filters.kept,
             "open_tokens": self._gatherer.open_tokens,
             "left_out": dict(self.filters.left_out),
+            "notes": {} if self._template is None else dict(self._template.notes),
         }
         fresh = self.folder / f"{PROGRESS}.new"
         with fresh.open("w") as written:
@@ -260,18 +289,23 @@ def prepare_command(argv: Sequence[str]) -> int:
         description="Turn documents into tokens, for the data sets `tokens` and `documents`.",
         epilog="examples:\n  lockstep data prepare text.txt --out tokens\n"
         "  lockstep data prepare pages.jsonl --out pages --min-tokens 16\n"
-        "What a killed process has written is used by the next with the same arguments.",
+        "  lockstep data prepare chat.jsonl --out chat --messages-field messages"
+        " --tokenizer FOLDER\n"
+        "What a killed process has written is used by the next with the same arguments.\n"
+        "`lockstep data show CONFIG` prints samples, and what of them is trained.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("verb", choices=("prepare",), help=argparse.SUPPRESS)
     text = "a file or a folder of text, .jsonl, .jsonl.gz, .parquet, .arrow or .npy; or python-docs"
     parser.add_argument("source", metavar="SOURCE", help=text)
     parser.add_argument("--out", metavar="DIR", required=True, help="the folder to make")
-    parser.add_argument(
-        "--tokenizer", default="bytes", help="bytes (default), or a Hugging Face tokenizer.json"
-    )
+    text = "bytes (default), a Hugging Face tokenizer.json, or a folder with one"
+    parser.add_argument("--tokenizer", default="bytes", help=text)
+    only = parser.add_mutually_exclusive_group()
     text = "the field or column that holds the text (text)"
-    parser.add_argument("--text-field", metavar="NAME", default="text", help=text)
+    only.add_argument("--text-field", metavar="NAME", default="text", help=text)
+    text = "the one that holds the messages of conversations; --tokenizer has their chat template"
+    only.add_argument("--messages-field", metavar="NAME", help=text)
     text = "leave out documents of fewer tokens"
     parser.add_argument("--min-tokens", metavar="N", type=int, default=1, help=text)
     parser.add_argument(
@@ -281,6 +315,9 @@ def prepare_command(argv: Sequence[str]) -> int:
     parser.add_argument("--keep", metavar="NAME", help=text)
     given = parser.parse_args(list(argv))
     filters = Filters(given.min_tokens, given.max_tokens, given.keep)
+    field = Field(given.text_field)
+    if given.messages_field is not None:
+        field = Field(given.messages_field, holds_messages=True)
     files = [] if given.source == "python-docs" else text_files(local_path(given.source, "SOURCE"))
     with progress_of(
         f"tokens of {given.source}", sum(file.stat().st_size for file in files)
@@ -289,7 +326,7 @@ def prepare_command(argv: Sequence[str]) -> int:
             given.source,
             given.out,
             given.tokenizer,
-            text_field=given.text_field,
+            field=field,
             filters=filters,
             advance=advance,
             say=print,
@@ -298,6 +335,9 @@ def prepare_command(argv: Sequence[str]) -> int:
     if line := told(filters.left_out):
         print(line)
     path = quote(str(given.out))
+    if field.holds_messages:
+        print(f"use it with   data: {{name: documents, args: {{sources: [{path}]}}}}")
+        return 0
     print(f"use it with   data: {{name: tokens, args: {{path: {path}}}}}")
     print(f"or packed     data: {{name: documents, args: {{sources: [{path}]}}}}")
     return 0

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.data.document_files import records_of
+from lockstep.data.conversations import ChatTemplate
+from lockstep.data.document_files import Field, records_of
 from lockstep.data.filters import Filters, told
 from lockstep.data.gathering import Gathered, Gatherer
 from lockstep.data.language import Tokenizer, Tokens
@@ -25,6 +26,7 @@ from lockstep.data.token_folder import (
     ends_of,
     read_header,
     tokenizer_of,
+    trained_of,
 )
 from lockstep.environment import rank_facts
 from lockstep.errors import UsageError, did_you_mean
@@ -33,7 +35,8 @@ from lockstep.progress import progress_of
 
 _FILTERS = {"min_tokens": int, "max_tokens": int, "keep": str}
 _SHARES = {"weight": (int, float), "epochs": (int, float)}
-_KEYS: dict[str, Any] = {"path": str, "text_field": str, **_SHARES, **_FILTERS}
+_FIELDS = {"text_field": str, "messages_field": str}
+_KEYS: dict[str, Any] = {"path": str, **_FIELDS, **_SHARES, **_FILTERS}
 _EXAMPLE = "write sources: [{path: pages.jsonl, weight: 0.7}, {path: notes, weight: 0.3}]"
 
 
@@ -55,7 +58,8 @@ class Source:
     tokens: Tokens
     ends: Ends
     tokenizer: Tokenizer
-    vocabulary: bytes  # the contents of its tokenizer.json; empty: bytes
+    trained: Tokens | None = None  # of conversations: which tokens are targets
+    notices: Sequence[str] = ()  # what was left out, and what else is worth knowing
 
 
 def described(given: Any, where: str) -> list[DescribedSource]:
@@ -84,6 +88,9 @@ def _one(entry: Any, where: str) -> DescribedSource:
             raise UsageError(what, where=f"{where}.{key}", fix=_EXAMPLE)
     if "path" not in entry:
         raise UsageError("a source has no path", where=where, fix=_EXAMPLE)
+    if all(key in entry for key in _FIELDS):
+        what = "a source has both a text_field and a messages_field"
+        raise UsageError(what, where=where, fix="keep the one that holds what is trained")
     for key in _SHARES:
         if not 0 <= entry.get(key, 0) < float("inf"):
             what = f"a source has the {key} {entry[key]}"
@@ -135,25 +142,48 @@ def opened(source: DescribedSource, tokenizer: str | None) -> Source:
         return _prepared(source, path, tokenizer)
     chosen = Tokenizer(tokenizer or "bytes")
     filters = Filters(**{key: source.settings[key] for key in _FILTERS if key in source.settings})
+    field = field_of(source.settings)
+    template = ChatTemplate(chosen) if field.holds_messages else None
     gathered = Gathered()
-    gatherer = Gatherer(gathered, chosen, filters)
+    gatherer = Gatherer(gathered, chosen, filters, template)
     files = text_files(path, where=f"{source.where}.path")
     size = sum(file.stat().st_size for file in files)
     # every rank tokenizes
     with progress_of(f"tokens of {path}", size, shows=rank_facts().is_main) as advance:
         for file in files:
-            gatherer.take(records_of(file, source.settings.get("text_field", "text")))
+            gatherer.take(records_of(file, field))
             advance(file.stat().st_size)
-    vocabulary = b"" if chosen.name == "bytes" else Path(chosen.name).read_bytes()
     tokens = gathered.tokens(chosen.dtype)
+    left_out = told(filters.left_out)
     if not len(tokens):
-        raise _nothing(source, told(filters.left_out))
-    return Source(source.where, source.path, tokens, gathered.ends(), chosen, vocabulary)
+        raise _nothing(source, left_out)
+    return Source(
+        source.where,
+        source.path,
+        tokens,
+        gathered.ends(),
+        chosen,
+        gathered.trained(),
+        [f"{source.path}: {line}" for line in (left_out, *noted(template)) if line],
+    )
+
+
+def field_of(settings: Mapping[str, Any]) -> Field:
+    """Return which field of a row holds the document."""
+    if "messages_field" in settings:
+        return Field(settings["messages_field"], holds_messages=True)
+    return Field(settings.get("text_field", "text"))
+
+
+def noted(template: ChatTemplate | None) -> list[str]:
+    """Return lines on what was noted while conversations were rendered."""
+    notes = {} if template is None else template.notes
+    return [f"{count:,} {note}" for note, count in sorted(notes.items())]
 
 
 def _prepared(source: DescribedSource, folder: Path, tokenizer: str | None) -> Source:
     """Open a folder of tokens."""
-    for key in (*_FILTERS, "text_field"):
+    for key in (*_FILTERS, *_FIELDS):
         if key in source.settings:
             what = f"{key} beside {source.path}, whose documents are tokens already"
             option = key.replace("_", "-")
@@ -161,21 +191,25 @@ def _prepared(source: DescribedSource, folder: Path, tokenizer: str | None) -> S
             raise UsageError(what, where=f"{source.where}.{key}", fix=fix)
     header = read_header(folder)
     chosen = tokenizer_of(folder, header)
-    vocabulary = b"" if chosen.name == "bytes" else Path(chosen.name).read_bytes()
-    if tokenizer is not None:
-        asked = b"" if tokenizer == "bytes" else local_path(tokenizer, "tokenizer").read_bytes()
-        if asked != vocabulary:
-            what = f"{source.path} was prepared with another tokenizer than {tokenizer}"
-            fix = "leave tokenizer out: prepared folders bring their own"
-            raise UsageError(what, where="data.args.tokenizer", fix=fix)
+    if tokenizer is not None and Tokenizer(tokenizer).contents != chosen.contents:
+        what = f"{source.path} was prepared with another tokenizer than {tokenizer}"
+        fix = "leave tokenizer out: prepared folders bring their own"
+        raise UsageError(what, where="data.args.tokenizer", fix=fix)
     tokens = TokenFile(folder / TOKENS, header["dtype"], 0, header["num_tokens"])
-    return Source(source.where, source.path, tokens, ends_of(folder, header), chosen, vocabulary)
+    return Source(
+        source.where,
+        source.path,
+        tokens,
+        ends_of(folder, header),
+        chosen,
+        trained_of(folder, header),
+    )
 
 
 def require_one_tokenizer(sources: Sequence[Source]) -> None:
     """Refuse sources whose tokens mean different texts."""
     for source in sources:
-        if source.vocabulary != sources[0].vocabulary:
+        if source.tokenizer.contents != sources[0].tokenizer.contents:
             what = f"{source.path} has another tokenizer than {sources[0].path}"
             fix = "prepare both with the same --tokenizer, or write tokenizer: for files"
             raise UsageError(what, where=source.where, fix=fix)

@@ -152,6 +152,10 @@ def tokens(
     options = TextOptions(block_size, stride, validation_fraction)
     folder = local_path(path, "data.args.path")
     header = read_header(folder)
+    if header.get("has_answers"):
+        what = f"{path} holds conversations, and the data set tokens trains every token"
+        fix = f"write data: {{name: documents, args: {{sources: [{path}]}}}}"
+        raise UsageError(what, where="data.name", fix=fix)
     count = header["num_tokens"]
     dtype = header["dtype"]
     border = options.border(count)

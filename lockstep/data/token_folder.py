@@ -4,8 +4,9 @@ They are written once, for many runs, and read from the disk on demand:
 
     DIR/tokens.bin      the token numbers, little-endian uint16 or uint32
     DIR/documents.bin   where each document ends among the tokens, little-endian uint64
+    DIR/trained.bin     of conversations: for each token 1 if it is trained, else 0, uint8
     DIR/tokens.json     {"format", "dtype", "num_tokens", "vocab_size", "tokenizer", "source",
-                        "documents", "left_out"}
+                        "documents", "left_out", "has_answers"}
     DIR/tokenizer.json  the Hugging Face tokenizer, if one was used
 
 Folders that were made without `documents.bin` are read as one document.
@@ -21,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.data.language import Tokenizer
+from lockstep.data.language import Tokenizer, Tokens
 from lockstep.data.packing import Ends
 from lockstep.errors import UsageError
 
@@ -30,6 +31,7 @@ TOKENS = "tokens.bin"
 HEADER = "tokens.json"
 TOKENIZER = "tokenizer.json"
 DOCUMENTS = "documents.bin"
+TRAINED = "trained.bin"
 ENDS = "uint64"  # the numbers in it
 DTYPES = ("uint16", "uint32")
 
@@ -85,6 +87,8 @@ def read_header(folder: Path) -> dict[str, Any]:
     sizes = {TOKENS: header["num_tokens"] * np.dtype(header["dtype"]).itemsize}
     if "documents" in header:
         sizes[DOCUMENTS] = header["documents"] * np.dtype(ENDS).itemsize
+    if header.get("has_answers"):
+        sizes[TRAINED] = header["num_tokens"]
     for name, expected in sizes.items():
         file = folder / name
         size = file.stat().st_size if file.exists() else 0
@@ -103,6 +107,13 @@ def ends_of(folder: Path, header: dict[str, Any]) -> Ends:
     if "documents" not in header:
         return np.array([header["num_tokens"]])
     return TokenFile(folder / DOCUMENTS, ENDS, 0, header["documents"])
+
+
+def trained_of(folder: Path, header: dict[str, Any]) -> Tokens | None:
+    """Return which tokens of a folder of conversations are trained; None for other documents."""
+    if not header.get("has_answers"):
+        return None
+    return TokenFile(folder / TRAINED, "uint8", 0, header["num_tokens"])
 
 
 def _damaged(folder: Path, why: str) -> UsageError:

@@ -49,7 +49,24 @@ def build_model(model_config: "ModelConfig", facts: Mapping[str, Any] | None = N
     constructor = _constructor(name)
     if name.startswith("hf:"):
         constructor = partial(constructor, auto=model_config.auto, lora=model_config.lora)
-    return _construct(name, constructor, dict(model_config.args), facts or {})
+    model = _construct(name, constructor, dict(model_config.args), facts or {})
+    _require_vocabulary(name, model, facts or {})
+    return model
+
+
+def _require_vocabulary(name: str, model: "nn.Module", facts: Mapping[str, Any]) -> None:
+    """Refuse data whose tokens the model's embedding may not have."""
+    embedding = getattr(model, "get_input_embeddings", None)
+    size = facts.get("vocab_size")
+    if embedding is None or size is None:
+        return
+    rows = embedding().weight.shape[0]
+    if size > rows:
+        what = (
+            f"the tokenizer of the data has {size:,} tokens, and the embedding of {name} {rows:,}"
+        )
+        fix = "use the tokenizer that is in the folder of the model"
+        raise UsageError(what, where="data.args.tokenizer", fix=fix)
 
 
 def _constructor(name: str) -> Callable[..., "nn.Module"]:

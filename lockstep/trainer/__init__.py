@@ -18,6 +18,7 @@ from lockstep.checkpoint.storage import check_storage
 from lockstep.config import Config
 from lockstep.config.keys import Mistake, usage_error
 from lockstep.data import Data, build_data, check_data
+from lockstep.environment import rank_facts
 from lockstep.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, NoEffectWarning, UsageError
 from lockstep.models import build_model, check_model
 from lockstep.monitor.callbacks import check_callback
@@ -38,6 +39,9 @@ def run(config: Config, *, output_dir: str | Path, resume: str) -> int:
         raise UsageError(f"the config does not say {missing}", fix=f"set {missing}")
     cluster.setup(config.distributed)
     data = build_data(config.data, seed=config.training.seed)
+    if rank_facts().is_main:
+        for line in data.notices:
+            print(f"lockstep: {line}", flush=True)
     with plain_warnings():
         trainer = _OfConfig(build(config, data), config=config, output_dir=output_dir)
         stop_on_signals(trainer)

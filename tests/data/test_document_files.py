@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 from lockstep.data import document_files
-from lockstep.data.document_files import records_of
+from lockstep.data.document_files import Field, records_of
 from lockstep.errors import UsageError
 
 ROWS = [{"text": f"document {n}", "n": n} for n in range(7)]
 
 
 def read(file: Path, first: int = 0, field: str = "text") -> list[Any]:
-    return [r and (r.content, r.row, r.ends) for r in records_of(file, field, first)]
+    return [r and (r.content, r.row, r.ends) for r in records_of(file, Field(field), first)]
 
 
 def lines(*rows: Any) -> bytes:
@@ -48,21 +48,21 @@ def test_rows_are_documents_and_reading_goes_on_after_any(
         assert read(file, first) == expected[first:]
     with pytest.raises(UsageError, match=r"no 'body' in .*set"):
         read(file, field="body")
-    with pytest.raises(UsageError, match="'n' is int, not text"):
+    with pytest.raises(UsageError, match="'n' is int, not text, in"):
         read(file, field="n")
 
 
 def test_tokens_and_texts_come_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(document_files, "CHUNK", 4)
     np.save(tmp_path / "one.npy", np.arange(10, dtype=np.uint16))
-    found = list(records_of(tmp_path / "one.npy", "text"))
+    found = list(records_of(tmp_path / "one.npy"))
     assert [(r.content.tolist(), r.ends) for r in found] == [
         ([0, 1, 2, 3], False),
         ([4, 5, 6, 7], False),
         ([8, 9], True),
     ]
     np.save(tmp_path / "rows.npy", np.arange(6).reshape(3, 2))
-    assert [r.content.tolist() for r in records_of(tmp_path / "rows.npy", "text", 1)] == [
+    assert [r.content.tolist() for r in records_of(tmp_path / "rows.npy", first=1)] == [
         [2, 3],
         [4, 5],
     ]

@@ -10,7 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lockstep.data.packing as packing
-from lockstep.data.packing import FILLED, PACKINGS, WINDOW, PackingPlan, Piece, first_fit
+from lockstep.data.packing import (
+    FILLED,
+    PACKINGS,
+    WINDOW,
+    PackingPlan,
+    Piece,
+    WholePlan,
+    first_fit,
+)
 
 lengths_of_documents = st.lists(st.integers(1, 40), min_size=1, max_size=60)
 
@@ -47,6 +55,35 @@ def test_every_target_is_in_one_sequence(lengths, length, kind, data):
         for token in range(begins[document], begins[document + 1] - 1)
     }
     assert found == expected
+
+
+@settings(max_examples=60, deadline=None)
+@given(lengths_of_documents, st.integers(2, 12), st.integers(1, 9), st.data())
+def test_whole_documents_are_in_one_sequence_each(lengths, length, window, data):
+    first = data.draw(st.integers(0, len(lengths)))
+    last = data.draw(st.integers(first, len(lengths)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packing, "WHOLE_WINDOW", window)
+        plan = pickle.loads(pickle.dumps(WholePlan(ends(lengths), length, first, last)))
+        found = [piece for number in range(len(plan)) for piece in plan.pieces(number)]
+        again = [plan.pieces(number) for number in reversed(range(len(plan)))]
+    begins = ends([0, *lengths])
+    expected = {
+        Piece(document, begins[document], min(lengths[document] - 1, length))
+        for document in range(first, last)
+        if lengths[document] > 1
+    }
+    assert len(found) == len(expected)
+    assert set(found) == expected
+    assert all(0 < sum(piece.length for piece in pieces) <= length for pieces in again)
+    long = [d for d in range(first, last) if lengths[d] - 1 > length]
+    assert plan.too_long == [(begins[d], begins[d + 1]) for d in long]
+
+
+def test_whole_documents_leave_little_room() -> None:
+    lengths = np.random.default_rng(0).integers(2, 100, 4000)
+    plan = WholePlan(ends(lengths), 256)
+    assert len(plan) * 256 < 1.01 * (lengths - 1).sum()
 
 
 @pytest.mark.parametrize("lengths", [[4000], [17] * 300, [16] * 300, [2] * 4000])

@@ -67,7 +67,9 @@ def parse(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert verb in VERBS, f"there is no verb {verb}"
     with monkeypatch.context() as patch:
         if verb not in RUN and not (verb == "submit" and "--dry-run" in rest):
-            _stop_after_parsing(verb, patch)
+            _stop_after_parsing(
+                "data show" if [verb, *rest[:1]] == ["data", "show"] else verb, patch
+            )
         code = VERBS[verb][0](rest)
     assert code == 0, f"lockstep {' '.join(words)}: exit code {code}"
 
@@ -90,6 +92,7 @@ def _stop_after_parsing(verb: str, patch: pytest.MonkeyPatch) -> None:
         "doctor": ("lockstep.launch.doctor.doctor", _nothing),
         "warm": ("lockstep.launch.warm.start", _nothing),
         "data": ("lockstep.data.prepare.prepare", _prepared),
+        "data show": ("lockstep.data.show.show", _nothing),
     }
     target, stand_in = handed_to[verb]
     patch.setattr(target, stand_in)

@@ -16,6 +16,7 @@ from lockstep.data.prepare import prepare
 from lockstep.models.protocol import DOCUMENTS, objective_of, require_segments
 from lockstep.strategy import parse_topology
 from lockstep.trainer import Trainer
+from tests.data.chats import write_rows, write_tokenizer
 from tests.parity.same_bits import digest, trainer_for
 from tests.parity.toy import language_model, unchecked
 from tests.ranks import run_ranks
@@ -24,6 +25,7 @@ pytest.importorskip("transformers")
 from lockstep.models.hf_causal import _KEEPS_DOCUMENTS_APART
 
 LENGTH = 24
+VOCABULARY = 264  # bytes, and the special tokens of conversations
 WITHOUT_DROPOUT = {"dropout": 0.0}
 OWN = ("transformer", "mixture", "bdh")
 PRECISIONS = {torch.float32: 1e-5, torch.float64: 1e-10}
@@ -41,9 +43,32 @@ def write_texts(folder: Path) -> None:
         rows = "".join(json.dumps({"text": text}) + "\n" for text in texts)
         (folder / f"{name}.jsonl").write_text(rows)
     prepare(folder / "long.jsonl", folder / "long")
+    write_conversations(folder)
+
+
+CONVERSATIONS = "conversations"  # in place of a packing
+
+
+def write_conversations(folder: Path) -> None:
+    """Conversations of one answer and of two, some of which are longer than a sequence."""
+    write_tokenizer(folder / "model")
+    talks = [
+        [
+            {"role": role, "content": chr(97 + (n + k) % 26) * (1 + (n * 5 + k * 3) % 4)}
+            for k in range(2 + 2 * (n % 5 == 0))
+            for role in [("user", "assistant")[k % 2]]
+        ]
+        for n in range(70)
+    ]
+    write_rows(folder / "chat.jsonl", *talks)
 
 
 def mixture(folder: Path | str, packing: str = "first_fit") -> Any:
+    if packing == CONVERSATIONS:
+        source = {"path": str(Path(folder, "chat.jsonl")), "messages_field": "messages"}
+        tokenizer = str(Path(folder, "model"))
+        args = {"sources": [source], "sequence_length": LENGTH, "tokenizer": tokenizer}
+        return build_data(DataConfig(name="documents", args=args)).train
     sources = [
         {"path": str(Path(folder, "long")), "weight": 0.7},
         {"path": str(Path(folder, "short.jsonl")), "weight": 0.3, "min_tokens": 3},
@@ -100,7 +125,8 @@ def made(name: str, dtype: torch.dtype) -> nn.Module:
 
         model = meet_protocol(built(name.removeprefix("hf:")))
     else:
-        model = language_model(name, **WITHOUT_DROPOUT).to_empty(device="cpu")
+        model = language_model(name, vocab_size=VOCABULARY, **WITHOUT_DROPOUT)
+        model = model.to_empty(device="cpu")
         torch.manual_seed(0)
         model.init_weights()  # type: ignore[operator]
         for parameter in model.parameters():
@@ -122,6 +148,13 @@ def test_packed_gradients_are_those_of_documents_alone(
     name: str, dtype: torch.dtype, folder: Path
 ) -> None:
     check_gradients(name, dtype, folder, PRECISIONS[dtype])
+
+
+def test_packed_gradients_of_answers_are_those_of_conversations_alone(folder: Path) -> None:
+    data = mixture(folder, CONVERSATIONS)
+    answers = sum(int((data[n]["targets"] != IGNORED).sum()) for n in range(len(data)))
+    assert 0.2 < answers / (len(data) * LENGTH) < 0.6
+    check_gradients("transformer", torch.float64, folder, 1e-10, CONVERSATIONS)
 
 
 @pytest.mark.parametrize("name", ["mixture", "bdh"])
@@ -148,9 +181,11 @@ def test_packed_gradients_of_each_family_are_those_of_documents_alone(
             )
 
 
-def check_gradients(name: str, dtype: torch.dtype, folder: Path, tolerance: float) -> None:
+def check_gradients(
+    name: str, dtype: torch.dtype, folder: Path, tolerance: float, packing: str = "first_fit"
+) -> None:
     model = made(name, dtype)
-    batch = several(mixture(folder), 3)
+    batch = several(mixture(folder, packing), 3)
     packed = gradient(model, [batch])
     expected = gradient(model, alone(batch))
     assert difference(packed, expected) < tolerance
@@ -271,7 +306,9 @@ def leg(folder: str, topology: str, workers: int, steps: int, packing: str) -> s
         "training.max_steps": 8,
         "training.global_batch_size": 12,
     }
-    trainer = trainer_for(topology, "transformer", settings, block_size=LENGTH, vocab_size=64)
+    trainer = trainer_for(
+        topology, "transformer", settings, block_size=LENGTH, vocab_size=VOCABULARY
+    )
     newest = Path(folder, "newest")
     if newest.exists():
         trainer.load_checkpoint(newest.read_text())
@@ -310,7 +347,7 @@ def test_a_packed_run_resumed_twice_on_other_ranks_has_one_digest(tmp_path: Path
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("packing", ["first_fit", "in_order"])
+@pytest.mark.parametrize("packing", ["first_fit", "in_order", CONVERSATIONS])
 @pytest.mark.parametrize(
     "legs",
     [

@@ -1,0 +1,236 @@
+"""Turns conversations into tokens, and finds those that a model is trained to write.
+
+What is trained is found by rendering. For the answer at place i of a conversation, the tokenizer's
+chat template renders the messages before it and asks for an answer; then it renders them with the
+answer. What the second has beyond the first is what a model has to write, its stop token included:
+
+    asked     <user>2 + 2?<end><assistant>
+    answered  <user>2 + 2?<end><assistant>4<end>, a new line
+    trained                               4<end>
+
+The template's own mask (`{% generation %}`) is not used: most templates that are in use have none,
+or mark everything.
+
+- Where the rendering of a later answer begins with that of an earlier one, both are trained in one
+  document. A template may reword earlier answers, for instance leave out what was thought; then
+  each answer stands in a document of its own, in which it is seen as it is when it is asked for.
+- An answer after which the template writes no special token gets the tokenizer's `eos_token`: else
+  a model would never learn to stop.
+- Where the prompt that asks ends in words with which the answer does not begin (`<think>`), the
+  answer's begin is found by rendering other answers in its place.
+
+Tests: tests/data/test_conversations.py
+"""
+
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lockstep.data.language import Tokenizer
+from lockstep.errors import UsageError, did_you_mean, first_line, listed
+from lockstep.quiet_imports import without_warnings_of_imports
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+ANSWERS = "assistant"
+_PROBES = ("A", "b")  # answers with other first letters: one of them differs from any answer
+_OWN_DOCUMENT = "answers stand in documents of their own: the template rewords them later"
+_OTHER_BEGIN = "answers do not begin as the template's prompt for an answer ends"
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A document, and which of its tokens are trained."""
+
+    tokens: NDArray[Any]
+    trained: NDArray[np.bool_]
+
+
+@dataclass
+class _Draft:
+    """The text of a document, and the parts of it that are trained."""
+
+    text: str  # as rendered
+    spans: list[tuple[int, int]]  # of characters
+    stop: str = ""  # what the last answer lacks
+
+
+class ChatTemplate:
+    """The chat template of a tokenizer.
+
+    Args:
+        tokenizer: of a folder that also describes the template, as `save_pretrained` writes it.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._library = _library_tokenizer(tokenizer)
+        self._specials = tokenizer.special_tokens()
+        self.notes: Counter[str] = Counter()  # what is worth knowing, and how often it was met
+
+    @property
+    def text(self) -> str:
+        """The template, and what else decides how conversations are rendered."""
+        return json.dumps([self._library.chat_template, self._library.eos_token])
+
+    def documents(
+        self, messages: Any, where: str, tools: Sequence[Any] | None = None
+    ) -> Iterator[Trained]:
+        """Yield the documents of a conversation; none if nobody answers in it.
+
+        Raises:
+            UsageError: the messages are not a conversation, or the template fails; with `where`.
+        """
+        checked = _checked(messages, where)
+        draft: _Draft | None = None
+        for place, message in enumerate(checked):
+            if message["role"] != ANSWERS:
+                continue
+            answered = self._render(checked[: place + 1], where, tools)
+            begin = self._begin(checked, place, answered, where, tools)
+            end, stop = self._end(answered, begin, where)
+            if draft is not None and (draft.stop or not answered.startswith(draft.text)):
+                self.notes[_OWN_DOCUMENT] += 1
+                yield self._encoded(draft)
+                draft = None
+            spans = [] if draft is None else draft.spans
+            draft = _Draft(answered, [*spans, (begin, end)], stop)
+        if draft is not None:
+            yield self._encoded(draft)
+
+    def _begin(self, messages: Messages, place: int, answered: str, where: str, tools: Any) -> int:
+        """Return where the answer begins within the rendering that ends with it."""
+        asked = self._render(messages[:place], where, tools, asks=True) if place else None
+        if asked is not None and answered.startswith(asked):
+            return len(asked)
+
+        # The answer begins where renderings of other answers begin to differ.
+        others = [
+            self._render([*messages[:place], {**messages[place], "content": probe}], where, tools)
+            for probe in _PROBES
+        ]
+        begin = min(_common(answered, other) for other in others)
+        if asked is None:
+            return begin
+        if _common(asked, answered) < begin:
+            what = f"what is trained of {where} can't be told: message {place + 1} is an answer"
+            why = "the chat template rewords what stands before it once the answer is there"
+            fix = "use a chat template whose prompt for an answer is the begin of the conversation"
+            raise UsageError(what, where="data.args.tokenizer", why=why, fix=fix)
+        self.notes[_OTHER_BEGIN] += 1
+        return begin
+
+    def _end(self, answered: str, begin: int, where: str) -> tuple[int, str]:
+        """Return where the answer ends, its stop token included, and the stop that it lacks."""
+        written = answered[begin:].rstrip()
+        end = begin + len(written)
+        if written.endswith(tuple(self._specials)):
+            return end, ""
+        stop = self._library.eos_token
+        if not stop:
+            what = f"nothing ends the answers of {where}"
+            why = "the chat template writes no special token, and the tokenizer has no eos_token"
+            fix = "name an eos_token in tokenizer_config.json"
+            raise UsageError(what, where="data.args.tokenizer", why=why, fix=fix)
+        return end, str(stop)
+
+    def _render(self, messages: Messages, where: str, tools: Any, *, asks: bool = False) -> str:
+        """Return the text of a conversation; `asks`: and the prompt for an answer."""
+        try:
+            text = self._library.apply_chat_template(
+                list(messages), tools=tools, tokenize=False, add_generation_prompt=asks
+            )
+        except Exception as error:  # a template raises what it likes, and jinja many kinds
+            what = f"the chat template fails for {where}, up to message {len(messages)}"
+            fix = "write conversations as the template wants them, or use another template"
+            why = f"{type(error).__name__}: {first_line(error)}"
+            raise UsageError(what, where="data.args.tokenizer", why=why, fix=fix) from None
+        return str(text)
+
+    def _encoded(self, draft: _Draft) -> Trained:
+        """Return the tokens of a draft, up to the end of its last answer."""
+        spans = list(draft.spans)
+        begin, end = spans[-1]
+        text = draft.text[:end] + draft.stop
+        spans[-1] = (begin, len(text))
+        tokens, ranges = self._tokenizer.encode_with_ranges(text)
+        trained = np.zeros(len(tokens), np.bool_)
+        for begin, end in spans:
+            trained |= (ranges[:, 0] < end) & (ranges[:, 1] > begin)
+        return Trained(tokens, trained)
+
+
+def _library_tokenizer(tokenizer: Tokenizer) -> Any:
+    """Return the tokenizer as transformers loads it, or raise a UsageError."""
+    where = "data.args.tokenizer"
+    if tokenizer.file is None or not os.path.isdir(tokenizer.name):
+        what = f"the tokenizer {tokenizer.name} has no chat template"
+        fix = "name the folder of a Hugging Face model with one: tokenizer: FOLDER"
+        raise UsageError(what, where=where, fix=fix)
+    try:
+        with without_warnings_of_imports():
+            import transformers
+    except ImportError:
+        what = "chat templates need the package transformers"
+        fix = 'pip install "lockstep-train[transformers]"'
+        raise UsageError(what, where=where, fix=fix) from None
+    kind: Any = transformers.AutoTokenizer
+    folder = Path(tokenizer.name)
+    try:
+        found = kind.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # of many kinds
+        what = f"transformers can't load the tokenizer of {folder}"
+        raise UsageError(what, where=where, why=first_line(error)) from None
+    if not found.chat_template:
+        what = f"the tokenizer of {folder} has no chat template"
+        fix = "put a chat_template.jinja beside its tokenizer.json, or use a chat model's folder"
+        raise UsageError(what, where=where, fix=fix)
+    return found
+
+
+def _checked(messages: Any, where: str) -> list[dict[str, Any]]:
+    """Return the messages without empty fields, or raise a UsageError that names the wrong one."""
+    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+        kind = "empty" if messages in ([], ()) else f"{type(messages).__name__}, not a list"
+        what = f"the conversation of {where} is {kind}"
+        raise UsageError(what, where=where, fix='write [{"role": "user", "content": "…"}, …]')
+    return [_message(message, number, where) for number, message in enumerate(messages, start=1)]
+
+
+def _message(message: Any, number: int, where: str) -> dict[str, Any]:
+    """Return a message without empty fields, or raise a UsageError."""
+    fix = 'write {"role": "user", "content": "…"}'
+    if not isinstance(message, Mapping):
+        what = f"message {number} of {where} is {type(message).__name__}, not an object"
+        raise UsageError(what, where=where, fix=fix)
+    # A table has each field in each row.
+    filled = {str(key): value for key, value in message.items() if value is not None}
+    for key in ("role", "content"):
+        if key not in filled and not (key == "content" and "tool_calls" in filled):
+            what = f"there is no {key!r} among the fields of message {number} of {where}"
+            why = f"it has {listed(list(filled)) or 'nothing'}"
+            raise UsageError(what, where=where, why=why, fix=fix)
+    role = filled["role"]
+    if role not in ROLES:
+        what = f"message {number} of {where} has the role {role!r}{did_you_mean(str(role), ROLES)}"
+        raise UsageError(what, where=where, fix=f"write one of {', '.join(ROLES)}")
+    content = filled.get("content", "")
+    if not isinstance(content, str):
+        what = f"the content of message {number} of {where} is {type(content).__name__}, not text"
+        raise UsageError(what, where=where, fix=fix)
+    return filled
+
+
+def _common(first: str, second: str) -> int:
+    """Return how many characters two texts have in common at their begin."""
+    pairs = enumerate(zip(first, second, strict=False))
+    shorter = min(len(first), len(second))
+    return next((place for place, (one, other) in pairs if one != other), shorter)

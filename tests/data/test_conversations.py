@@ -1,0 +1,221 @@
+"""What is trained of conversations, under templates with the properties of those in use."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lockstep.config import Config, DataConfig
+from lockstep.data import Data, build_data
+from lockstep.data.conversations import ChatTemplate
+from lockstep.data.document_files import Field
+from lockstep.data.language import Tokenizer
+from lockstep.data.prepare import prepare
+from lockstep.errors import UsageError
+from lockstep.models import build_model
+from tests.data import chats
+from tests.data.chats import ANSWER, BOTH, QUESTION, SECOND, write_rows, write_tokenizer
+
+pytest.importorskip("transformers")
+
+
+def documents(folder: Path, template: str, messages: Any, **options: Any) -> list[tuple[str, str]]:
+    """The text of each document of a conversation, and what is trained of it, joined by |."""
+    tokenizer = Tokenizer(str(write_tokenizer(folder, template, **options)))
+    found = []
+    for each in ChatTemplate(tokenizer).documents(messages, "here"):
+        parts = np.split(each.tokens, np.flatnonzero(np.diff(each.trained.astype(int))) + 1)
+        marks = np.split(each.trained, np.flatnonzero(np.diff(each.trained.astype(int))) + 1)
+        texts = [tokenizer.decode(part.tolist(), special=True) for part in parts]
+        trained = [text for text, mark in zip(texts, marks, strict=True) if mark[0]]
+        found.append(("".join(texts), "|".join(trained)))
+    return found
+
+
+WHOLE = "<|user|>2 + 2?<|end|>\n<|assistant|>it is 4<|end|>\n<|user|>sure?<|end|>\n<|assistant|>yes"
+
+
+@pytest.mark.parametrize("template", [chats.PLAIN, chats.MARKED])
+def test_answers_are_found_without_the_templates_own_marks(template: str, tmp_path: Path) -> None:
+    trained = "it is 4<|end|>|yes<|end|>"
+    assert documents(tmp_path, template, BOTH) == [(WHOLE + "<|end|>", trained)]
+    asks = [*BOTH, {"role": "user", "content": "and then?"}]
+    assert documents(tmp_path, template, asks) == documents(tmp_path, template, BOTH)
+    assert documents(tmp_path, template, [QUESTION]) == []
+
+
+def test_an_answer_that_is_reworded_later_stands_by_itself(tmp_path: Path) -> None:
+    thought = {"role": "assistant", "content": "hm</think>it is 4"}
+    assert documents(tmp_path, chats.FORGETS, [QUESTION, thought, *SECOND]) == [
+        (
+            "<|user|>2 + 2?<|end|>\n<|assistant|>hm</think>it is 4<|end|>",
+            "hm</think>it is 4<|end|>",
+        ),
+        (WHOLE + "<|end|>", "yes<|end|>"),
+    ]
+
+
+def test_an_answer_without_a_mark_at_its_end_gets_the_tokenizers(tmp_path: Path) -> None:
+    found = documents(tmp_path, chats.ENDLESS, BOTH)
+    assert [trained for _, trained in found] == ["it is 4</s>", "yes</s>"]
+    assert found[1][0] == WHOLE.replace("<|end|>", "") + "</s>"
+    with pytest.raises(UsageError, match="nothing ends the answers of here"):
+        documents(tmp_path, chats.ENDLESS, BOTH, eos=None)
+
+
+@pytest.mark.parametrize("content", ["it is 4", "", "Are you sure?", "beta", "<think", "é"])
+def test_an_answer_may_begin_otherwise_than_the_prompt_ends(content: str, tmp_path: Path) -> None:
+    answer = {"role": "assistant", "content": content}
+    (found,) = documents(tmp_path, chats.THINKS, [QUESTION, answer])
+    assert found == (f"<|user|>2 + 2?<|end|>\n<|assistant|>{content}<|end|>", f"{content}<|end|>")
+    (greeting,) = documents(tmp_path, chats.PLAIN, [answer])
+    assert greeting == (f"<|assistant|>{content}<|end|>", f"{content}<|end|>")
+
+
+def test_a_template_whose_answer_changes_what_is_before_it_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"(?s)here can't be told: message 2.*rewords what stands"):
+        documents(tmp_path, chats.COUNTS, BOTH)
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ([], "the conversation of here is empty"),
+        ("hello", "the conversation of here is str, not a list"),
+        (["hello"], "message 1 of here is str, not an object"),
+        (
+            [{"from": "human", "value": "hi"}],
+            "(?s)no 'role' among the fields of message 1 of here.*has from, value",
+        ),
+        ([QUESTION, {"role": "assistant"}], "no 'content' among the fields of message 2 of here"),
+        ([{"role": "asistant", "content": "hi"}], "has the role 'asistant'; did you mean"),
+        ([{"role": "user", "content": ["hi"]}], "content of message 1 of here is list, not text"),
+        (
+            [{"role": "system", "content": "be short"}, QUESTION, ANSWER],
+            "(?s)the chat template fails for here, up to message 3.*no system role",
+        ),
+    ],
+)
+def test_bad_conversations_are_one_clear_message(
+    messages: Any, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        documents(tmp_path, chats.STRICT, messages)
+
+
+def data_of(source: Path, **args: Any) -> Data:
+    sources = [{"path": str(source), **args.pop("settings", {"messages_field": "messages"})}]
+    return build_data(DataConfig(name="documents", args={"sources": sources, **args}))
+
+
+def talks(count: int) -> list[Any]:
+    return [
+        [{"role": "user", "content": "?" * (n % 7 + 1)}, {"role": "assistant", "content": str(n)}]
+        for n in range(count)
+    ]
+
+
+def test_conversations_are_packed_whole_and_the_same_when_prepared(tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path / "model")
+    file = write_rows(tmp_path / "chat.jsonl", *talks(60), [QUESTION])
+    data = data_of(file, tokenizer=str(folder), sequence_length=40, validation_fraction=0.1)
+    assert data.notices == [f"{file}: left out 1 without an answer"]
+    decode = Tokenizer(str(folder)).decode
+    seen = []
+    for sample in map(data.train.__getitem__, range(len(data.train))):
+        counts = sample["targets"] != -100
+        trained = decode(sample["targets"][counts].tolist(), special=True)
+        seen += trained.split("<|end|>")[:-1]
+        assert decode(sample["input_ids"][:1].tolist(), special=True) == "<|user|>"
+    assert sorted(seen, key=int) == [str(n) for n in range(54)]
+
+    said: list[str] = []
+    field = Field("messages", holds_messages=True)
+    prepare(file, tmp_path / "out", str(folder), field=field, say=said.append)
+    again = data_of(tmp_path / "out", settings={}, sequence_length=40, validation_fraction=0.1)
+    for part in ("train", "validation"):
+        first = getattr(data, part)
+        second = getattr(again, part)
+        assert len(first) == len(second) > 1
+        for index in range(len(first)):
+            for key, value in first[index].items():
+                assert np.array_equal(value, second[index][key])
+    with pytest.raises(UsageError, match="out holds conversations"):
+        build_data(DataConfig(name="tokens", args={"path": str(tmp_path / "out")}))
+
+
+def test_what_is_too_long_is_said(tmp_path: Path) -> None:
+    folder = str(write_tokenizer(tmp_path / "model"))
+    long = [QUESTION, {"role": "assistant", "content": "0123456789"}]
+    wordy = [{"role": "user", "content": "?" * 90}, ANSWER]
+    file = write_rows(tmp_path / "chat.jsonl", long, [QUESTION, ANSWER], wordy)
+    data = data_of(file, tokenizer=folder, sequence_length=17)
+    (line,) = data.notices
+    # 18 tokens are kept: of the first all but 3 of its answer, of the last only the question.
+    assert line.startswith(
+        f"2 of 3 conversations of {file} are longer than a sequence of 17 tokens"
+    )
+    assert "loses 11 tokens of answers; nothing is trained of 1;" in line
+    settings = {"messages_field": "messages", "max_tokens": 18}
+    short = data_of(file, tokenizer=folder, sequence_length=17, settings=settings)
+    assert short.notices == [f"{file}: left out 2 longer than 18 tokens"]
+
+
+def test_tables_hold_conversations_too(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    folder = str(write_tokenizer(tmp_path / "model"))
+    rows = [{"messages": talk} for talk in talks(9)]
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "chat.parquet")
+    write_rows(tmp_path / "chat.jsonl", *talks(9))
+    tables = data_of(tmp_path / "chat.parquet", tokenizer=folder, sequence_length=32).train
+    lines = data_of(tmp_path / "chat.jsonl", tokenizer=folder, sequence_length=32).train
+    for first, second in zip(tables, lines, strict=True):
+        assert all(np.array_equal(first[key], second[key]) for key in first)
+
+
+def test_sources_that_can_not_be_read_as_conversations(tmp_path: Path) -> None:
+    file = write_rows(tmp_path / "chat.jsonl", BOTH)
+    folder = write_tokenizer(tmp_path / "model")
+    (tmp_path / "bad.jsonl").write_text(json.dumps({"messages": BOTH}) + '\n{"messages": [}\n')
+    (tmp_path / "text.txt").write_text("words")
+    (tmp_path / "other.jsonl").write_text('{"messages": "hello"}\n')
+    cases: list[tuple[Path, dict[str, Any], str]] = [
+        (file, {}, "tokenizer bytes has no chat template"),
+        (file, {"tokenizer": str(folder / "tokenizer.json")}, "has no chat template"),
+        (
+            file,
+            {"tokenizer": str(folder), "settings": {}},
+            "(?s)no 'text'.*messages_field: messages",
+        ),
+        (tmp_path / "bad.jsonl", {"tokenizer": str(folder)}, r"line 2 of bad\.jsonl is not JSON"),
+        (tmp_path / "text.txt", {"tokenizer": str(folder)}, "holds no rows"),
+        (
+            tmp_path / "other.jsonl",
+            {"tokenizer": str(folder)},
+            "is str, not a list of messages, in",
+        ),
+        (
+            file,
+            {"settings": {"messages_field": "messages", "text_field": "text"}},
+            "both a text_field and a messages_field",
+        ),
+    ]
+    for source, args, message in cases:
+        with pytest.raises(UsageError, match=message):
+            data_of(source, **args)
+    bare = write_tokenizer(tmp_path / "bare", template=None)
+    with pytest.raises(UsageError, match="bare has no chat template"):
+        data_of(file, tokenizer=str(bare))
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused() -> None:
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 260}
+    asked = {"model": {"name": "hf:llama", "args": {**sizes, "num_attention_heads": 1}}}
+    model = Config.model_validate(asked).model
+    with torch.device("meta"):
+        build_model(model, {"vocab_size": 260})
+        with pytest.raises(UsageError, match="has 261 tokens, and the embedding of hf:llama 260"):
+            build_model(model, {"vocab_size": 261})
