@@ -8,12 +8,15 @@ overwritten.
 
 import csv
 import io
+import json
 import keyword
 import os
 import random
 from collections.abc import Iterable, Mapping
 from importlib import resources
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from lockstep.errors import UsageError, listed
 from lockstep.run_files import create_file
@@ -52,6 +55,81 @@ def project(folder: Path, *, script: bool, data: Path | None) -> str:
     return _write(folder, files, [*steps, "lockstep report runs/train"])
 
 
+def finetuning(folder: Path, *, model: Path, data: Path | None) -> str:
+    """Write a config that trains a chat model on conversations; return what to do next.
+
+    The model gets adapters if the package peft is installed.
+
+    Raises UsageError: the model's folder is no chat model's, or the data are no conversations.
+    """
+    positions = _positions_of(model)
+    if data is None or not data.exists():
+        what = "no conversations are given" if data is None else f"there is no file {data}"
+        fix = "name a file with a conversation on each line: --data chat.jsonl"
+        raise UsageError(what, where="--data", fix=fix)
+    field = _field_of_messages(data)
+    _require_free(folder, data, model)
+    with_adapters = find_spec("peft") is not None
+    lora = "\n  lora: {r: 16, lora_alpha: 32, target_modules: all-linear}"
+    filled = _filled(
+        "finetune.yaml",
+        MODEL=os.path.relpath(model, folder),
+        DATA=os.path.relpath(data, folder),
+        FIELD=field,
+        LENGTH=str(min(positions, 1024)),
+        LORA=lora if with_adapters else "",
+        RATE="2.0e-4" if with_adapters else "2.0e-5",
+    )
+    steps = [] if folder.resolve() == Path.cwd() else [f"cd {folder}"]
+    steps += ["lockstep data show train.yaml", "lockstep train train.yaml"]
+    return _write(folder, {"train.yaml": filled}, [*steps, "lockstep report runs/train"])
+
+
+def _positions_of(model: Path) -> int:
+    """Return how many positions the model of a folder has; refuse one that can't chat."""
+    fix = "name the folder of a chat model in Hugging Face's layout"
+    absent = [name for name in ("config.json", "tokenizer.json") if not (model / name).is_file()]
+    if absent:
+        what = f"{model} has no {' and no '.join(absent)}"
+        raise UsageError(what, where="--finetune", fix=fix)
+    described: dict[str, Any] = {}
+    try:
+        config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+        if (model / "tokenizer_config.json").is_file():
+            described = json.loads((model / "tokenizer_config.json").read_text(encoding="utf-8"))
+        positions = int(config.get("max_position_embeddings") or 1024)
+    except (ValueError, AttributeError, TypeError) as error:
+        what = f"the config of {model} can't be read"
+        raise UsageError(what, where="--finetune", why=str(error), fix=fix) from None
+    if not (model / "chat_template.jinja").is_file() and "chat_template" not in described:
+        what = f"the tokenizer in {model} has no chat template"
+        raise UsageError(what, where="--finetune", fix=fix)
+    return positions
+
+
+def _field_of_messages(data: Path) -> str:
+    """Return the field of a file's rows that holds messages; of a table: `messages`."""
+    if data.suffix != ".jsonl":
+        return "messages"
+    with data.open("rb") as file:
+        line = next((line for line in file if line.strip()), b"{}")
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        what = f"the first line of {data} is not JSON"
+        raise UsageError(what, where="--data", why=str(error)) from None
+    lists = [key for key, value in row.items() if _is_conversation(value)]
+    if not lists:
+        what = f"the first line of {data} has no conversation"
+        fix = 'write {"messages": [{"role": "user", "content": "…"}, …]} on each line'
+        raise UsageError(what, where="--data", why=f"it has {listed(list(row))}", fix=fix)
+    return "messages" if "messages" in lists else str(lists[0])
+
+
+def _is_conversation(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(one, dict) and "role" in one for one in value)
+
+
 def model(name: str) -> str:
     """Write NAME.py, NAME.yaml and test_NAME.py into this folder; return what to do next.
 
@@ -79,14 +157,14 @@ def model(name: str) -> str:
     return _write(Path("."), files, [f"lockstep train {name}.yaml", f"pytest test_{name}.py"])
 
 
-def _require_free(folder: Path, data: Path | None) -> None:
-    """Refuse a folder that has files other than hidden ones and the data."""
+def _require_free(folder: Path, *own: Path | None) -> None:
+    """Refuse a folder that has files other than hidden ones and what is used."""
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"{folder} is a file", fix="name a new folder: lockstep init DIR")
     inside = sorted(folder.iterdir()) if folder.exists() else []
-    own = None if data is None else data.resolve()
+    used = [path.resolve() for path in own if path is not None]
     present = [
-        path.name for path in inside if not path.name.startswith(".") and path.resolve() != own
+        path.name for path in inside if not path.name.startswith(".") and path.resolve() not in used
     ]
     if present:
         fix = "name a new folder: lockstep init DIR"

@@ -28,13 +28,14 @@ from lockstep.run_files import printable
 
 
 def init(argv: list[str]) -> int:
-    """Run `lockstep init [DIR] [--script] [--data PATH]`."""
+    """Run `lockstep init [DIR] [--script | --finetune FOLDER] [--data PATH]`."""
     parser = Parser(
         "init",
         "Write a starter project: a config, or a script, and data, which trains at once.",
         [
             "lockstep init first && cd first && lockstep train train.yaml",
             "lockstep init mine --script --data mine.csv",
+            "lockstep init tuned --finetune FOLDER --data chat.jsonl",
         ],
     )
     parser.add_argument(
@@ -45,17 +46,23 @@ def init(argv: list[str]) -> int:
         default=Path("."),
         help="default: this folder",
     )
-    parser.add_argument(
+    only = parser.add_mutually_exclusive_group()
+    only.add_argument(
         "--script", action="store_true", help="a Python script and a table, not a config and text"
     )
+    text = "a config that trains this chat model of Hugging Face on conversations, by adapters"
+    only.add_argument("--finetune", metavar="FOLDER", type=Path, help=text)
     text = (
         "your own: a text file or a folder of them; with --script a CSV file whose last column is"
-        " the class"
+        " the class; with --finetune conversations"
     )
     parser.add_argument("--data", metavar="PATH", type=Path, help=text)
     given = parser.parse(argv)
     from lockstep.cli import starter
 
+    if given.finetune is not None:
+        print(starter.finetuning(given.folder, model=given.finetune, data=given.data))
+        return EXIT_DONE
     print(starter.project(given.folder, script=given.script, data=given.data))
     return EXIT_DONE
 

@@ -3,13 +3,16 @@ overwritten.
 """
 
 import ast
+import json
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from lockstep import cli
 from lockstep.config import load_config
+from tests.data.chats import BOTH, write_rows, write_tokenizer
 from tests.forked import Forked
 from tests.launch.shared import environment
 
@@ -88,3 +91,75 @@ def test_a_project_reads_data_of_ones_own(here: Path, capsys: pytest.CaptureFixt
         capsys, "init", "other", "--data", "nowhere.txt"
     )
     assert not (here / "other").exists()
+
+
+TINY = {
+    "model_type": "llama",
+    "vocab_size": 264,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 96,
+}
+
+
+def write_chat_model(folder: Path) -> Path:
+    write_tokenizer(folder)
+    (folder / "config.json").write_text(json.dumps(TINY))
+    return folder
+
+
+def test_a_chat_model_and_conversations_make_a_config(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("tokenizers")
+    write_chat_model(here / "model")
+    write_rows(here / "chat.jsonl", BOTH)
+    asked = ["init", "tuned", "--finetune", "model", "--data", "chat.jsonl"]
+    assert cli.main(asked) == 0
+    assert capsys.readouterr().out.splitlines()[1:4] == [
+        "  cd tuned",
+        "  lockstep data show train.yaml",
+        "  lockstep train train.yaml",
+    ]
+    config = load_config(here / "tuned" / "train.yaml")
+    assert config.model.name == "hf:../model"
+    assert (config.model.lora is None) == (find_spec("peft") is None)
+    assert config.data.args["sources"] == [{"path": "../chat.jsonl", "messages_field": "messages"}]
+    assert config.data.args["sequence_length"] == 96
+    assert "has files already" in refused(capsys, *asked)
+
+
+def test_what_can_not_be_fine_tuned(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("tokenizers")
+    write_chat_model(here / "model")
+    write_chat_model(here / "bare")
+    (here / "bare" / "chat_template.jinja").unlink()
+    (here / "empty").mkdir()
+    (here / "text.jsonl").write_text('{"text": "words"}\n')
+    (here / "bad.jsonl").write_text("{\n")
+    write_rows(here / "chat.jsonl", BOTH)
+    for model, data, message in [
+        ("empty", "chat.jsonl", "empty has no config.json and no tokenizer.json"),
+        ("bare", "chat.jsonl", "the tokenizer in bare has no chat template"),
+        ("model", "nowhere.jsonl", "there is no file nowhere.jsonl"),
+        ("model", "text.jsonl", "the first line of text.jsonl has no conversation"),
+        ("model", "bad.jsonl", "the first line of bad.jsonl is not JSON"),
+    ]:
+        assert message in refused(capsys, "init", "new", "--finetune", model, "--data", data)
+    assert "no conversations are given" in refused(capsys, "init", "new", "--finetune", "model")
+    assert not (here / "new").exists()
+
+
+@pytest.mark.full
+def test_a_fine_tuning_trains_as_it_is_written(here: Path) -> None:
+    pytest.importorskip("transformers")
+    write_chat_model(here / "model")
+    write_rows(here / "chat.jsonl", *[BOTH] * 60)
+    assert cli.main(["init", "tuned", "--finetune", "model", "--data", "chat.jsonl"]) == 0
+    command = [sys.executable, "-m", "lockstep", "train", "train.yaml", "--max-steps", "2"]
+    done = Forked(command, cwd=here / "tuned", env=environment(), stdout=-1, stderr=-2, text=True)
+    said = done.communicate(timeout=500)[0]
+    assert done.returncode == 0, said
+    assert "step 2/2" in said
