@@ -136,12 +136,15 @@ def test_what_can_not_be_fine_tuned(here: Path, capsys: pytest.CaptureFixture[st
     write_chat_model(here / "model")
     write_chat_model(here / "bare")
     (here / "bare" / "chat_template.jinja").unlink()
+    write_chat_model(here / "broken")
+    (here / "broken" / "config.json").write_text("{")
     (here / "empty").mkdir()
     (here / "text.jsonl").write_text('{"text": "words"}\n')
     (here / "bad.jsonl").write_text("{\n")
     write_rows(here / "chat.jsonl", BOTH)
     for model, data, message in [
         ("empty", "chat.jsonl", "empty has no config.json and no tokenizer.json"),
+        ("broken", "chat.jsonl", "the config of broken can't be read"),
         ("bare", "chat.jsonl", "the tokenizer in bare has no chat template"),
         ("model", "nowhere.jsonl", "there is no file nowhere.jsonl"),
         ("model", "text.jsonl", "the first line of text.jsonl has no conversation"),
