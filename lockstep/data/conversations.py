@@ -55,7 +55,7 @@ class Trained:
 
 
 @dataclass
-class _Draft:
+class _Rendered:
     """The text of a document, and the parts of it that are trained."""
 
     text: str  # as rendered
@@ -90,7 +90,7 @@ class ChatTemplate:
             UsageError: the messages are not a conversation, or the template fails; with `where`.
         """
         checked = _checked(messages, where)
-        draft: _Draft | None = None
+        draft: _Rendered | None = None
         for place, message in enumerate(checked):
             if message["role"] != ANSWERS:
                 continue
@@ -102,7 +102,7 @@ class ChatTemplate:
                 yield self._encoded(draft)
                 draft = None
             spans = [] if draft is None else draft.spans
-            draft = _Draft(answered, [*spans, (begin, end)], stop)
+            draft = _Rendered(answered, [*spans, (begin, end)], stop)
         if draft is not None:
             yield self._encoded(draft)
 
@@ -155,7 +155,7 @@ class ChatTemplate:
             raise UsageError(what, where="data.args.tokenizer", why=why, fix=fix) from None
         return str(text)
 
-    def _encoded(self, draft: _Draft) -> Trained:
+    def _encoded(self, draft: _Rendered) -> Trained:
         """Return the tokens of a draft, up to the end of its last answer."""
         spans = list(draft.spans)
         begin, end = spans[-1]
