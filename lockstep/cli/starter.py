@@ -90,7 +90,7 @@ def _positions_of(model: Path) -> int:
     fix = "name the folder of a chat model in Hugging Face's layout"
     absent = [name for name in ("config.json", "tokenizer.json") if not (model / name).is_file()]
     if absent:
-        what = f"{model} has no {' and no '.join(absent)}"
+        what = f"{model} is no chat model: it has no {' and no '.join(absent)}"
         raise UsageError(what, where="--finetune", fix=fix)
     described: dict[str, Any] = {}
     try:

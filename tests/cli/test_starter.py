@@ -143,7 +143,7 @@ def test_what_can_not_be_fine_tuned(here: Path, capsys: pytest.CaptureFixture[st
     (here / "bad.jsonl").write_text("{\n")
     write_rows(here / "chat.jsonl", BOTH)
     for model, data, message in [
-        ("empty", "chat.jsonl", "empty has no config.json and no tokenizer.json"),
+        ("empty", "chat.jsonl", "empty is no chat model: it has no config.json and no tok"),
         ("broken", "chat.jsonl", "the config of broken can't be read"),
         ("bare", "chat.jsonl", "the tokenizer in bare has no chat template"),
         ("model", "nowhere.jsonl", "there is no file nowhere.jsonl"),

@@ -353,9 +353,9 @@ def test_rows_of_columns(parquet):
 
 def test_what_the_hub_does_not_have(parquet):
     for args, message in (
-        ({"text_field": "body"}, "no column 'body'"),
-        ({"split": "dev"}, "no split 'dev'"),
-        ({"columns": ["text", "nothing"]}, "no column 'nothing'"),
+        ({"text_field": "body"}, "has no column 'body'"),
+        ({"split": "dev"}, "has no split 'dev'"),
+        ({"columns": ["text", "nothing"]}, "has no column 'nothing'"),
     ):
         with pytest.raises(UsageError, match=message):
             build(f"hf:{parquet}", **args)
