@@ -2,25 +2,30 @@
 gets to hear.
 """
 
+import inspect
 import json
 import os
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import default_collate
 
 from lockstep.config import DataConfig
-from lockstep.data import Data, build_data
+from lockstep.data import Data, build_data, sources
+from lockstep.data.datasets import hugging_face
 from lockstep.data.language import Documents, Tokenizer, TokenWindows
 from lockstep.data.loader import Reader, ReadRequest
 from lockstep.data.prepare import prepare, prepare_command
 from lockstep.errors import UsageError
+from lockstep.registry import DATA_SETS
 
 
 def build(name: str, **args: Any) -> Data:
@@ -468,3 +473,36 @@ def test_a_tokenizer_that_is_none(tmp_path, book):
     (tmp_path / "bad.json").write_text("{}")
     with pytest.raises(UsageError, match="is not a Hugging Face tokenizer"):
         build("text", path=str(book), tokenizer=str(tmp_path / "bad.json"))
+
+
+PAGE = Path(__file__).parents[2] / "docs/how_to/data.md"
+
+
+def rows_of(heading: str) -> list[list[str]]:
+    """The cells of each row of the tables in a section of the page."""
+    section = PAGE.read_text(encoding="utf-8").split(f"## {heading}\n")[1].split("\n## ")[0]
+    lines = [line for line in section.splitlines() if line.startswith("| `")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def test_the_page_names_each_data_set_with_its_arguments() -> None:
+    rows = rows_of("The data sets that ship")
+    listed = {
+        row[0].strip("`"): row[2] for row in rows if len(row) == 4 and row[0] != "`data.name`"
+    }
+    builders = {name: DATA_SETS.load_callable(name) for name in DATA_SETS.shipped}
+    builders["hf:NAME"] = hugging_face
+    assert listed.keys() == builders.keys()
+    for name, builder in builders.items():
+        said = {
+            key: yaml.safe_load(default) if default else inspect.Parameter.empty
+            for key, default in re.findall(r"`(\w+)(?:: ([^`]+))?`", listed[name])
+        }
+        taken = [p for p in inspect.signature(builder).parameters.values() if p.name != "name"]
+        assert said == {p.name: p.default for p in taken}, name
+
+
+def test_the_page_names_each_key_of_a_source() -> None:
+    rows = [row for row in rows_of("The data sets that ship") if len(row) == 2]
+    said = [key for row in rows for key in re.findall(r"`(\w+)`", row[0])]
+    assert sorted(said) == sorted(sources._KEYS)
