@@ -23,7 +23,7 @@ from lockstep.cli.arguments import (
     launch_options,
 )
 from lockstep.errors import EXIT_DONE, UsageError
-from lockstep.paths import local_path, run_directory
+from lockstep.paths import bucket_url, local_path, run_directory
 from lockstep.run_files import printable
 
 
@@ -118,7 +118,8 @@ def train(argv: list[str]) -> int:
         local_path(given.resume, "--resume")
     from lockstep.launch.train import train as start
 
-    output = given.output_dir or Path("runs", path.stem)
+    named = given.output_dir or Path("runs", path.stem)
+    output = bucket_url(named, "--output-dir") or Path(named)
     return start(
         path, overrides, launch_options(given), output_dir=output, resume=given.resume, argv=argv
     )
