@@ -23,6 +23,7 @@ from lockstep.checkpoint.commit import AsyncSaver, SaveOptions, is_shared, save
 from lockstep.checkpoint.convert import (
     digest,
     digest_tensors,
+    export_hugging_face,
     export_safetensors,
     import_weights,
     loss_weights,
@@ -38,6 +39,7 @@ from lockstep.checkpoint.keep import (
     set_aside,
 )
 from lockstep.checkpoint.manifest import (
+    HUGGING_FACE,
     LOSS_NAMES,
     OWN_FORM,
     DamagedError,
@@ -70,6 +72,7 @@ from lockstep.checkpoint.storage import (
 )
 
 __all__ = [
+    "HUGGING_FACE",
     "LOSS_NAMES",
     "MANIFEST",
     "OWN_FORM",
@@ -92,6 +95,7 @@ __all__ = [
     "copy_to_hosts",
     "digest",
     "digest_tensors",
+    "export_hugging_face",
     "export_safetensors",
     "gather",
     "import_weights",

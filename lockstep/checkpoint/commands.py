@@ -13,6 +13,7 @@ from typing import Any
 
 from lockstep.checkpoint.convert import (
     digest,
+    export_hugging_face,
     export_safetensors,
     export_torch,
     import_weights,
@@ -40,6 +41,8 @@ from lockstep.run_files import printable, read_text
 
 Place = Path | ObjectStorage | Location  # what a user names
 FORMATS = ("full", "torch")
+# what is written if no name is given
+EXPORTS = {"safetensors": "model.safetensors", "huggingface": "exported", "adapter": "adapter"}
 _LARGEST_CONFIG = 1 << 20  # bytes
 
 
@@ -131,9 +134,17 @@ def _verify(path: Place) -> str:
     return "\n".join(f"{checkpoint}: whole" for checkpoint in checkpoints)
 
 
-def _export(path: Place, output: str | Path = "model.safetensors") -> str:
+def _export(path: Place, output: str | Path | None = None, to: str = "safetensors") -> str:
+    if to not in EXPORTS:
+        raise UsageError(
+            f"there is no form {to!r} to export to", fix=f"one of: {', '.join(EXPORTS)}"
+        )
     checkpoint = newest_at(path)
-    return f"{checkpoint} → {export_safetensors(checkpoint, output)}"
+    target = output or EXPORTS[to]
+    if to == "safetensors":
+        return f"{checkpoint} → {export_safetensors(checkpoint, target)}"
+    folder, lines = export_hugging_face(checkpoint, target, adapter=to == "adapter")
+    return "\n".join([f"{checkpoint} → {folder}", *lines])
 
 
 def _convert(path: Place, to: str = "full", output: str | Path | None = None) -> str:
@@ -165,7 +176,7 @@ _ACTIONS: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
     "inspect": (_inspect, ()),
     "verify": (_verify, ()),
     "digest": (lambda path: digest(newest_at(path)), ()),
-    "export": (_export, ("output",)),
+    "export": (_export, ("output", "to")),
     "convert": (_convert, ("output", "to")),
     "import": (_import, ("output", "prefix")),
 }

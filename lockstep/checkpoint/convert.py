@@ -32,6 +32,7 @@ from lockstep.checkpoint.commit import SaveOptions, write_staged
 from lockstep.checkpoint.keep import newest
 from lockstep.checkpoint.manifest import (
     GROUPS_KEY,
+    HUGGING_FACE,
     JSON_LIMIT,
     LOSS_NAMES,
     MODEL,
@@ -53,6 +54,7 @@ from lockstep.checkpoint.read import check_block, open_part
 from lockstep.checkpoint.snapshot import Part, Snapshot, Staged, TensorBlock, stage
 from lockstep.checkpoint.storage import MANIFEST, Checkpoint, CheckpointPath, Location
 from lockstep.errors import UsageError, listed
+from lockstep.models.hf_folder import write_folder
 from lockstep.models.loss_modules import PREFIX
 from lockstep.paths import local_path
 from lockstep.progress import Advance, progress_of
@@ -186,6 +188,31 @@ def export_safetensors(path: Checkpoint, output: str | Path) -> Path:
             file.write(tensor_bytes(tensor))
 
     return _write_at_once(target, write)
+
+
+def export_hugging_face(
+    path: Checkpoint, output: str | Path, *, adapter: bool = False
+) -> tuple[Path, list[str]]:
+    """Write a model of Hugging Face as a folder that its library loads.
+
+    Adapters are merged, or with `adapter` written alone, as peft does.
+
+    Returns:
+        the folder, and lines about what it lacks.
+
+    Raises:
+        UsageError: the checkpoint is of another kind of model.
+    """
+    target = local_path(output, "the folder to write")
+    checkpoint = locate(_newest_in(path))
+    described = read_state(checkpoint).get(HUGGING_FACE)
+    if described is None:
+        raise UsageError(
+            f"{path} does not say that its model is one of transformers",
+            where="--to",
+            fix="run `lockstep checkpoint export PATH`, which writes one safetensors file",
+        )
+    return target, write_folder(described, weights(checkpoint), target, adapter=adapter)
 
 
 def export_torch(path: Checkpoint, output: str | Path) -> Path:

@@ -340,6 +340,7 @@ def verify(path: Checkpoint, *, thorough: bool = True) -> list[str]:
 
 # key of the state: names of the weights of a loss function, which are with the model's
 LOSS_NAMES = "loss_fn"
+HUGGING_FACE = "hugging_face"  # key of the state: how `transformers` builds the model again
 OWN_FORM = "own_form"  # key of the state: modules that give their `state_dict` a form of their own
 
 

@@ -237,7 +237,7 @@ _CHECKPOINT_VERBS: Subverbs = {
     "inspect": ("Show what one holds: parameters, shapes, steps.", ("path",)),
     "verify": ("Read every byte and compare the checksums.", ("path",)),
     "digest": ("Print the SHA-256 of the parameters, equal on any topology.", ("path",)),
-    "export": ("Write the weights as one safetensors file.", ("path", "output")),
+    "export": ("Write the weights for other programs.", ("path", "output", "to")),
     "convert": ("Write a checkpoint in another format.", ("path", "output", "to")),
     "import": ("Make a checkpoint of another trainer's weights.", ("path", "output", "prefix")),
 }
@@ -246,7 +246,10 @@ _CHECKPOINT_VERBS: Subverbs = {
 def checkpoint(argv: list[str]) -> int:
     """Run `lockstep checkpoint list|inspect|verify|digest|export|convert|import PATH`."""
     text = "Inspect and verify checkpoints, export weights from one or import them into one."
-    examples = ["lockstep checkpoint export runs/run --output model.safetensors"]
+    examples = [
+        "lockstep checkpoint export runs/run --output model.safetensors",
+        "lockstep checkpoint export runs/run --to huggingface --output model",
+    ]
     parser = Parser("checkpoint", text, examples, _CHECKPOINT_VERBS)
     parser.add_argument("verb", metavar="|".join(_CHECKPOINT_VERBS))
     text = (
@@ -258,8 +261,10 @@ def checkpoint(argv: list[str]) -> int:
     parser.add_argument("--output", metavar="PATH", type=Path, help=text)
     parser.add_argument(
         "--to",
-        metavar="full|torch",
-        help="convert: one file of whole tensors, or torch.load's format",
+        metavar="FORM",
+        help="convert: full, one file of whole tensors, or torch, for torch.load; export:"
+        " safetensors, one file (the default), huggingface, a folder for transformers with adapters"
+        " merged, or adapter, a folder for peft",
     )
     text = (
         "import: a prefix of names in the file that the model's names lack, such as model. in a"

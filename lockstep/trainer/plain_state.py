@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from lockstep import checkpoint
+from lockstep.models.hf_folder import description_of
 from lockstep.parallel.parallel_model import ParallelModel
 
 _MODULE_STATE = "module_state"  # in a checkpoint's state: what `get_extra_state` returns, by module
@@ -84,6 +85,9 @@ def state_of_model(placed: ParallelModel) -> dict[str, Any]:
     state: dict[str, Any] = {}
     if placed.loss_names:
         state[checkpoint.LOSS_NAMES] = placed.loss_names
+    described = description_of(placed.root)
+    if described is not None:
+        state[checkpoint.HUGGING_FACE] = described
     if placed.form is not None:
         state[checkpoint.OWN_FORM] = placed.form.modules
         state[_MODULE_STATE] = _module_state(placed)

@@ -45,7 +45,7 @@ USED = {
     ("config", "check", CONFIG): f"--config {' '.join(KEYS)}",
     ("config", "show", CONFIG): f"--config --schedule --ranks {' '.join(KEYS)}",
     ("checkpoint", "list", "run"): "",
-    ("checkpoint", "export", "run"): "--output",
+    ("checkpoint", "export", "run"): "--output --to",
     ("checkpoint", "convert", "run"): "--output --to",
     ("checkpoint", "import", "run"): "--output --prefix",
     (

@@ -74,10 +74,13 @@ def trainer_of(name: str, topology: str, changes: Mapping[str, Any], **more: Any
     return Trainer(build(config, Data(None)), config=config, **more)
 
 
-def run(name: str, topology: str, changes: Mapping[str, Any]) -> Adapted:
+def run(name: str, topology: str, changes: Mapping[str, Any], saved: str = "") -> Adapted:
+    """Train, and write a checkpoint where `saved` names one."""
     try:
         trainer = trainer_of(name, topology, changes)
         losses = [float(record.loss) for record in islice(trainer.steps(Tokens()), STEPS)]
+        if saved:
+            trainer.save_checkpoint(saved)
     except UsageError as error:
         return Adapted([], "", [], [], str(error))
     parameters = trainer.placed.parameters
@@ -111,7 +114,8 @@ def reduced(name: str) -> dict[tuple[str, bool], tuple[int, int]]:
     return found
 
 
-def many(cases: Sequence[tuple[str, str, Mapping[str, Any]]]) -> list[Adapted | str]:
+def many(cases: Sequence[tuple[Any, ...]]) -> list[Adapted | str]:
+    """`run` of each case; an error that is no refusal is a case's result."""
     results: list[Adapted | str] = []
     for case in cases:
         try:

@@ -1,9 +1,14 @@
 """Adapters of peft: on ranks as in one process and in plain peft; the rest costs nothing."""
 
+import json
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
 
+from lockstep.checkpoint import export_hugging_face
 from tests.parity import adapted
 from tests.parity.adapted import Adapted
 from tests.ranks import run_ranks
@@ -22,18 +27,19 @@ TOPOLOGIES = {
 
 
 def check(ranks: int, topologies: tuple[str, ...], folder: Path) -> None:
-    """Losses of plain peft to 1e-5, one digest, and state of adapters alone."""
+    """Losses of plain peft to 1e-5, one digest, state of adapters alone, and one file of them."""
     name = adapted.write_base(folder)
     expected = adapted.own_loop(str(folder))
     cases = [
-        (name, topology, {"distributed.reproducible": exact})
+        (name, topology, {"distributed.reproducible": exact}, saved_by(folder, topology, exact))
         for topology in topologies
         for exact in (True, False)
         if exact or topology.partition(":")[0] in PLAIN
     ]
     digests: dict[str, str] = {}
+    alone = str(folder / "alone" / "step-00000004")
     for results in run_ranks(adapted.many, ranks, cases, timeout=1800):
-        for (_, topology, settings), found in zip(cases, results, strict=True):
+        for (_, topology, settings, _), found in zip(cases, results, strict=True):
             assert isinstance(found, Adapted), (topology, found)
             assert not found.refused, (topology, found.refused)
             assert found.losses == pytest.approx(expected, rel=TOLERANCE), topology
@@ -43,8 +49,31 @@ def check(ranks: int, topologies: tuple[str, ...], folder: Path) -> None:
             if settings["distributed.reproducible"]:
                 key = str(like)
                 if key not in digests:
-                    digests[key] = adapted.run(name, "single", like).digest
+                    saved = "" if like else alone
+                    digests[key] = adapted.run(name, "single", like, saved).digest
                 assert found.digest == digests[key], topology
+    whole = exported(Path(alone))
+    assert all(bool(value.all()) for key, value in whole.items() if "lora_B" in key)
+    for case in cases:
+        if case[3]:
+            found_there = exported(Path(case[3]))
+            assert found_there.keys() == whole.keys(), case[1]
+            assert all(torch.equal(value, whole[key]) for key, value in found_there.items())
+
+
+def saved_by(folder: Path, topology: str, exact: bool) -> str:
+    """Where a topology writes its checkpoint; the bits of cut sequences are others."""
+    if not exact or "context" in topology:
+        return ""
+    return str(folder / topology.replace(":", "-").replace("*", "-") / "step-00000004")
+
+
+def exported(checkpoint: Path) -> dict[str, Tensor]:
+    """The adapters of a checkpoint, as peft's file has them: all elements of each was trained."""
+    folder = checkpoint.with_name("adapter")
+    export_hugging_face(checkpoint, folder, adapter=True)
+    assert json.loads((folder / "adapter_config.json").read_text())["r"] == adapted.LORA["r"]
+    return load_file(folder / "adapter_model.safetensors")
 
 
 def test_two_ranks_train_adapters_as_one_process(tmp_path: Path) -> None:

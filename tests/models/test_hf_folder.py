@@ -1,0 +1,149 @@
+"""What was trained of a model of Hugging Face, as a folder: transformers gives the same bits."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep.checkpoint import commands, export_hugging_face
+from lockstep.data import Data
+from lockstep.errors import UsageError
+from lockstep.models import hf_folder
+from lockstep.trainer import Trainer, build
+from tests.models.test_hf_auto import KINDS, Samples, config_of, library
+from tests.parity.adapted import LORA, trainer_of, write_base
+from tests.parity.toy import Tokens
+
+transformers = pytest.importorskip("transformers")
+
+# One with tied weights, one of fused and transposed ones, one whose halves of layers are fused, and
+# mixtures, whose experts are stacked in memory and apart on disk.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"tie_word_embeddings": True},
+    "gpt2": {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0},
+    "phi3": {},
+    "mixtral": {},
+    "qwen3_moe": {},
+}
+TOKENIZER = '{"version": "1.0", "model": {"type": "WordLevel"}}'
+
+
+def base_of(folder: Path, family: str = "llama") -> str:
+    """A tiny model with what stands beside one: a tokenizer and settings of generation."""
+    changes = FAMILIES[family]
+    if family == "gpt2":
+        changes = {**changes, "attention_dropout": 0.0}
+    name = write_base(folder, family, **changes)
+    (folder / "tokenizer.json").write_text(TOKENIZER)
+    settings = json.loads((folder / "generation_config.json").read_text())
+    (folder / "generation_config.json").write_text(json.dumps({**settings, "top_k": 7}))
+    return name
+
+
+def trained(name: str, folder: Path, **changes: Any) -> tuple[Any, Path]:
+    """The model after a step, and its checkpoint."""
+    trainer = trainer_of(name, "single", {"model.lora": None, **changes})
+    next(iter(trainer.steps(Tokens())))
+    return trainer.placed.root, trainer.save_checkpoint(folder / "step-00000001")
+
+
+def logits(model: Any, plain: bool = True) -> torch.Tensor:
+    ids = torch.stack([Tokens()[index]["input_ids"] for index in range(3)])
+    with torch.no_grad():
+        found = model.eval()(ids, use_cache=False) if plain else model.eval()(ids)
+    values: torch.Tensor = found.logits if plain else found
+    return values
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_plain_transformers_computes_the_same_bits(family: str, tmp_path: Path) -> None:
+    name = base_of(tmp_path / "base", family)
+    model, saved = trained(name, tmp_path)
+    export_hugging_face(saved, tmp_path / "out")
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert torch.equal(logits(plain), logits(model, plain=False))
+    before = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    assert not torch.equal(logits(plain), logits(before))
+    assert plain.generation_config.top_k == 7
+    assert (tmp_path / "out/tokenizer.json").read_text() == TOKENIZER
+
+
+def test_a_folder_goes_in_and_out_unchanged(tmp_path: Path) -> None:
+    """In files with an index, and in again; tied weights are in one of them."""
+    name = base_of(tmp_path / "base")
+    trainer = trainer_of(name, "single", {"model.lora": None})
+    saved = trainer.save_checkpoint(tmp_path / "step-00000000")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hf_folder, "_SHARD", "4KB")
+        said = commands.run("export", saved, to="huggingface", output=tmp_path / "out")
+    assert said.endswith(f"→ {tmp_path / 'out'}")
+    index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
+    assert "model.embed_tokens.weight" in index["weight_map"]
+    assert "lm_head.weight" not in index["weight_map"]
+    before = build(config_of(name), Data(None)).state_dict()
+    after = build(config_of(f"hf:{tmp_path / 'out'}"), Data(None)).state_dict()
+    assert before.keys() == after.keys()
+    for key, value in before.items():
+        assert torch.equal(value, after[key]), key
+
+
+def test_another_class_is_written_as_itself(tmp_path: Path) -> None:
+    """With the number of its labels."""
+    theirs, sample = library("AutoModelForSequenceClassification")
+    theirs.save_pretrained(tmp_path / "base")
+    config = config_of(f"hf:{tmp_path / 'base'}")
+    trainer = Trainer(build(config, Data(None)), config=config)
+    next(iter(trainer.steps(Samples(sample))))
+    saved = trainer.save_checkpoint(tmp_path / "step-00000001")
+    _, lines = export_hugging_face(saved, tmp_path / "out")
+    assert lines == [f"no tokenizer: there is none in {tmp_path / 'base'}"]
+    plain = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
+    state = trainer.placed.root.state_dict()
+    assert plain.config.num_labels == KINDS["AutoModelForSequenceClassification"][1]["num_labels"]
+    assert all(torch.equal(value, state[key]) for key, value in plain.state_dict().items())
+
+
+@pytest.mark.parametrize("changes", [{}, {"use_dora": True, "use_rslora": True, "bias": "all"}])
+def test_adapters_are_written_as_peft_does_and_merged(
+    changes: dict[str, Any], tmp_path: Path
+) -> None:
+    """Plain peft loads the adapters onto the base, plain transformers what is merged."""
+    peft = pytest.importorskip("peft")
+    name = base_of(tmp_path / "base", "qwen3_moe" if changes else "llama")
+    model, saved = trained(name, tmp_path, **{"model.lora": {**LORA, **changes}})
+    expected = logits(model, plain=False)
+    commands.run("export", saved, to="adapter", output=tmp_path / "adapter")
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    assert not torch.allclose(logits(base), expected, atol=1e-4)
+    loaded = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
+    torch.testing.assert_close(logits(loaded), expected, rtol=1e-6, atol=1e-6)
+    commands.run("export", saved, to="huggingface", output=tmp_path / "merged")
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(logits(merged), expected, rtol=1e-5, atol=1e-5)
+    assert not any("lora" in key for key in merged.state_dict())
+
+
+def test_what_can_not_be_written_is_refused(tmp_path: Path) -> None:
+    """And nothing is left behind."""
+    model, saved = trained(base_of(tmp_path / "base"), tmp_path)
+    with pytest.raises(UsageError, match="the model has no adapters"):
+        export_hugging_face(saved, tmp_path / "out", adapter=True)
+    with pytest.raises(UsageError, match="base exists already"):
+        export_hugging_face(saved, tmp_path / "base")
+    with pytest.raises(UsageError, match="no form 'onnx' to export to"):
+        commands.run("export", saved, to="onnx")
+    described = hf_folder.description_of(model)
+    assert described is not None
+    with pytest.raises(UsageError, match="the tensors are not those of a LlamaForCausalLM"):
+        hf_folder.write_folder(described, {"other": torch.ones(1)}, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    assert hf_folder.description_of(torch.nn.Linear(2, 2)) is None
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+    trainer = Trainer(torch.nn.Linear(2, 2), loss_fn=torch.nn.MSELoss(), batch_size=2)
+    saved = trainer.save_checkpoint(tmp_path / "step-00000000")
+    with pytest.raises(UsageError, match="does not say that its model is one of transformers"):
+        export_hugging_face(saved, tmp_path / "out")
