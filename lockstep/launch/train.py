@@ -141,8 +141,7 @@ def train(
         options, use_gpus=distributed.device != "cpu", single_reason=one_process or None
     )
     _check_layout(config, processes, options)
-    if config.model.auto is not None or config.model.lora is not None:
-        import_module("lockstep.models").check_model(config.model)
+    _check_hugging_face(config)
     if not options.several_nodes:
         require_free(run.path)
     bucket = config.bucket
@@ -179,6 +178,18 @@ def train(
 def uses_compiler(config: "Config") -> bool:
     """Return whether ranks will use torch's compiler."""
     return config.training.compile or config.training.gradient_checkpointing != "none"
+
+
+def _check_hugging_face(config: "Config") -> None:
+    """Refuse what a model of Hugging Face can't be, and download it if it is only on the hub.
+
+    A folder or a type alone, which only ranks look at, costs no import of the library here.
+    """
+    model = config.model
+    source = (model.name or "").removeprefix("hf:")
+    of_hub = source != model.name and "/" in source and not Path(source).exists()
+    if of_hub or model.auto is not None or model.lora is not None:
+        import_module("lockstep.models").check_model(model)
 
 
 def _saves_there(config: "Config") -> bool:

@@ -73,9 +73,18 @@ def _constructor(name: str) -> Callable[..., "nn.Module"]:
     if name.startswith("hf:"):
         from lockstep.models import hf
 
-        source = name.removeprefix("hf:")
-        return partial(hf.from_files if Path(source).exists() else hf.from_type, source)
+        source, has_files = _located(name.removeprefix("hf:"))
+        return partial(hf.from_files if has_files else hf.from_type, source)
     return MODELS.load_callable(name)
+
+
+def _located(source: str) -> tuple[str, bool]:
+    """Return (path or type, whether it is a path) of a model of Hugging Face."""
+    from lockstep.models import hf_hub
+
+    if hf_hub.is_name(source):
+        return str(hf_hub.local_copy(source)), True
+    return source, Path(source).exists()
 
 
 def _construct(
@@ -124,8 +133,8 @@ def _check_hugging_face(model_config: "ModelConfig") -> None:
     from lockstep.models import hf
 
     assert model_config.name is not None
-    source = model_config.name.removeprefix("hf:")
-    describe = hf.described_by_files if Path(source).exists() else hf.described_by_type
+    source, has_files = _located(model_config.name.removeprefix("hf:"))
+    describe = hf.described_by_files if has_files else hf.described_by_type
     described = describe(source, auto=model_config.auto, **model_config.args)
     if model_config.lora is not None:
         from lockstep.models.adapters import peft_config

@@ -236,7 +236,7 @@ def _config(model_type: str, described: Mapping[str, Any], overrides: Mapping[st
             " transformers"
         )
         what += f"; did you mean hf:{near[0]}?" if near else ""
-        fix = "write hf:llama, hf:gpt2 …, or the path of a folder (nothing is downloaded)"
+        fix = "write hf:llama, hf:gpt2 …, the path of a folder, or hf:OWNER/NAME of the hub"
         raise UsageError(what, where="model.name", fix=fix)
     kind: Any = transformers.CONFIG_MAPPING[model_type]
     renamed: dict[str, str] = getattr(kind, "attribute_map", {})
