@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from lockstep.errors import UsageError, first_line
+from lockstep.errors import UsageError, first_line, listed
 
 if TYPE_CHECKING:
     from lockstep.config.schema_training import LoraConfig
@@ -75,8 +75,9 @@ def peft_config(lora: "LoraConfig", auto: str, base: str | None = None) -> Any:
 def add_adapters(model: nn.Module, lora: "LoraConfig", auto: str) -> None:
     """Put adapters into a model's layers, in place, and freeze everything else."""
     config = peft_config(lora, auto)
+    peft = peft_package()
     try:
-        peft_package().inject_adapter_in_model(config, model, ADAPTER)
+        peft.inject_adapter_in_model(config, model, ADAPTER)
     except (ValueError, TypeError, RuntimeError) as error:
         raise UsageError(
             f"peft can't put these adapters into a {type(model).__name__}",
@@ -84,3 +85,12 @@ def add_adapters(model: nn.Module, lora: "LoraConfig", auto: str) -> None:
             why=first_line(error),
             fix="write target_modules: all-linear, or ends of names that the model's layers have",
         ) from error
+    of_parameters = getattr(peft.tuners.lora.layer, "ParamWrapper", ())
+    stacked = [name for name, each in model.named_modules() if isinstance(each, of_parameters)]
+    if stacked:
+        raise UsageError(
+            f"adapters of stacked experts are not supported: {listed(stacked)}",
+            where="model.lora.target_modules",
+            why="peft exchanges such a parameter in each forward pass, which shards do not survive",
+            fix="write target_modules: [q_proj, k_proj, v_proj, o_proj], the layers of attention",
+        )

@@ -50,7 +50,7 @@ def description_of(model: nn.Module) -> dict[str, Any] | None:
     return {
         "class": own.__name__,
         "config": _plain(model.config.to_dict()),
-        "generation": None if generation is None else _plain(generation.to_dict()),
+        "generation": None if generation is None else _plain(generation.to_diff_dict()),
         "source": model.name_or_path or None,
         "adapters": {name: _plain(each.to_dict()) for name, each in adapters.items()},
     }
@@ -101,12 +101,12 @@ def write_folder(
         else:
             if description["adapters"]:
                 model = model.merge_and_unload(safe_merge=True)
-            if description["generation"] is not None:
-                import transformers
-
-                made = transformers.GenerationConfig.from_dict(description["generation"])
-                model.generation_config = made
             model.save_pretrained(draft, max_shard_size=_SHARD)
+            # As they were: the library reads settings that it refuses to write, such as a `top_k`
+            # without `do_sample`, which models on the hub have.
+            if description["generation"] is not None:
+                text = json.dumps(description["generation"], indent=2, sort_keys=True)
+                (draft / "generation_config.json").write_text(text + "\n", encoding="utf-8")
         lines = _copy_inputs(description["source"], draft)
         draft.rename(folder)
     finally:
