@@ -30,8 +30,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
 ADAPTED: dict[str, dict[str, Any]] = {
     "llama": LORA,
     "gpt2": {
-        **{"r": 4, "target_modules": ["c_attn", "c_fc"], "bias": "all"},
-        **{"use_dora": True, "use_rslora": True},
+        "r": 4,
+        "target_modules": ["c_attn", "c_fc"],
+        "bias": "all",
+        "use_dora": True,
+        "use_rslora": True,
     },
 }
 TOKENIZER = '{"version": "1.0", "model": {"type": "WordLevel"}}'
