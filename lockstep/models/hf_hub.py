@@ -47,9 +47,9 @@ def local_copy(name: str) -> Path:
         ) from error
     if not any(found.glob(_WEIGHTS)):
         raise UsageError(
-            f"{name} has no weights in safetensors on the hub",
+            f"{name} has no weights in safetensors, neither in the hub's cache nor on the hub",
             where="model.name",
-            why="pickles can run code when they are read",
+            why="values would be drawn at random; and pickles can run code when they are read",
             fix="convert them to safetensors, and write the path of the folder",
         )
     return found
