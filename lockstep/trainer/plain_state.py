@@ -85,7 +85,7 @@ def state_of_model(placed: ParallelModel) -> dict[str, Any]:
     state: dict[str, Any] = {}
     if placed.loss_names:
         state[checkpoint.LOSS_NAMES] = placed.loss_names
-    described = description_of(placed.root)
+    described = None if placed.root is None else description_of(placed.root)
     if described is not None:
         state[checkpoint.HUGGING_FACE] = described
     if placed.form is not None:
