@@ -119,6 +119,8 @@ def test_a_config_that_can_not_be_followed_is_refused_when_it_is_loaded(
 
 def test_adapters_of_stacked_experts_are_refused(tmp_path: Path) -> None:
     name = write_base(tmp_path, "qwen3_moe")
-    with pytest.raises(UsageError, match=r"of stacked experts are not supported: .*experts"):
+    with pytest.raises(
+        UsageError, match=r"adapters of stacked experts are not supported: .*experts"
+    ):
         adapted(name)
     assert adapted(name, lora={"target_modules": ["q_proj"]})

@@ -147,7 +147,7 @@ def test_what_can_not_be_written_is_refused(tmp_path: Path) -> None:
         export_hugging_face(saved, tmp_path / "out", adapter=True)
     with pytest.raises(UsageError, match="base exists already"):
         export_hugging_face(saved, tmp_path / "base")
-    with pytest.raises(UsageError, match="no form 'onnx' to export to"):
+    with pytest.raises(UsageError, match="there is no form 'onnx' to export to"):
         commands.run("export", saved, to="onnx")
     described = hf_folder.description_of(model)
     assert described is not None

@@ -36,9 +36,10 @@ def test_one_that_is_not_there_is_one_error(cache: Path) -> None:
     """Nor is a cache with a config alone a model: its weights would be drawn at random."""
     cache.mkdir(parents=True)
     (cache / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(UsageError, match="neither in the hub's cache nor on the hub"):
+    no_weights = "has no weights in safetensors, neither in the hub's cache nor on the hub"
+    with pytest.raises(UsageError, match=no_weights):
         check_model(config_of("hf:somebody/tiny").model)
-    with pytest.raises(UsageError, match="somebody/other is neither a folder here nor a model"):
+    with pytest.raises(UsageError, match="is neither a folder here nor a model that the hub gives"):
         check_model(config_of("hf:somebody/other").model)
 
 
