@@ -289,8 +289,8 @@ def prepare_command(argv: Sequence[str]) -> int:
         description="Turn documents into tokens, for the data sets `tokens` and `documents`.",
         epilog="examples:\n  lockstep data prepare text.txt --out tokens\n"
         "  lockstep data prepare pages.jsonl --out pages --min-tokens 16\n"
-        "  lockstep data prepare chat.jsonl --out chat --messages-field messages"
-        " --tokenizer FOLDER\n"
+        "  lockstep data prepare chat.jsonl --out chat \\\n"
+        "      --messages-field messages --tokenizer FOLDER\n"
         "What a killed process has written is used by the next with the same arguments.\n"
         "`lockstep data show CONFIG` prints samples, and what of them is trained.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
