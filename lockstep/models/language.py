@@ -141,7 +141,7 @@ class TokenLosses(nn.Module):
             label_smoothing: ε: the target has the probability 1 − ε + ε/V, each other token ε/V
                 (Szegedy et al. 2016).
             z_loss: weight of log(Z)², where Z is the sum of the exponentials of a position's logits
-                (Chowdhery et al. 2022, *PaLM*).
+                (Chowdhery et al. 2022, arXiv:2204.02311).
         """
         self._label_smoothing = label_smoothing
         self._z_loss = z_loss
