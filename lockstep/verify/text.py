@@ -169,11 +169,14 @@ def _script_explanation(outcome: Outcome) -> list[str]:
         lines.append(f"  cannot judge gradients and weights: {outcome.not_judged}")
     first = outcome.first
     if first is not None:
-        name = f" of {first.name}" if first.name else ""
         # Where rank 0 differs, all ranks do most often.
         rank = f" on rank {first.ranks[0]}" if first.ranks[0] else ""
-        size = f"{first.relative:.1e} of their norm"
-        lines.append(f"  step {first.step + 1}: {first.aspect}{name} differ by {size}{rank}")
+        if first.aspect == "optimizer":
+            told = f"{first.aspect}: {first.name}"
+        else:
+            name = f" of {first.name}" if first.name else ""
+            told = f"{first.aspect}{name} differ by {first.relative:.1e} of their norm"
+        lines.append(f"  step {first.step + 1}: {told}{rank}")
         if outcome.operation:
             lines.append(f"    {outcome.operation}")
     for cause in outcome.causes:

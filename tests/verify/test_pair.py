@@ -12,8 +12,9 @@ from lockstep.cli import main
 from lockstep.config import Config, config_from
 from lockstep.errors import RunError
 from lockstep.verify.config_pair import compare_configs, losses_of_configs, other_keys
+from lockstep.verify.outcome import Difference, Outcome
 from lockstep.verify.script.pair import PairedLosses
-from lockstep.verify.text import losses_text
+from lockstep.verify.text import losses_text, pair_text
 from tests.verify.test_faults import COMMON, START
 
 QUICK = ("one by one", "rate")
@@ -50,6 +51,13 @@ def test_two_configs(tmp_path: Path) -> None:
     assert {cause.kind for cause in outcome.causes} == {"training.learning_rate", "training.seed"}
     rate = next(cause for cause in outcome.causes if cause.kind == "training.learning_rate")
     assert rate.text == "0.003 in A, and 0.006 in B"
+
+
+def test_settings_that_differ_are_told_as_they_are() -> None:
+    other = "the learning rate (lr) 0.004 instead of 0.003"
+    first = Difference("optimizer", other, math.inf, ranks=[0])
+    told = pair_text(("a.yaml", "b.yaml"), Outcome("B", first=first))
+    assert f"step 1: optimizer: {other}" in told
 
 
 @pytest.mark.full
