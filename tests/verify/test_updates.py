@@ -78,7 +78,7 @@ def takes_no_step(trainer: Trainer) -> None:
 
 def facts_of(subject: Subject, folder: Path) -> UpdateFacts:
     """Of the second step, in this process."""
-    spec, _ = package._spec(config_from(SETTINGS), lambda: subject, ["ddp:2"], 2)
+    spec, _ = package.spec_of(config_from(SETTINGS), lambda: subject, ["ddp:2"], 2)
     with trainer_of(spec, SINGLE, Case(), folder) as (trainer, data, _):
         trainer.loss_check.skip()
         observer = StepObserver(trainer)
