@@ -31,6 +31,7 @@ from lockstep.errors import LockstepError, RunError, UsageError
 from lockstep.object_client import ObjectClient
 from lockstep.run_files import open_file
 from lockstep.run_lock import FILE, Holder, holder_in
+from lockstep.store_threads import StoreThread
 
 PART_BYTES = 8 << 20
 PUSH_SECONDS = 10.0
@@ -75,8 +76,7 @@ class RunMirror:
         self._sums: dict[str, int] = {}  # key → checksum of the object that is there
         self._seen: dict[str, tuple[int, int]] = {}  # file → its size and time when it was copied
         self._pushing = threading.Lock()
-        self._ended = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._thread: StoreThread | None = None
 
     def __str__(self) -> str:
         return self._client.url
@@ -87,9 +87,7 @@ class RunMirror:
             return
         self._claim.acquire()
         self.fetch()
-        self._ended.clear()
-        self._thread = threading.Thread(target=self._go_on, name="run-mirror", daemon=True)
-        self._thread.start()
+        self._thread = StoreThread(self._go_on, "run-mirror")
 
     def check(self) -> None:
         """Raise an error if another run has taken the prefix over."""
@@ -99,7 +97,7 @@ class RunMirror:
         """Copy the last changes, and let others have the prefix."""
         if self._thread is None:
             return
-        self._ended.set()
+        self._thread.closing.set()
         self._thread.join()
         self._thread = None
         self.push_or_say()
@@ -186,9 +184,9 @@ class RunMirror:
         self._seen[name] = seen
         return set(keys)
 
-    def _go_on(self) -> None:
+    def _go_on(self, thread: StoreThread) -> None:
         """Copy until the run is released. A service that is down is asked again, in silence."""
-        while not self._ended.wait(PUSH_SECONDS):
+        while not thread.closing.wait(PUSH_SECONDS):
             with suppress(OSError, RunError):
                 self.push()
 
@@ -206,8 +204,7 @@ class Claim:
         self._number = 0
         self._me: Holder | None = None
         self._lost: str | None = None
-        self._ended = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._thread: StoreThread | None = None
 
     def acquire(self) -> None:
         """Take the prefix, or raise a UsageError if another run has it."""
@@ -224,9 +221,7 @@ class Claim:
             break
         self._number = number + 1
         self._client.delete([key for key in self._keys() if key < _claim_key(self._number)])
-        self._ended.clear()
-        self._thread = threading.Thread(target=self._beat, name="bucket-claim", daemon=True)
-        self._thread.start()
+        self._thread = StoreThread(self._beat, "bucket-claim")
 
     def check(self) -> None:
         """Raise a RunError if another run has taken the prefix over."""
@@ -241,7 +236,7 @@ class Claim:
         """Let the next run take the prefix without waiting."""
         if self._thread is None:
             return
-        self._ended.set()
+        self._thread.closing.set()
         self._thread.join()
         self._thread = None
         if self._lost is None:
@@ -282,11 +277,11 @@ class Claim:
             time.sleep(_LOOK)
             holder = self._read(number)
 
-    def _beat(self) -> None:
+    def _beat(self, thread: StoreThread) -> None:
         """Renew the claim until it is released, or another run has the next one."""
         assert self._me is not None
         beat = 0
-        while not self._ended.wait(BEAT_SECONDS):
+        while not thread.closing.wait(BEAT_SECONDS):
             beat += 1
             with suppress(OSError):  # a service that is down for a while
                 if self._client.exists(_claim_key(self._number + 1)):

@@ -14,12 +14,13 @@ import random
 import types
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
 import torch
 
+from lockstep.attributes import attributes_of
 from lockstep.data.mistakes import is_users_file
 from lockstep.randomness import derive_key
 
@@ -132,9 +133,9 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, types.FunctionType):
         yield from _parts_of_function(value)
     else:
-        yield from getattr(value, "__dict__", {}).items()
+        yield from list((attributes_of(value) or {}).items())
         for name in getattr(type(value), "__slots__", ()):
-            if hasattr(value, name):
+            with suppress(Exception):  # one that is not set may be asked of a __getattr__
                 yield name, getattr(value, name)
         for base in type(value).__mro__:
             yield from vars(base).items()

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from lockstep.attributes import attributes_of
 from lockstep.collectives import is_main_process
 from lockstep.data.agreement import MOST_ITEMS, DataEvidence, require_same_data, several_ranks
 from lockstep.data.batches import (
@@ -93,7 +94,7 @@ class IterableSteps:
             self.notice += "on different numbers of ranks are different trainings"
         self._compares = compares and any_left is None
         self._tries = 0  # to read an epoch from its start, because a state was not restored
-        self._as_handed_over = dict(getattr(iterable, "__dict__", {}))
+        self._as_handed_over = dict(attributes_of(iterable) or {})
         self._state: dict[str, Any] = {**start_of(0, 0), **(state or {})}
         if self._state["step"] > start_step:
             what = (

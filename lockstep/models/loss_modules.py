@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lockstep.attributes import attributes_of
 from lockstep.errors import UsageError, listed
 from lockstep.torch_compat.module_state import persistent_buffers
 from lockstep.torch_compat.wrapper_names import WRAPPER_NAMES
@@ -114,7 +115,7 @@ def _held_by(value: Any) -> list[Any]:
         return list(value.values())
     if isinstance(value, list | tuple):
         return list(value)
-    return list(getattr(value, "__dict__", {}).values()) if not inspect.ismodule(value) else []
+    return [] if inspect.ismodule(value) else list((attributes_of(value) or {}).values())
 
 
 def refuse_shared(loss: LossModule, *, cut: bool) -> None:

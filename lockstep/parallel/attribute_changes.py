@@ -19,6 +19,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from lockstep.attributes import attributes_of
 from lockstep.torch_compat.module_members import registered
 
 OF_TORCH = frozenset(vars(nn.Module()))  # names of the attributes that every module has
@@ -135,7 +136,7 @@ def _members(value: object) -> Collection[Any] | None:
         return value.values()
     if isinstance(value, list | tuple | deque):
         return value
-    is_plain = hasattr(value, "__dict__") and not callable(value)
-    if is_plain and not isinstance(value, nn.Module | type | Tensor):
-        return vars(value).values()
-    return None
+    if callable(value) or isinstance(value, nn.Module | type | Tensor):
+        return None
+    own = attributes_of(value)
+    return None if own is None else own.values()

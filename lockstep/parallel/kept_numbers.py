@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import nn
 
+from lockstep.attributes import attributes_of
 from lockstep.parallel.attribute_changes import OF_TORCH
 
 _DEPTH = 3  # containers in containers
@@ -73,12 +74,9 @@ def members(name: str, value: Any) -> Iterator[tuple[str, Any, Any]]:
         yield from (
             (f"{name}[{position}]", inner, position) for position, inner in enumerate(value)
         )
-    elif (
-        hasattr(value, "__dict__")
-        and not isinstance(value, nn.Module | type)
-        and not callable(value)
-    ):
-        yield from ((f"{name}.{key}", inner, key) for key, inner in list(vars(value).items()))
+    elif not isinstance(value, nn.Module | type) and not callable(value):
+        own = attributes_of(value) or {}
+        yield from ((f"{name}.{key}", inner, key) for key, inner in list(own.items()))
 
 
 @dataclass

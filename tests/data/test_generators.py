@@ -14,9 +14,13 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Subset, WeightedRandomSampler, default_collate
 
+from lockstep.attributes import attributes_of
 from lockstep.data import adopt
 from lockstep.data.generators import generators_of
 from lockstep.errors import UsageError
+from lockstep.models.loss_modules import hidden_parameters
+from lockstep.parallel.attribute_changes import AttributeChanges
+from lockstep.parallel.kept_numbers import members
 from tests.data.shared import everything, plain, share, whole_from
 
 _of_the_module = np.random.default_rng(0)
@@ -263,3 +267,31 @@ def test_a_samplers_own_generator_gives_the_same_order_in_every_pass() -> None:
     first = [number for row in whole[:3] for micro in row[5:] for number in micro[1]]
     expected = [number for batch in loader() for number in batch.tolist()]
     assert first == expected, "the order is that of plain PyTorch"
+
+
+class Answering:
+    """It has no `__dict__`, and answers for what it has not by an error of its own."""
+
+    __slots__ = ("kept", "unset")
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(f"{name}: the model is not finished")
+
+
+def test_what_an_object_raises_when_it_is_asked_for_attributes_is_passed_over() -> None:
+    odd = Answering()
+    odd.kept = random.Random(3)
+
+    class Holding:
+        def __init__(self) -> None:
+            self.odd = odd
+            self.own = random.Random(4)
+
+    assert set(generators_of(Holding())) == {"own", "odd.kept"}
+    assert attributes_of(odd) is None
+    assert hidden_parameters(functools.partial(print, odd)) == []
+    watched = nn.Linear(1, 1)
+    watched.odd = odd
+    changes = AttributeChanges([watched])
+    assert not changes.has_new()
+    assert list(members("odd", odd)) == []
