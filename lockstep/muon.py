@@ -72,13 +72,12 @@ class Muon(torch.optim.AdamW):
                 {"params": [p for p in groups if p.ndim == 2], "matrices": True},
                 {"params": [p for p in groups if p.ndim != 2], "matrices": False},
             ]
-        own = {
+        self._of_muon = {
             "momentum": momentum,
             "nesterov": nesterov,
             "ns_steps": ns_steps,
             "adjust_lr_fn": adjust_lr_fn,
         }
-        groups = [{**own, **group} if group["matrices"] else dict(group) for group in groups]
         super().__init__(
             groups,
             lr=lr,
@@ -88,6 +87,24 @@ class Muon(torch.optim.AdamW):
             foreach=foreach,
             fused=fused,
         )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, which says by `matrices` which optimizer has it."""
+        where = "lockstep.muon.Muon(…)"
+        if "matrices" not in param_group:
+            fix = "write {'params': …, 'matrices': True} for Muon, and False for AdamW"
+            raise UsageError("a group of parameters does not say matrices", where=where, fix=fix)
+        given = param_group["params"]
+        params = [given] if isinstance(given, Tensor) else list(given)
+        if param_group["matrices"]:
+            shapes = [(p[1] if isinstance(p, tuple) else p).shape for p in params]
+            odd = next((shape for shape in shapes if len(shape) != 2), None)
+            if odd is not None:
+                what = f"a parameter of shape {list(odd)} is no matrix"
+                fix = "put it into a group with 'matrices': False"
+                raise UsageError(what, where=where, fix=fix)
+        own = self._of_muon if param_group["matrices"] else {}
+        super().add_param_group({**own, **param_group, "params": params})
 
     @staticmethod
     def groups_of(named: Mapping[str, nn.Parameter], blocks: Sequence[str]) -> list[dict[str, Any]]:

@@ -70,6 +70,25 @@ def test_arguments_without_sense_are_refused(arguments: dict[str, Any], expected
         Muon(_matrices().values(), **arguments)
 
 
+@pytest.mark.parametrize(
+    ("group", "expected"),
+    [
+        ({}, "a group of parameters does not say matrices"),
+        ({"matrices": True}, r"a parameter of shape \[6\] is no matrix"),
+    ],
+)
+def test_a_group_that_muon_can_not_have_is_refused(group: dict[str, Any], expected: str) -> None:
+    """At the start, and where it is added later."""
+    bias = {"params": iter([_matrices()["block.bias"]]), **group}
+    with pytest.raises(UsageError, match=expected):
+        Muon([bias])
+    made = Muon([{"params": [_matrices()["block.a"]], "matrices": True}], momentum=0.5)
+    with pytest.raises(UsageError, match=expected):
+        made.add_param_group({**bias, "params": _matrices()["block.bias"]})
+    made.add_param_group({"params": [_matrices()["block.b"]], "matrices": True})
+    assert [each["momentum"] for each in made.param_groups] == [0.5, 0.5]
+
+
 def test_a_model_without_blocks_is_refused() -> None:
     with pytest.raises(UsageError, match="this model names no blocks"):
         Trainer(nn.Linear(3, 2), loss_fn=nn.MSELoss(), optimizer="muon")

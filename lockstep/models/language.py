@@ -152,6 +152,7 @@ class TokenLosses(nn.Module):
         return (self._label_smoothing, self._z_loss) if self.training else (0.0, 0.0)
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Return each target's loss in nats, with the terms of training while the module trains."""
         smoothing, z_loss = self.terms
         rows = logits.flatten(0, 1).float()
         flat = targets.flatten()
