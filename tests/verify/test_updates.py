@@ -1,5 +1,6 @@
 """What goes wrong around an update is seen, named, and not excused as rounding."""
 
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from lockstep.verify.comparisons import compare_with_perturbed
 from lockstep.verify.differences import Evidence, StepResult, differing_options
 from lockstep.verify.experiments import AGAIN
 from lockstep.verify.outcome import Difference
+from lockstep.verify.script.observe import schedules_alive
 from lockstep.verify.subject import Case
 from lockstep.verify.trace import StepObserver, Trace, UpdateFacts
 from lockstep.verify.worker import trainer_of
@@ -214,3 +216,13 @@ def test_a_gradient_that_was_rounded_before_it_was_scaled_is_recognised() -> Non
     other = whole * (1 + 1e-3 * torch.rand(64))
     assert "rounded to float16" in reduced_relation(mine, whole, {}, [], 2, 1.0, 1 / 3).clause
     assert "rounded" not in reduced_relation(other, whole, {}, [], 2, 1.0, 1 / 3).clause
+
+
+def test_schedules_are_found_beside_a_proxy_of_what_has_gone() -> None:
+    """`torch.compile` leaves such proxies behind."""
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    gone = weakref.proxy(Net())
+    with pytest.raises(ReferenceError):
+        isinstance(gone, Net)
+    assert schedule in schedules_alive()

@@ -513,13 +513,11 @@ class _ScriptObserver:
         if not self.record.steps:
             self.record.note_framework()
         self._step.dtypes.update(str(parameter.dtype) for parameter in parameters)
-        # There is no list of schedules; they hold the optimizer, and not the other way round.
-        found = (item for item in gc.get_objects() if isinstance(item, LRScheduler))
         self._step.begin_update(
             self._gradients(parameters),
             {self._names[id(p)]: values.fingerprint(local(p)) for p in parameters},
             [values.settings_of(group) for group in optimizer.param_groups],
-            [schedule.last_epoch for schedule in found],
+            [schedule.last_epoch for schedule in schedules_alive()],
             type(optimizer).__name__,
         )
         number = len(self.record.steps)
@@ -568,3 +566,13 @@ class _ScriptObserver:
         return values.piece_of(
             tensor, flat=self.world > 1 and id(tensor if of is None else of) in self._flat
         )
+
+
+def schedules_alive() -> list[LRScheduler]:
+    """Return all schedules of this process.
+
+    There is no list of them; they hold the optimizer, and not the other way round. Objects are
+    asked for their type alone: one that stands for another (`weakref.proxy`) answers `isinstance`
+    for that, or raises if it has gone.
+    """
+    return [item for item in gc.get_objects() if issubclass(type(item), LRScheduler)]
