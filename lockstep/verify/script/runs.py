@@ -60,7 +60,7 @@ class Runs:
         failed.
         """
         task = self._new_task(changes)
-        self._report(f"{ranks} ranks: {what}")
+        self._report(f"{ranks} rank{'s' * (ranks != 1)}: {what}")
         self._start([task], ranks)
         hanging = {rank: path for rank in range(ranks) if (path := task.hang_file(rank)).exists()}
         if hanging:
