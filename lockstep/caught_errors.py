@@ -15,11 +15,13 @@ import sys
 import threading
 import time
 from collections.abc import Collection
+from contextlib import suppress
 
 from lockstep.errors import RunError
 from lockstep.heartbeat.callers import collective_under_way
 from lockstep.heartbeat.files import Call, FailedCall
 from lockstep.heartbeat.writer import Heartbeat, own_heartbeat
+from lockstep.output import flush_both
 from lockstep.run_files import printable
 
 # for a script to end after an error of a call in which the others wait
@@ -66,9 +68,10 @@ def _watch(ranks: int) -> None:
         error = _of_caught(beat, ranks, min(seconds, CAUGHT_SECONDS))
         error = error or _of_one_alone(beat, ranks, seconds, alone_since)
         if error is not None:
-            sys.stdout.flush()
-            sys.stderr.write(f"lockstep: {printable(str(error))}\n")
-            sys.stderr.flush()
+            flush_both()
+            with suppress(AttributeError, OSError):  # closed
+                sys.stderr.write(f"lockstep: {printable(str(error))}\n")
+            flush_both()
             os._exit(1)
 
 

@@ -8,8 +8,10 @@ Short work prints nothing. Does not import torch.
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TextIO
+
+from lockstep.output import is_terminal
 
 PATIENCE_SECONDS = 2.0  # before the first line
 # seconds between lines
@@ -39,7 +41,7 @@ def progress_of(
         shows: False on ranks that print nothing.
     """
     out = stream or sys.stderr
-    terminal = out.isatty()
+    terminal = is_terminal(out)
     start = clock()
     done = 0
     shown = False
@@ -57,8 +59,10 @@ def progress_of(
             f"{done} of {total} {unit}" if unit else f"{done / 1e9:.1f} of {total / 1e9:.1f} GB"
         )
         text = f"lockstep: {what}: {shares}, {left // 60}:{left % 60:02d} left"
-        out.write(f"\r{text}\x1b[K" if terminal else f"{text}\n")
-        out.flush()
+        written = f"\r{text}\x1b[K" if terminal else f"{text}\n"
+        with suppress(AttributeError, OSError):  # a stream that is closed, or that can't be flushed
+            out.write(written)
+            out.flush()
         shown = True
         due = now + (_EVERY_ON_TERMINAL if terminal else _EVERY_IN_PIPE)
 

@@ -17,6 +17,7 @@ from lockstep.data.batches import Data
 from lockstep.data.datasets import build_data
 from lockstep.data.language import IGNORED
 from lockstep.errors import UsageError
+from lockstep.output import is_terminal
 
 COLOURS = ("\x1b[32m", "\x1b[0m")
 SIGNS = ("«", "»")
@@ -28,7 +29,7 @@ def show(path: Path, overrides: Sequence[str], samples: int) -> str:
     if samples < 1:
         raise UsageError(f"--samples {samples} is not a number from 1 on", fix="leave it out: 2")
     data = build_data(config.data, seed=config.training.seed)
-    coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    coloured = is_terminal(sys.stdout) and not os.environ.get("NO_COLOR")
     marks = COLOURS if coloured else SIGNS
     return "\n\n".join([*data.notices, *shown(data, samples, marks, str(path))])
 

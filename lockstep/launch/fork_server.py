@@ -27,7 +27,6 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any
 
 from lockstep import cores, scratch, signals
@@ -39,6 +38,7 @@ from lockstep.launch.prepared import (
     give,
     own_prepared_process,
 )
+from lockstep.output import flush_both
 
 # What a launcher has imported, and a rank at its first step.
 _IMPORTED = (
@@ -74,9 +74,7 @@ def _end_at_once() -> None:
         return
     logging.shutdown()
     scratch.remove_all()  # registered before this function, and so not called yet
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):
-            stream.flush()
+    flush_both()
     if _exit_code < 0:
         signal.signal(-_exit_code, signal.SIG_DFL)
         os.kill(os.getpid(), -_exit_code)
@@ -127,8 +125,7 @@ def split_off(*, compiles: bool = False) -> str | None:
     with signals.without_thread():
         reason = why_not_fork()
         if reason is None:
-            sys.stdout.flush()
-            sys.stderr.flush()
+            flush_both()
             give(_fork_of_this_process())
     return reason
 

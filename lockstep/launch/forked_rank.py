@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.launch.prepared import ForkedChild, ForkRequest, PreparedProcess
+from lockstep.output import flush_both
 
 
 class ForkedRank(ForkedChild):
@@ -44,8 +45,7 @@ class ForkedRank(ForkedChild):
             folder=os.getcwd(),
             parent=os.getpid(),
         )
-        sys.stdout.flush()
-        sys.stderr.flush()
+        flush_both()
         super().__init__(prepared.fork(request, (0, 1, 2)))
         self.sentinel = os.pidfd_open(self.pid)  # readable once it has ended
 

@@ -30,6 +30,7 @@ from lockstep.launch.forked_rank import ForkedRank, can_be_awaited, handed_over
 from lockstep.launch.prepared import own_prepared_process
 from lockstep.launch.worker import FAILURES, LAUNCHER_PID, die_with_parent, environment_with
 from lockstep.network import DEFAULT_PORT
+from lockstep.output import flush_both
 from lockstep.paths import local_path
 from lockstep.report.read import read_run
 from lockstep.report.sketch import sketch
@@ -344,8 +345,7 @@ def run_rank(
             return
         failure = from_exception(error, facts, None)
         failure.write(Path(environment[FAILURES]))
-        sys.stdout.flush()
-        sys.stderr.flush()
+        flush_both()
         os._exit(failure.exit_code)  # skip the shutdown, which may wait for peers that are gone
 
 

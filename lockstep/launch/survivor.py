@@ -30,6 +30,7 @@ from lockstep.heartbeat.files import FOLDER
 from lockstep.heartbeat.writer import begin_anew
 from lockstep.launch.worker import show_output
 from lockstep.launch.world import LiveWorld, looks_of
+from lockstep.output import say
 from lockstep.store_threads import answer_within
 from lockstep.torch_compat import group_creation
 
@@ -148,10 +149,9 @@ class Survivor:
         cores.bind_again(rank, len(world.members))
         if rank == 0:
             show_output()
-        print(
-            f"lockstep: {count} ranks go on, this one as rank {rank}: rank"
-            f" {', '.join(map(str, world.lost))} has died",
-            flush=True,
+        say(
+            f"{count} ranks go on, this one as rank {rank}: rank"
+            f" {', '.join(map(str, world.lost))} has died"
         )
         return None
 

@@ -32,6 +32,7 @@ from lockstep.errors import EXIT_DONE, EXIT_PREEMPTED, LockstepError, UsageError
 from lockstep.heartbeat.files import FOLDER
 from lockstep.launch.failures import Failure, done_mark, from_exception, preempted, stacks_file
 from lockstep.launch.stacks import write_on_request
+from lockstep.output import flush_both
 from lockstep.run_files import open_to_append, printable
 
 _copiers: list[subprocess.Popen[bytes]] = []  # they end when nobody writes to them any more
@@ -190,8 +191,7 @@ def to_log(
     as_text: Any = {"buffering": 1, "encoding": "utf-8", "errors": "backslashreplace"}
     saved: list[int] = []
     consoles: list[TextIO] = [*before]
-    for stream in before:
-        stream.flush()
+    flush_both()
     if descriptors:
         saved = [os.dup(1), os.dup(2)]
         consoles = [open(fd, "w", closefd=False, **as_text) for fd in saved]  # noqa: SIM115
@@ -316,8 +316,7 @@ def run_as_worker(
         if failure.kind != "preempted" and launched:
             for child in multiprocessing.active_children():
                 child.kill()
-            sys.stdout.flush()
-            sys.stderr.flush()
+            flush_both()
             os._exit(failure.exit_code)
         return (
             EXIT_DONE if failure.kind == "preempted" and folder is not None else failure.exit_code

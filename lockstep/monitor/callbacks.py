@@ -21,6 +21,7 @@ from lockstep.config import MonitorConfig, ObjectSpec
 from lockstep.config.schema_training import build_object, check_object
 from lockstep.environment import rank_facts
 from lockstep.errors import UsageError
+from lockstep.output import say
 from lockstep.paths import local_path
 from lockstep.records import StepRecord, append_line
 from lockstep.registry import load_object
@@ -327,7 +328,7 @@ class DistributedMonitor:
         ]
         if (waiting := record.phases.get("communication")) is not None:
             parts.append(f"communication {_range(waiting, 1e-3, 'ms')} per step")
-        print(f"step {record.step}  ranks: {', '.join(parts)}", flush=True)
+        say(f"step {record.step}  ranks: {', '.join(parts)}", prefix="")
 
 
 def _range(spread: Any, unit: float, name: str) -> str:

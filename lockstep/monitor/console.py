@@ -18,6 +18,7 @@ from typing import Any
 
 from lockstep.monitor.media import Media
 from lockstep.monitor.sinks import Row, SinkContext
+from lockstep.output import is_rewritable, is_terminal, say, write_out
 from lockstep.records import StepRecord
 
 _LINES_SECONDS = 0.1
@@ -40,7 +41,7 @@ class Console:
         self._row: Row = {}
         self._waiting: list[tuple[Row, float | None]] = []
         self._printed = self._drawn = 0.0
-        self.each_step = on_a_terminal()
+        self.each_step = is_rewritable(sys.stdout)
 
     def on_step(self, row: Row) -> None:
         self._row = row
@@ -70,14 +71,13 @@ class Console:
             waiting = self._waiting
             self._waiting = []
             if self._bar is None:
-                sys.stdout.write(_lines(waiting, self._total))
+                write_out(_lines(waiting, self._total))
             else:
                 self._bar.print(_lines(waiting, self._total, self._bar.columns()))
                 # the file beside the terminal, if there is one
                 log = getattr(sys.stdout, "log", None)
                 if log is not None:
                     log.write(_lines(waiting, self._total))
-            sys.stdout.flush()
             self._printed = time.monotonic()
 
     def on_eval(self, row: Row) -> None:
@@ -85,7 +85,7 @@ class Console:
         parts = [
             f"{key} {number(value)}" for key, value in row.items() if key not in ("step", "time")
         ]
-        print(f"step {row['step']}  {'  '.join(parts)}", flush=True)
+        say(f"step {row['step']}  {'  '.join(parts)}", prefix="")
 
     def on_media(self, step: int, media: Mapping[str, Media]) -> None:
         self.flush()
@@ -96,7 +96,7 @@ class Console:
                     if len(value.text) > _LONGEST_TEXT
                     else ""
                 )
-                print(f"step {step}  {name}: {value.text[:_LONGEST_TEXT]}{more}", flush=True)
+                say(f"step {step}  {name}: {value.text[:_LONGEST_TEXT]}{more}", prefix="")
 
     def pause(self) -> None:
         self.flush()
@@ -127,11 +127,6 @@ class Bar(Console):
     """Shows the bar alone, on a terminal; elsewhere nothing."""
 
     prints_steps = False
-
-
-def on_a_terminal() -> bool:
-    """Return whether standard output is a terminal that can rewrite a line."""
-    return sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
 
 
 def _lines(
@@ -233,7 +228,7 @@ class _Bar:
         self._replaced: list[tuple[Any, str, _Above]] = []
         for name in ("stdout", "stderr"):
             stream = getattr(sys, name)
-            if stream.isatty():
+            if is_terminal(stream):
                 holder, attribute = (
                     (stream, "console") if hasattr(stream, "console") else (sys, name)
                 )

@@ -32,6 +32,7 @@ from lockstep.monitor.sinks import (
     sink_named,
     warn_left_out,
 )
+from lockstep.output import say
 from lockstep.records import RunDirectory, StepRecord, append_line
 from lockstep.registry import SINKS, require_methods
 
@@ -146,8 +147,7 @@ class Monitor:
         """
         if lines and self._is_main and "console" in self._config.sinks:
             self.flush()
-            for line in lines:
-                print(f"lockstep: {line}", flush=True)
+            say(*lines)
 
     def flush(self) -> None:
         """Write all rows that wait.

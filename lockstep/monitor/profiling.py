@@ -17,6 +17,7 @@ from typing import Any
 
 from lockstep.config import ProfileConfig
 from lockstep.monitor.figures import gather_objects
+from lockstep.output import say
 from lockstep.paths import local_path
 from lockstep.run_files import replace_file
 
@@ -313,8 +314,5 @@ class Profiler:
         except OSError as error:
             _log.warning("warning: the summary of the profile could not be written: %s", error)
             return
-        print(
-            f"lockstep: profile of {len(found)} rank(s) in {self._folder}: summary.md, traces",
-            flush=True,
-        )
+        say(f"profile of {len(found)} rank(s) in {self._folder}: summary.md, traces")
         self._event("profile", step=step, text=f"{len(found)} rank(s), {self._folder}")

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from lockstep.errors import UsageError
+from lockstep.output import is_terminal
 from lockstep.records import RunDirectory, last_lines
 from lockstep.report import units
 from lockstep.report.read import PHASE_NAMES, STEP_PHASES, Row, read_events, status_of
@@ -119,7 +120,7 @@ def run(paths: Sequence[Path], *, once: bool) -> int:
         while True:
             found = [_lines_of(path) for path in paths]
             text = "\n\n".join("\n".join(lines) for _, lines in found)
-            if once or not sys.stdout.isatty():
+            if once or not is_terminal(sys.stdout):
                 print(text)
                 return 0
             width, height = shutil.get_terminal_size()

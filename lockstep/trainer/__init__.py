@@ -24,6 +24,7 @@ from lockstep.models import build_model, check_model
 from lockstep.monitor.callbacks import check_callback
 from lockstep.monitor.sinks import sink_named
 from lockstep.optim import Schedule, check_optimizer, check_schedule
+from lockstep.output import say
 from lockstep.randomness import derive_key, seeded
 from lockstep.registry import load_object
 from lockstep.trainer.named_loss import check_named_loss
@@ -40,8 +41,7 @@ def run(config: Config, *, output_dir: str | Path, resume: str) -> int:
     cluster.setup(config.distributed)
     data = build_data(config.data, seed=config.training.seed)
     if rank_facts().is_main:
-        for line in data.notices:
-            print(f"lockstep: {line}", flush=True)
+        say(*data.notices)
     with plain_warnings():
         trainer = _OfConfig(build(config, data), config=config, output_dir=output_dir)
         stop_on_signals(trainer)
@@ -70,8 +70,7 @@ def plain_warnings() -> Iterator[None]:
 
         def shown(message: Any, category: type[Warning], *where: Any, **more: Any) -> None:
             if issubclass(category, NoEffectWarning):
-                for line in str(message).splitlines():
-                    print(f"lockstep: warning: {line}", flush=True)
+                say(*str(message).splitlines(), prefix="lockstep: warning: ")
             else:
                 show(message, category, *where, **more)
 

@@ -21,8 +21,8 @@ from lockstep import accelerator, cores
 from lockstep.config import MonitorConfig
 from lockstep.errors import warn_at_caller
 from lockstep.monitor import Figures, Monitor, PhaseClock
-from lockstep.monitor.console import on_a_terminal
 from lockstep.monitor.figures import first_step_counted, gather_objects, peak_flops
+from lockstep.output import is_rewritable, say
 from lockstep.run_files import replace_file
 from lockstep.strategy import strategy_named
 from lockstep.trainer.run_state import RunState
@@ -47,8 +47,7 @@ class Announcer:
         if self.is_recorded:
             self.monitor.say(*lines)
         elif self.is_main:
-            for line in lines:
-                print(f"lockstep: {line}", flush=True)
+            say(*lines)
 
     def warn(self, text: str) -> None:
         """Print a warning; where steps are not recorded, as Python's."""
@@ -158,7 +157,7 @@ def open_bar(run: RunState, total: int | None, progress: bool | None) -> Monitor
     """Return a monitor that shows the progress of steps which nothing records."""
     config = run.config.monitor
     sinks: list[str] = []
-    if progress or (progress is None and "console" in config.sinks and on_a_terminal()):
+    if progress or (progress is None and "console" in config.sinks and is_rewritable(sys.stdout)):
         sinks = ["console" if progress else "lockstep.monitor.console:Bar"]
     shown = MonitorConfig(sinks=sinks, log_steps=config.log_steps)
     start = run.step.progress.step

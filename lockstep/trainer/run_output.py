@@ -12,6 +12,7 @@ from lockstep.config import CheckpointConfig
 from lockstep.environment import MEMORY
 from lockstep.errors import UsageError
 from lockstep.heartbeat.writer import went_forward
+from lockstep.output import say
 from lockstep.paths import bucket_url, local_path, run_directory
 from lockstep.records import RunDirectory
 from lockstep.run_lock import RunLock
@@ -49,13 +50,13 @@ class RunOutput:
             )
             if not is_a_proof:
                 self.memory = _memory_of(self.directory.path)
-            self._lock = RunLock(self.directory.path, _say)
+            self._lock = RunLock(self.directory.path, say)
             cache = config.local_cache
             if cache is not None and isinstance(self.checkpoints, checkpoint.ObjectStorage):
                 self.checkpoints.cache_in(local_path(cache, "checkpoint.local_cache"))
             if url is not None and isinstance(self.checkpoints, checkpoint.ObjectStorage):
                 self._mirror = RunMirror(
-                    self.checkpoints.client, self.directory.path, _say, went_forward
+                    self.checkpoints.client, self.directory.path, say, went_forward
                 )
                 self.checkpoints.call_before_commit(self._mirror.push)
 
@@ -124,10 +125,6 @@ class RunOutput:
             )
             raise UsageError(what, where="checkpoint.format: " + config.format, why=why, fix=fix)
         return shared
-
-
-def _say(text: str) -> None:
-    print(f"lockstep: {text}", flush=True)
 
 
 def _memory_of(run: Path) -> checkpoint.MemoryStorage | None:

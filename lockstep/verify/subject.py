@@ -10,7 +10,6 @@ Tests: tests/verify/test_isolated.py
 import faulthandler
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -30,6 +29,7 @@ from lockstep.launch.failures import (
     stacks_file,
 )
 from lockstep.launch.worker import die_with_this_process
+from lockstep.output import flush_both
 from lockstep.strategy import parse_topology
 
 if TYPE_CHECKING:
@@ -153,8 +153,7 @@ def run_isolated(
     """
     facts = rank_facts()
     folder.mkdir(parents=True, exist_ok=True)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush_both()
     process = os.fork()
     if process == 0:
         _run(run, folder, number, seconds, alone)
@@ -194,8 +193,7 @@ def _run(run: Callable[[], None], folder: Path, number: int, seconds: float, alo
         failure = from_exception(error, facts, None)
         failure.write(folder)
         code = failure.exit_code or 1
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush_both()
     os._exit(code)  # skip the shutdown, which may wait for peers that are gone
 
 

@@ -39,6 +39,7 @@ from lockstep.environment import RANK_0_OF_1, rank_facts
 from lockstep.launch.failures import read_all, short_path
 from lockstep.launch.script import run_script
 from lockstep.launch.worker import mark_done
+from lockstep.output import flush_both
 from lockstep.parallel.parallel_model import local
 from lockstep.paths import RUNS
 from lockstep.processes import descendants, is_running, wants_processor
@@ -232,7 +233,7 @@ class _ScriptObserver:
         The rest of the script does not run.
         """
         self._finished = True
-        sys.stdout.flush()
+        flush_both()
         task = self.task
         task.write_record(self.rank, self.record)
         deadline = time.monotonic() + _WAIT
