@@ -18,6 +18,16 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from lockstep.data_files import (
+    Kind,
+    files_of,
+    first_row,
+    is_conversation,
+    kind_of,
+    opened_lines,
+    require_read,
+    require_text,
+)
 from lockstep.errors import UsageError, listed
 from lockstep.run_files import create_file
 
@@ -32,6 +42,9 @@ def project(folder: Path, *, script: bool, data: Path | None) -> str:
         raise UsageError(
             f"there is no file {data}", where="--data", fix=f"name {kind}, or leave --data out"
         )
+    if data is not None and not script:
+        for file in files_of(data, "--data"):
+            require_text(file, "--data")
     _require_free(folder, data)
     files: dict[str, str] = {}
     if data is None:
@@ -108,26 +121,32 @@ def _positions_of(model: Path) -> int:
 
 
 def _field_of_messages(data: Path) -> str:
-    """Return the field of a file's rows that holds messages; of a table: `messages`."""
-    if data.suffix != ".jsonl":
+    """Return the field of a file's rows that holds messages; of a folder: `messages`."""
+    if data.is_dir():
         return "messages"
-    with data.open("rb") as file:
+    kind = kind_of(data)
+    require_read(data, "--data")
+    if kind in (Kind.TEXT, Kind.TOKENS):
+        what = f"{data} holds {kind.value}, and no conversations"
+        fix = 'write {"messages": [{"role": "user", "content": "…"}, …]} on each line'
+        raise UsageError(what, where="--data", fix=f"{fix} of a file chat.jsonl")
+    if kind is not Kind.LINES:
+        row = first_row(data)
+        lists = [key for key, value in row.items() if is_conversation(value)]
+        return "messages" if "messages" in lists or not lists else str(lists[0])
+    with opened_lines(data) as file:
         line = next((line for line in file if line.strip()), b"{}")
     try:
         row = json.loads(line)
     except ValueError as error:
         what = f"the first line of {data} is not JSON"
         raise UsageError(what, where="--data", why=str(error)) from None
-    lists = [key for key, value in row.items() if _is_conversation(value)]
+    lists = [key for key, value in row.items() if is_conversation(value)]
     if not lists:
         what = f"the first line of {data} has no conversation"
         fix = 'write {"messages": [{"role": "user", "content": "…"}, …]} on each line'
         raise UsageError(what, where="--data", why=f"it has {listed(list(row))}", fix=fix)
     return "messages" if "messages" in lists else str(lists[0])
-
-
-def _is_conversation(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(one, dict) and "role" in one for one in value)
 
 
 def model(name: str) -> str:

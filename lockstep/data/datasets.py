@@ -9,6 +9,7 @@ The name is of a data set that ships (text has `text.py`), `hf:NAME`, or `packag
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from lockstep.config import DataConfig
 from lockstep.data.batches import CollatingDataset, Data
 from lockstep.data.language import TextOptions, Tokenizer, check_fraction, language_data
 from lockstep.data.mistakes import users_line
+from lockstep.data_files import check_named_files, source_of
 from lockstep.errors import LockstepError, UsageError
 from lockstep.registry import DATA_SETS, keywords_of, require_arguments
 
@@ -47,13 +49,14 @@ def build_data(data: DataConfig, *, seed: int = 0) -> Data:
 
 
 def check_data(data: DataConfig) -> None:
-    """Raise the UsageError of `build_data` for an unknown name or argument.
+    """Raise the UsageError of `build_data` for an unknown name, argument, or kind of file.
 
     No data are made.
     """
     if data.name is None or data.name.startswith("hf:"):
         return
     require_arguments(DATA_SETS.load_callable(data.name), data.args, data.name, "data.args")
+    check_named_files(data.name, data.args)
 
 
 def _users(builder: Callable[..., Any], args: dict[str, Any], name: str, seed: int) -> Data:
@@ -167,6 +170,10 @@ def _load(name: str, config: str | None) -> Any:
     except ImportError:
         what = f"hf:{name} needs the package datasets"
         raise UsageError(what, where="data.name", fix="pip install datasets") from None
+    if Path(name).is_file():
+        what = f"hf:{name} is a file: a folder of files is loaded, or a data set of the hub"
+        fix = f"write data: {{name: documents, args: {{sources: [{source_of(Path(name))}]}}}}"
+        raise UsageError(what, where="data.name", fix=f"{fix}; or hf:FOLDER")
     try:
         return datasets.load_dataset(name, config)
     except Exception as error:  # the package and its dependencies raise many kinds

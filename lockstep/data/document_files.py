@@ -12,7 +12,6 @@ A record's number follows from the files alone, so that a reader can go on after
 Tests: tests/data/test_document_files.py
 """
 
-import gzip
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -24,11 +23,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.data.text import CHUNK, read_chunks
+from lockstep.data_files import Kind, kind_of, opened_lines, require_read
 from lockstep.errors import UsageError, first_line, listed
 
 ROWS = 1024  # that are read at once from a parquet file
-_JSON = (".jsonl", ".jsonl.gz")
-_COMPRESSED = (".zst", ".xz", ".bz2", ".zip", ".gz")
 
 
 @dataclass(frozen=True)
@@ -63,22 +61,20 @@ def records_of(file: Path, field: Field = TEXT, first: int = 0) -> Iterator[Reco
 
     A UsageError names the line or the row that can't be read.
     """
-    name = file.name
-    if name.endswith(_JSON):
+    kind = kind_of(file)
+    if kind is Kind.LINES:
         return islice(_of_lines(file, field, first), first, None)
-    if name.endswith(".parquet"):
+    if kind is Kind.PARQUET:
         return _of_parquet(file, field, first)
-    if name.endswith(".arrow"):
+    if kind is Kind.ARROW:
         return _of_arrow(file, field, first)
+    require_read(file, "data.args.sources")
     if field.holds_messages:
         what = f"{file} holds no rows, and so no conversations"
         fix = "write them as .jsonl, .jsonl.gz, .parquet or .arrow"
         raise UsageError(what, where="messages_field", fix=fix)
-    if name.endswith(".npy"):
+    if kind is Kind.TOKENS:
         return islice(_of_tokens(file), first, None)
-    if name.endswith(_COMPRESSED):
-        what = f"{file} is compressed, and of such files only .jsonl.gz are read"
-        raise UsageError(what, where="data.args.sources", fix="unpack it, or pack it with gzip")
     return islice(_of_text(file), first, None)
 
 
@@ -86,7 +82,7 @@ def _of_lines(file: Path, field: Field, first: int) -> Iterator[Record | None]:
     """Yield a record for each line; those before `first` are not looked at."""
     number = 0
     try:
-        with gzip.open(file, "rb") if file.name.endswith(".gz") else file.open("rb") as opened:
+        with opened_lines(file) as opened:
             for number, line in enumerate(opened, start=1):
                 skipped = number <= first or not line.strip()
                 yield None if skipped else _of_line(file, number, line, field)

@@ -29,7 +29,7 @@ from lockstep.data.filters import Filters, told
 from lockstep.data.gathering import Gatherer
 from lockstep.data.language import Tokenizer
 from lockstep.data.sources import noted
-from lockstep.data.text import PYTHON_DOCS, text_files, topics
+from lockstep.data.text import PYTHON_DOCS, topics
 from lockstep.data.token_folder import (
     DOCUMENTS,
     ENDS,
@@ -39,6 +39,7 @@ from lockstep.data.token_folder import (
     TOKENS,
     TRAINED,
 )
+from lockstep.data_files import files_of, told_of_json
 from lockstep.errors import UsageError
 from lockstep.paths import local_path
 from lockstep.progress import Advance, progress_of
@@ -72,14 +73,14 @@ def prepare(
         raise UsageError(
             f"{out} exists already", where="--out", fix="choose another folder, or remove it"
         )
-    files = [] if str(source) == "python-docs" else text_files(local_path(source, "SOURCE"))
+    files = [] if str(source) == "python-docs" else files_of(local_path(source, "SOURCE"))
     begun_with = _facts(files, source, chosen, field, filters, template)
     temporary = out.with_name(f".{out.name}.preparing")
     try:
         with _only_one(temporary, out):
             draft = _Draft(temporary, begun_with, chosen, filters, template)
             _write(draft, files, field, advance, say)
-            for line in noted(template):
+            for line in [*noted(template), *told_of_json(files)]:
                 say(line)
             header = {
                 "format": FORMAT,
@@ -318,7 +319,7 @@ def prepare_command(argv: Sequence[str]) -> int:
     field = Field(given.text_field)
     if given.messages_field is not None:
         field = Field(given.messages_field, holds_messages=True)
-    files = [] if given.source == "python-docs" else text_files(local_path(given.source, "SOURCE"))
+    files = [] if given.source == "python-docs" else files_of(local_path(given.source, "SOURCE"))
     with progress_of(
         f"tokens of {given.source}", sum(file.stat().st_size for file in files)
     ) as advance:

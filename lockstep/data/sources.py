@@ -18,7 +18,6 @@ from lockstep.data.gathering import Gathered, Gatherer
 from lockstep.data.language import Tokenizer, Tokens
 from lockstep.data.mixing import draws_by_weight
 from lockstep.data.packing import Ends
-from lockstep.data.text import text_files
 from lockstep.data.token_folder import (
     HEADER,
     TOKENS,
@@ -28,6 +27,7 @@ from lockstep.data.token_folder import (
     tokenizer_of,
     trained_of,
 )
+from lockstep.data_files import files_of, told_of_json
 from lockstep.environment import rank_facts
 from lockstep.errors import UsageError, did_you_mean
 from lockstep.paths import local_path
@@ -146,7 +146,7 @@ def opened(source: DescribedSource, tokenizer: str | None) -> Source:
     template = ChatTemplate(chosen) if field.holds_messages else None
     gathered = Gathered()
     gatherer = Gatherer(gathered, chosen, filters, template)
-    files = text_files(path, where=f"{source.where}.path")
+    files = files_of(path, where=f"{source.where}.path")
     size = sum(file.stat().st_size for file in files)
     # every rank tokenizes
     with progress_of(f"tokens of {path}", size, shows=rank_facts().is_main) as advance:
@@ -164,7 +164,8 @@ def opened(source: DescribedSource, tokenizer: str | None) -> Source:
         gathered.ends(),
         chosen,
         gathered.trained(),
-        [f"{source.path}: {line}" for line in (left_out, *noted(template)) if line],
+        [f"{source.path}: {line}" for line in (left_out, *noted(template)) if line]
+        + told_of_json(files),
     )
 
 

@@ -6,8 +6,8 @@ Tests: tests/data/test_datasets.py
 """
 
 import platform
-import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from lockstep.data.batches import Data
 from lockstep.data.language import TextOptions, Tokenizer, language_data
 from lockstep.data.token_folder import TOKENS, TokenFile, read_header, tokenizer_of
+from lockstep.data_files import files_of, require_text, told_of_json
 from lockstep.environment import rank_facts
 from lockstep.errors import UsageError
 from lockstep.paths import local_path
@@ -44,19 +45,24 @@ def text(
     """
     options = TextOptions(block_size, stride, validation_fraction)
     chosen = Tokenizer(tokenizer)
-    files = text_files(local_path(path, "data.args.path"))
+    files = files_of(local_path(path, "data.args.path"))
+    for file in files:
+        require_text(file)
+    notices = told_of_json(files)
     if documents:
         if Path(path).is_file():
             lines = (line for chunk in read_chunks(files[0]) for line in chunk.splitlines())
             pieces = [chosen.encode_array(line) for line in lines if line.strip()]
         else:
             pieces = [chosen.encode_array("".join(read_chunks(file))) for file in files]
-        return language_data(*options.split(pieces), options, path, chosen, documents=True)
+        data = language_data(*options.split(pieces), options, path, chosen, documents=True)
+        return replace(data, notices=notices)
     size = sum(file.stat().st_size for file in files)
     # every rank tokenizes
     with progress_of(f"tokens of {path}", size, shows=rank_facts().is_main) as advance:
         tokens = np.concatenate(list(token_pieces(files, chosen, advance)))
-    return language_data(*options.split(tokens), options, path, chosen)
+    data = language_data(*options.split(tokens), options, path, chosen)
+    return replace(data, notices=notices)
 
 
 def token_pieces(
@@ -67,27 +73,6 @@ def token_pieces(
         for chunk in read_chunks(file):
             yield tokenizer.encode_array(chunk)
             advance(len(chunk.encode()))
-
-
-def text_files(path: Path, where: str = "data.args.path") -> list[Path]:
-    """Return the files that `path` names, by their relative names, without hidden ones.
-
-    Raise a UsageError if none.
-    """
-    fix = "give the path of a text file, or of a folder of them"
-    if not path.exists():
-        raise UsageError(f"there is no file or folder {str(path)!r}", where=where, fix=fix)
-    files = [path]
-    if path.is_dir():
-        inside = {
-            file.relative_to(path).as_posix(): file for file in path.rglob("*") if file.is_file()
-        }
-        # without hidden ones
-        files = [inside[name] for name in sorted(inside) if not re.search(r"(^|/)\.", name)]
-    if not any(file.stat().st_size for file in files):
-        what = "is empty" if path.is_file() else "has no text: no file in it, or only empty ones"
-        raise UsageError(f"{path} {what}", where=where, fix=fix)
-    return files
 
 
 def read_chunks(file: Path) -> Iterator[str]:

@@ -24,11 +24,11 @@ from numpy.typing import NDArray
 
 from lockstep.data.language import Tokenizer, Tokens
 from lockstep.data.packing import Ends
+from lockstep.data_files import HEADER
 from lockstep.errors import UsageError
 
 FORMAT = "lockstep-tokens-1"
 TOKENS = "tokens.bin"
-HEADER = "tokens.json"
 TOKENIZER = "tokenizer.json"
 DOCUMENTS = "documents.bin"
 TRAINED = "trained.bin"
@@ -67,15 +67,16 @@ class TokenFile:
 
 def read_header(folder: Path) -> dict[str, Any]:
     """Return the contents of `tokens.json`; raise a UsageError if the files disagree with it."""
+    if folder.is_file() or (folder.is_dir() and not (folder / HEADER).exists()):
+        what = f"{folder} is not a folder that `lockstep data prepare` made: it has no {HEADER}"
+        out = quote(f"{folder.parent / folder.stem}-tokens")
+        fix = f"lockstep data prepare {quote(str(folder))} --out {out}, and name {out}"
+        raise UsageError(what, where="data.args.path", fix=fix)
     try:
         header = json.loads((folder / HEADER).read_text())
     except FileNotFoundError:
-        what = f"{folder} has no {HEADER}"
-        raise UsageError(
-            what,
-            where="data.args.path",
-            fix=f"lockstep data prepare SOURCE --out {quote(str(folder))}",
-        ) from None
+        fix = f"lockstep data prepare SOURCE --out {quote(str(folder))}"
+        raise UsageError(f"there is no {folder}", where="data.args.path", fix=fix) from None
     except (OSError, ValueError) as error:
         raise _damaged(folder, f"{HEADER}: {error}") from None
     if not isinstance(header, dict) or header.get("format") != FORMAT:

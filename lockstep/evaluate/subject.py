@@ -17,6 +17,7 @@ from pathlib import Path
 from lockstep.config import Config, load_config
 from lockstep.config.checks import contradictions
 from lockstep.config.loading import config_from
+from lockstep.data_files import check_named_files
 from lockstep.errors import UsageError
 from lockstep.layout import SIZED, SPREADS
 from lockstep.paths import local_path
@@ -154,6 +155,11 @@ def _on(config: Config, path: Path) -> Config:
     args[key] = [str(path)] if key == "sources" else str(path)
     if "validation_fraction" in keywords:
         args["validation_fraction"] = 0
+    try:
+        check_named_files(name, args)
+    except UsageError as error:
+        fix = f"{error.fix}, in a config, and name it: --data other.yaml"
+        raise UsageError(error.what, where=f"--data {path}", why=error.why, fix=fix) from None
     return config.replaced({"data.args": args})
 
 

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep import signals
 from lockstep.cores import threads_per_rank
+from lockstep.data_files import check_named_files
 from lockstep.environment import MEMORY, RANK_0_OF_1, WORLD, check_numbers, rank_facts
 from lockstep.errors import (
     EXIT_DONE,
@@ -141,6 +142,7 @@ def train(
         options, use_gpus=distributed.device != "cpu", single_reason=one_process or None
     )
     _check_layout(config, processes, options)
+    check_named_files(config.data.name, config.data.args)
     _check_hugging_face(config)
     if not options.several_nodes:
         require_free(run.path)
