@@ -46,7 +46,8 @@ except ImportError as error:
 from lockstep.models.chain import run_segment
 from lockstep.models.hf_auto import CAUSAL_LM, auto_of, auto_of_folder, model_class
 from lockstep.models.hf_causal import can_be_drawn, meet_protocol
-from lockstep.models.hf_decoder import decoder_segments
+from lockstep.models.hf_decoder import FAMILIES, decoder_segments
+from lockstep.models.hf_stored import CAN_READ_PIECES, files_of_weights, stored_weights
 
 if TYPE_CHECKING:
     from lockstep.config.schema_training import LoraConfig
@@ -87,6 +88,18 @@ class DescribedModel:
     def can_be_drawn(self) -> bool:
         """Whether it can be built on meta, and filled later."""
         return self.is_causal and can_be_drawn(self.config)
+
+    @property
+    def can_be_read_in_pieces(self) -> bool:
+        """Whether ranks can each read their piece of the folder's weights."""
+        return bool(
+            CAN_READ_PIECES
+            and self.is_causal
+            and self.own_head
+            and self.config.model_type in FAMILIES
+            and self.folder is not None
+            and files_of_weights(self.folder)
+        )
 
 
 def from_files(
@@ -163,13 +176,16 @@ def described_by_type(
 
 def _built(described: DescribedModel, lora: "LoraConfig | None") -> nn.Module:
     """Return the model, which meets the protocol if it can, with adapters if any are asked for."""
-    if described.can_be_drawn:
+    in_pieces = lora is None and described.can_be_read_in_pieces and _is_asked_for_meta()
+    if described.can_be_drawn or in_pieces:
         _require_equal_chain(described.config)
     drawn: list[str] = []
-    if described.folder is not None:
-        model, drawn = _loaded(described.folder, described)
-    else:
+    if described.folder is None:
         model = _drawn(described, at_once=lora is not None)
+    elif in_pieces:
+        model = _without_values(described.folder, described)
+    else:
+        model, drawn = _loaded(described.folder, described)
     built: nn.Module = meet_protocol(model) if described.is_causal else model
     if lora is not None:
         from lockstep.models.adapters import add_adapters
@@ -316,6 +332,40 @@ def _both_ways(config: Any) -> tuple[Tensor, Tensor]:
         return model(input_ids=ids, use_cache=False).logits, outputs.logits
 
 
+def _is_asked_for_meta() -> bool:
+    """Return whether the caller places the model, and wants no values before that."""
+    return torch.get_default_device().type == "meta"
+
+
+def _without_values(folder: Path, described: DescribedModel) -> Any:
+    """Return the model of a folder on meta, which knows where in the files its weights lie.
+
+    Raises UsageError: the weights leave out anything.
+    """
+    with _errors_of(described.config.model_type), torch.device("meta"):
+        model: Any = getattr(transformers, described.auto).from_config(
+            described.config, **_attention(described)
+        )
+    with _errors_of(described.config.model_type):
+        model = model.float().train()
+        if (folder / "generation_config.json").is_file():
+            model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
+        stored, missing = stored_weights(model, folder)
+    if missing:
+        raise _not_filled(folder, missing)
+    model.name_or_path = str(folder)
+    model.stored_weights = stored
+    return model
+
+
+def _not_filled(folder: Path, missing: Sequence[str]) -> UsageError:
+    what = (
+        f"the weights in {folder} do not fill {len(missing)} of the model's parameters, the first"
+        f" {missing[0]}"
+    )
+    return UsageError(what, where="model.name", why="they would be drawn at random")
+
+
 def _loaded(folder: Path, described: DescribedModel) -> tuple[Any, list[str]]:
     """Return the model of a folder, in float32 on the CPU, and what was drawn at random.
 
@@ -330,6 +380,7 @@ def _loaded(folder: Path, described: DescribedModel) -> tuple[Any, list[str]]:
             local_files_only=True,
             use_safetensors=True,
             output_loading_info=True,
+            dtype=torch.float32,  # not the config's: files may hold more digits than it says
             **_attention(described),
         )
     missing = [
@@ -340,11 +391,7 @@ def _loaded(folder: Path, described: DescribedModel) -> tuple[Any, list[str]]:
         new = _not_in_own_class(model, missing, described)
         missing = [name for name in missing if name not in new]
     if missing:
-        what = (
-            f"the weights in {folder} do not fill {len(missing)} of the model's parameters, the"
-            f" first {missing[0]}"
-        )
-        raise UsageError(what, where="model.name", why="they would be drawn at random")
+        raise _not_filled(folder, missing)
     return model.float().train(), new
 
 
@@ -387,6 +434,8 @@ def _quiet() -> Iterator[None]:
 def _errors_of(model_type: str) -> Iterator[None]:
     try:
         yield
+    except UsageError:
+        raise
     except Exception as error:  # configs and constructors of the library raise arbitrary errors
         what = f"transformers can't build a {model_type} from this config"
         raise UsageError(what, where="model.args", why=_in_short(error)) from error

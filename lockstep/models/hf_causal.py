@@ -28,6 +28,7 @@ from lockstep.errors import UsageError
 from lockstep.models.attention import Attend, positions_within
 from lockstep.models.hf_decoder import FAMILIES
 from lockstep.models.hf_layers import ATTENDING
+from lockstep.models.hf_stored import fill_buffers
 from lockstep.models.language import LanguageModel, NextLogits, TokenLosses, TokenTable
 from lockstep.models.observed import LossCalls
 from lockstep.models.protocol import DOCUMENTS, IGNORED_TARGET
@@ -64,6 +65,8 @@ def meet_protocol(model: Any) -> nn.Module:
     if can_be_drawn(model.config):
         kind = {"llama": Llama, "gpt2": GPT2}[model.config.model_type]
     _swap_class(model, kind)
+    if hasattr(model, "stored_weights") and not issubclass(kind, DrawnModel):
+        _swap_class(model, StoredModel)
     embedding = model.get_input_embeddings()
     if isinstance(getattr(embedding, "embed_scale", None), Tensor):
         _swap_class(embedding, ScaledEmbedding)
@@ -246,6 +249,17 @@ class DrawnModel(CausalModel):
     def std_of(self, name: str) -> float:
         """Return the standard deviation of the first values of the weight called `name`."""
         return float(self.config.initializer_range)
+
+
+class StoredModel(nn.Module):
+    """A causal model on meta whose parameters lie in files: `lockstep.models.stored`."""
+
+    def init_weights(self) -> None:
+        """Fill the buffers, which no file has; parameters that a plan has on a CPU are drawn."""
+        for parameter in self.parameters():
+            if not parameter.is_meta:
+                nn.init.normal_(parameter, std=0.02)
+        fill_buffers(self)
 
 
 class Llama(DrawnModel):

@@ -2,7 +2,8 @@
 
 `init_weights()` of a model on meta runs on a copy in which one parameter is real and all others are
 meta, where random functions draw nothing. So no rank ever holds more than one whole parameter
-beside its own share. Any other module is built whole on every rank under one seed, compared, and
+beside its own share. Nor does it where the values lie in files (`lockstep.models.stored`), of which
+a rank reads its piece. Any other module is built whole on every rank under one seed, compared, and
 cut.
 
 Tests: tests/parallel/test_buffers.py, tests/parallel/test_attributes.py,
@@ -22,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from lockstep.errors import RunError, UsageError, first_line
 from lockstep.mesh import local_chunk
+from lockstep.models.stored import StoredWeights, read
 from lockstep.parallel.facts import canonical_names
 from lockstep.randomness import derive_key, seeded
 
@@ -49,6 +51,8 @@ class FirstValues:
         self._model = copy.deepcopy(model)
         self._seed = seed
         self._pieces: Sequence[Callable[[str, Tensor], Tensor]] = ()
+        # Where its values lie in files, they are read piece by piece.
+        self._stored: StoredWeights | None = getattr(model, "stored_weights", None)
         self._owners: dict[str, list[tuple[nn.Module, str]]] = {}
         self._meta: dict[str, nn.Parameter] = {}
         names, _ = canonical_names(self._model)
@@ -68,6 +72,21 @@ class FirstValues:
 
     def parameter(self, name: str) -> Tensor:
         """Return the first value of a parameter, on the CPU: the piece that this rank keeps."""
+        value: Tensor = read(self.piece(name))
+        return value
+
+    def piece(self, name: str) -> Any:
+        """Return the same; one that lies in a file, and can be cut further, is not read yet."""
+        if self._stored is not None and name in self._stored:
+            value: Any = self._stored.tensor(name, self._meta[name].dtype)
+        else:
+            value = self._made(name)
+        for piece in self._pieces:
+            value = piece(name, value)
+        return value
+
+    def _made(self, name: str) -> Tensor:
+        """Return the value that the model's own `init_weights` gives to a parameter."""
         meta = self._meta[name]
         real = nn.Parameter(
             torch.full(meta.shape, torch.nan, dtype=meta.dtype, device="cpu"), meta.requires_grad
@@ -85,10 +104,7 @@ class FirstValues:
         if real.numel() and torch.isnan(real).all():
             what = f"init_weights() of {type(self._model).__name__} does not fill {name}"
             raise RunError(what, fix="fill every parameter in place there, e.g. with nn.init")
-        value = real.detach().contiguous()  # init_weights may have set its data
-        for piece in self._pieces:
-            value = piece(name, value)
-        return value
+        return real.detach().contiguous()  # init_weights may have set its data
 
     def _put(self, name: str, parameter: nn.Parameter) -> None:
         for module, attribute in self._owners[name]:
@@ -104,7 +120,13 @@ class FirstValues:
                 setattr(module, attribute, torch.zeros_like(buffer, device="cpu"))
         with seeded(derive_key(self._seed, "init", "buffers")), torch.no_grad():
             self._model.init_weights()  # type: ignore[operator]
-        return dict(self._model.named_buffers())
+        made = dict(self._model.named_buffers())
+        if self._stored is not None:
+            stored = {name: b.dtype for name, b in made.items() if name in self._stored}
+            made |= {
+                name: self._stored.tensor(name, dtype).read() for name, dtype in stored.items()
+            }
+        return made
 
 
 class _SkipMeta(TorchFunctionMode):
@@ -132,7 +154,7 @@ class _SkipMeta(TorchFunctionMode):
 def materialise(model: nn.Module, first: FirstValues) -> None:
     """Fill a placed model, whose storage exists but holds nothing yet."""
     for name, parameter in model.named_parameters():
-        value = first.parameter(name)
+        value = first.piece(name)
         if isinstance(parameter, DTensor):
             mesh = parameter.device_mesh
             coordinate = parameter.device_mesh.get_coordinate()
@@ -140,9 +162,9 @@ def materialise(model: nn.Module, first: FirstValues) -> None:
             for axis, placement in enumerate(parameter.placements):
                 if isinstance(placement, Shard):
                     value = local_chunk(value, placement.dim, mesh.size(axis), coordinate[axis])
-            parameter.to_local().copy_(value)
+            parameter.to_local().copy_(read(value))
         else:
-            parameter.copy_(value)  # host waits for the copy
+            parameter.copy_(read(value))  # host waits for the copy
     values = first.buffers()
     for name, buffer in model.named_buffers():
         if name in values:

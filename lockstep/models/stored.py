@@ -1,0 +1,264 @@
+"""Tensors that lie in files, and are cut before they are read.
+
+A `StoredTensor` stands for a value of a parameter. Cutting it (`chunk`, `narrow`) reads nothing;
+`read` takes the bytes that are left from their file. A weight of two experts that a file has one by
+one, in halves, of which a rank keeps the second expert:
+
+    JoinedPart([StackedPart([gate 0, gate 1]), StackedPart([up 0, up 1])], dim=1)    [2, 8, 4]
+    StoredTensor(…).chunk(2, 0)[1].read()      reads gate 1 and up 1                 [1, 8, 4]
+
+Tests: tests/models/test_stored.py
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+Ranges = Sequence[range]  # what is wanted of each dim
+
+
+class Part(Protocol):
+    """Something from which a part of a tensor can be read."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def read(self, ranges: Ranges) -> Tensor:
+        """Return what lies at these ranges, one for each dim."""
+
+
+@dataclass
+class BytesRead:
+    """Counts what this process has read from files of weights."""
+
+    total: int = 0
+
+
+@dataclass(frozen=True)
+class FilePart:
+    """A tensor of a safetensors file."""
+
+    file: Path
+    key: str
+    shape: tuple[int, ...]
+    counted: BytesRead = field(default_factory=BytesRead, compare=False)
+
+    def read(self, ranges: Ranges) -> Tensor:
+        """Read through safetensors' slices.
+
+        The file is opened for each tensor: as long as it is open, what was read of it counts as
+        memory of this process.
+        """
+        from safetensors import safe_open
+
+        with safe_open(str(self.file), framework="pt", device="cpu") as opened:
+            if not self.shape:
+                found: Tensor = opened.get_tensor(self.key)
+            else:
+                where = tuple(slice(each.start, each.stop) for each in ranges)
+                found = opened.get_slice(self.key)[where]
+            self.counted.total += found.numel() * found.element_size()
+            return found.clone()  # not a view of the file
+
+
+@dataclass(frozen=True)
+class JoinedPart:
+    """Parts one after another along a dim."""
+
+    parts: Sequence[Part]
+    dim: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        first = list(self.parts[0].shape)
+        first[self.dim] = sum(part.shape[self.dim] for part in self.parts)
+        return tuple(first)
+
+    def read(self, ranges: Ranges) -> Tensor:
+        wanted = ranges[self.dim]
+        begin = 0
+        found: Tensor | None = None
+        for part in self.parts:
+            end = begin + part.shape[self.dim]
+            here = range(max(wanted.start, begin), min(wanted.stop, end))
+            if len(here):
+                its = list(ranges)
+                its[self.dim] = range(here.start - begin, here.stop - begin)
+                value = part.read(its)
+                if found is None:
+                    found = value.new_empty([len(each) for each in ranges])
+                found.narrow(self.dim, here.start - wanted.start, len(here)).copy_(value)
+            begin = end
+        return _nothing(self.parts[0], ranges) if found is None else found
+
+
+@dataclass(frozen=True)
+class StackedPart:
+    """Parts of one shape, one above another along a new dim."""
+
+    parts: Sequence[Part]
+    dim: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        inner = self.parts[0].shape
+        return (*inner[: self.dim], len(self.parts), *inner[self.dim :])
+
+    def read(self, ranges: Ranges) -> Tensor:
+        inner = [*ranges[: self.dim], *ranges[self.dim + 1 :]]
+        found: Tensor | None = None
+        for number, which in enumerate(ranges[self.dim]):
+            value = self.parts[which].read(inner)
+            if found is None:
+                found = value.new_empty([len(each) for each in ranges])
+            found.select(self.dim, number).copy_(value)
+        if found is None:
+            return _nothing(self.parts[0], inner).unsqueeze(self.dim).narrow(self.dim, 0, 0)
+        return found
+
+
+@dataclass(frozen=True)
+class SwappedPart:
+    """A part of which two dims are swapped."""
+
+    part: Part
+    dims: tuple[int, int]
+
+    def _swapped(self, values: Sequence[Any]) -> list[Any]:
+        found = list(values)
+        one, other = self.dims
+        found[one] = values[other]
+        found[other] = values[one]
+        return found
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self._swapped(self.part.shape))
+
+    def read(self, ranges: Ranges) -> Tensor:
+        return self.part.read(self._swapped(ranges)).transpose(*self.dims)
+
+
+@dataclass(frozen=True)
+class ComputedPart:
+    """What a function makes of files; all of it is made, whatever part is wanted."""
+
+    make: Callable[[], Tensor]
+    shape: tuple[int, ...]
+
+    def read(self, ranges: Ranges) -> Tensor:
+        found = self.make()
+        for dim, wanted in enumerate(ranges):
+            found = found.narrow(dim, wanted.start, len(wanted))
+        return found.clone()
+
+
+def _nothing(part: Part, ranges: Ranges) -> Tensor:
+    """Return an empty tensor of a part's type."""
+    empty = part.read([range(0) for _ in part.shape])
+    return empty.new_empty([len(each) for each in ranges])
+
+
+def all_of(part: Part) -> Tensor:
+    """Return all of a part."""
+    return part.read([range(size) for size in part.shape])
+
+
+class StoredTensor:
+    """A tensor in files, or a piece of one.
+
+    It is cut like a torch.Tensor. Anything else that is asked of it is asked of the tensor, which
+    is read for that.
+
+    Args:
+        part: where it lies.
+        dtype: of what is read.
+        ranges: the piece; unset: all.
+    """
+
+    def __init__(self, part: Part, dtype: torch.dtype, ranges: Ranges | None = None) -> None:
+        self._part = part
+        self.dtype = dtype
+        self._ranges = [range(size) for size in part.shape] if ranges is None else list(ranges)
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size(len(each) for each in self._ranges)
+
+    @property
+    def ndim(self) -> int:
+        return len(self._ranges)
+
+    def narrow(self, dim: int, start: int, length: int) -> "StoredTensor":
+        ranges = list(self._ranges)
+        ranges[dim] = ranges[dim][start : start + length]
+        return StoredTensor(self._part, self.dtype, ranges)
+
+    def chunk(self, chunks: int, dim: int = 0) -> list["StoredTensor"]:
+        length = len(self._ranges[dim])
+        size = max(-(-length // chunks), 1)
+        return [
+            self.narrow(dim, begin, min(size, length - begin))
+            for begin in range(0, max(length, 1), size)
+        ]
+
+    def read(self) -> Tensor:
+        """Return the values, in memory of their own."""
+        return self._part.read(self._ranges).to(self.dtype).contiguous()
+
+    def clone(self, **_of_torch: Any) -> Tensor:
+        return self.read()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.read(), name)
+
+    def __getitem__(self, where: Any) -> Tensor:
+        return self.read()[where]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, _types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Read it where a function of torch gets it."""
+        named = {key: read(value) for key, value in (kwargs or {}).items()}
+        return func(*map(_read_in, args), **named)
+
+
+def _read_in(value: Any) -> Any:
+    """Return an argument of a function with what lies in files read, also within a list."""
+    if isinstance(value, list | tuple):
+        return type(value)(map(read, value))
+    return read(value)
+
+
+def read(value: Any) -> Any:
+    """Return a value as it is, read from its file if it lies in one."""
+    return value.read() if isinstance(value, StoredTensor) else value
+
+
+class StoredWeights:
+    """The weights of a model, by name, in files.
+
+    A model on meta with this in its attribute `stored_weights` gets its values from there when it
+    is placed.
+    """
+
+    def __init__(self, parts: Mapping[str, Part], counted: BytesRead) -> None:
+        self._parts = dict(parts)
+        self.counted = counted
+
+    def __deepcopy__(self, _memo: Any) -> "StoredWeights":
+        return self
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._parts
+
+    def tensor(self, name: str, dtype: torch.dtype) -> StoredTensor:
+        """Return a weight, of which nothing is read yet."""
+        return StoredTensor(self._parts[name], dtype)
