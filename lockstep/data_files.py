@@ -8,6 +8,7 @@ Does not import torch.
 
 import gzip
 import importlib
+import io
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,7 +27,7 @@ HEAD = 1 << 16  # bytes that are looked at
 LONGEST_LINE = 1 << 24  # bytes of a first line that is looked at
 
 COMPRESSED = (".zst", ".xz", ".bz2", ".zip", ".gz", ".tar", ".tgz", ".7z")
-_LINES = re.compile(r"\.(jsonl|ndjson)(\.gz)?$")
+_LINES = re.compile(r"\.(jsonl|ndjson)(\.gz|\.zst)?$")
 _MAGIC = {  # what files begin with, and the ending of their names
     b"PAR1": ".parquet",
     b"ARROW1": ".arrow",
@@ -120,9 +121,59 @@ def _of_json(file: Path, head: bytes) -> Kind | None:
 
 @contextmanager
 def opened_lines(file: Path) -> Iterator[IO[bytes]]:
-    """Open a file of lines to read, which may be compressed."""
-    with gzip.open(file, "rb") if file.name.lower().endswith(".gz") else file.open("rb") as opened:
+    """Open a file of lines to read, which may be compressed; an OSError if it is damaged."""
+    name = file.name.lower()
+    if name.endswith(".zst"):
+        with file.open("rb") as packed:
+            yield io.BufferedReader(_Unpacked(packed, file), HEAD)
+        return
+    with gzip.open(file, "rb") if name.endswith(".gz") else file.open("rb") as opened:
         yield opened
+
+
+class _Unpacked(io.RawIOBase):
+    """What a file holds that zstandard has packed.
+
+    The library's own reader passes over the end of a file that is cut off.
+    """
+
+    def __init__(self, packed: IO[bytes], file: Path) -> None:
+        try:
+            self._library = importlib.import_module("zstandard")
+        except ImportError:
+            what = f"reading {file} needs the package zstandard"
+            fix = 'pip install "lockstep-train[zstd]"'
+            raise UsageError(what, where="data.args", fix=fix) from None
+        self._packed = packed
+        self._rest = b""  # of the packed bytes
+        self._ready = b""
+        self._frame: Any = None  # a file consists of one or more
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._ready:
+            chunk = self._rest or self._packed.read(HEAD)
+            self._rest = b""
+            if not chunk:
+                if self._frame is not None:
+                    raise EOFError("the file ends in the midst of compressed data")
+                return 0
+            if self._frame is None:
+                unpacker = self._library.ZstdDecompressor(max_window_size=1 << 31)
+                self._frame = unpacker.decompressobj()
+            try:
+                self._ready = self._frame.decompress(chunk)
+            except self._library.ZstdError as error:
+                raise OSError(str(error)) from None
+            if self._frame.eof:
+                self._rest = self._frame.unused_data
+                self._frame = None
+        count = min(len(buffer), len(self._ready))
+        buffer[:count] = self._ready[:count]
+        self._ready = self._ready[count:]
+        return count
 
 
 def first_row(file: Path) -> Mapping[str, Any]:
@@ -192,7 +243,7 @@ def require_read(file: Path, where: str) -> None:
         code = f'import datasets; datasets.Dataset.from_csv("{file}").to_json("{lines}")'
         fix = f"make JSON lines of it: python -c '{code}'"
     elif kind is Kind.COMPRESSED:
-        fix = f"unpack it; of compressed files JSON lines are read, as in {file.stem}.jsonl.gz"
+        fix = "unpack it; compressed files of JSON lines are read, .jsonl.gz and .jsonl.zst"
     elif found := _by_magic(file):
         fix = f"it is a {found} file: name it so, mv {name} {quote(str(file.with_suffix(found)))}"
     elif file.suffix == ".bin":
@@ -244,7 +295,7 @@ def check_named_files(name: str | None, args: Mapping[str, Any]) -> None:
     if name == "text" and isinstance(args.get("path"), str):
         for file in files_of(local_path(args["path"], "data.args.path")):
             require_text(file)
-    if name == "documents":
+    if name in ("documents", "stream"):
         for key in ("sources", "validation"):
             for where, path in _paths_of(args.get(key), f"data.args.{key}"):
                 place = local_path(path, where)
@@ -258,5 +309,5 @@ def _paths_of(given: Any, where: str) -> Iterator[tuple[str, str]]:
     entries = [given] if isinstance(given, str | Mapping) else given
     for number, entry in enumerate(entries if isinstance(entries, Sequence) else ()):
         path = entry.get("path") if isinstance(entry, Mapping) else entry
-        if isinstance(path, str):
+        if isinstance(path, str) and not path.startswith("hf:"):
             yield f"{where}[{number}].path", path

@@ -44,6 +44,8 @@ def build_data(data: DataConfig, *, seed: int = 0) -> Data:
         if ":" in name:
             return _users(builder, args, name, seed)
     require_arguments(builder, args, name, "data.args")
+    if "seed" in (keywords_of(builder) or ()):
+        args.setdefault("seed", seed)
     made: Data = builder(**args)
     return made
 

@@ -106,10 +106,10 @@ def _of_line(file: Path, number: int, line: bytes, field: Field) -> Record:
     if not isinstance(row, dict):
         what = f"line {number} of {file.name} is a {type(row).__name__}, not an object"
         raise UsageError(what, where=where, fix=f'write {{"{field.name}": "…"}}')
-    return Record(_content_of(row, field, where), where, len(line), row)
+    return Record(content_of(row, field, where), where, len(line), row)
 
 
-def _content_of(row: Mapping[str, Any], field: Field, where: str) -> Any:
+def content_of(row: Mapping[str, Any], field: Field, where: str) -> Any:
     """Return the document in a row, or raise a UsageError that names what is there instead."""
     if field.name not in row:
         what = f"there is no {field.name!r} in {where}"
@@ -170,7 +170,7 @@ def _of_arrow(file: Path, field: Field, first: int) -> Iterator[Record]:
 def _of_rows(file: Path, rows: Any, field: Field, first: int) -> Iterator[Record]:
     for number, row in enumerate(rows, start=first):
         where = f"{file}, row {number}"
-        content = _content_of(row, field, where)
+        content = content_of(row, field, where)
         yield Record(content, where, len(str(content)), row)
 
 

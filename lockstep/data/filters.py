@@ -46,7 +46,10 @@ class Filters:
         self.left_out = Counter(left_out)
 
     def takes(self, row: Mapping[str, Any] | None, where: str) -> bool:
-        """Return what the user's function says to a row; a UsageError if it fails."""
+        """Return what the user's function says to a row; a UsageError if it fails.
+
+        Nothing is counted: `refuse` does that, where documents are gathered.
+        """
         if self._function is None:
             return True
         if row is None:
@@ -54,14 +57,15 @@ class Filters:
             fix = "use it for .jsonl, .parquet and .arrow files"
             raise UsageError(what, where="keep", fix=fix)
         try:
-            taken = bool(self._function(dict(row)))
+            return bool(self._function(dict(row)))
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
             what = f"{self.keep} failed for {where}"
             raise UsageError(what, where=users_line(error), why=why) from error
-        if not taken:
-            self.left_out[f"refused by {self.keep}"] += 1
-        return taken
+
+    def refuse(self) -> None:
+        """Count a document that the user's function refuses."""
+        self.left_out[f"refused by {self.keep}"] += 1
 
     def fits(self, tokens: int) -> bool:
         """Return whether a document of so many tokens is kept."""

@@ -1,19 +1,16 @@
-"""Turns the records of files into tokens of documents, and leaves out those that filters refuse.
+"""Gathers what records become into documents, and leaves out those that filters refuse.
 
 Tests: tests/data/test_prepare.py, tests/data/test_packed.py
 """
 
-from collections.abc import Iterable
+from collections import Counter
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.data.conversations import ChatTemplate
-from lockstep.data.document_files import Record
+from lockstep.data.encoding import Encoded, Piece
 from lockstep.data.filters import Filters
-from lockstep.data.language import Tokenizer
-from lockstep.errors import UsageError
 
 
 class DocumentSink(Protocol):
@@ -52,6 +49,22 @@ class Gathered:
         del self._pieces[self._kept :]
         del self._trained[self._kept :]
 
+    def documents(self) -> list[Piece]:
+        """Return the documents that have ended, and forget them."""
+        found: list[Piece] = []
+        begin = 0
+        tokens = np.concatenate(self._pieces[: self._kept]) if self._kept else None
+        trained = np.concatenate(self._trained) if self._trained else None
+        for end in self._ends[1:]:
+            assert tokens is not None
+            found.append((tokens[begin:end], None if trained is None else trained[begin:end]))
+            begin = end
+        del self._pieces[: self._kept]
+        self._trained.clear()
+        self._kept = 0
+        self._ends = [0]
+        return found
+
     def tokens(self, dtype: np.dtype[Any]) -> NDArray[Any]:
         return np.concatenate([np.empty(0, dtype), *self._pieces])
 
@@ -64,73 +77,47 @@ class Gathered:
 
 
 class Gatherer:
-    """Tokenizes records into a sink.
+    """Puts what records become into a sink, and leaves out what filters refuse.
 
     Args:
-        template: by which rows are rendered that are conversations.
         open_tokens: those of a document that the sink has from an earlier process, in part.
+        notes: where to count what is worth knowing of conversations.
     """
 
     def __init__(
         self,
         sink: DocumentSink,
-        tokenizer: Tokenizer,
         filters: Filters,
-        template: ChatTemplate | None = None,
         open_tokens: int = 0,
+        notes: Counter[str] | None = None,
     ) -> None:
         self._sink = sink
-        self._tokenizer = tokenizer
-        self._template = template
         self._filters = filters
+        self._notes = Counter() if notes is None else notes
         self.open_tokens = open_tokens  # of the document that has not ended
 
-    def take(self, records: Iterable[Record | None]) -> None:
-        for record in records:
-            if record is not None:
-                self.take_one(record)
-
-    def take_one(self, record: Record) -> None:
+    def take(self, found: Encoded) -> None:
         """Add a record to its document, and decide about that where it ends."""
-        if not self._filters.takes(record.row, record.where):
+        self._notes.update(found.notes)
+        if found.refused:
+            self._filters.refuse()
             return
-        if isinstance(record.content, list):
-            self._take_conversation(record.content, record)
-            return
-        tokens = self._tokens_of(record.content, record.where)
-        self.open_tokens += len(tokens)
-        self._sink.add(tokens)
-        if record.ends:
+        if found.is_conversation and not found.pieces:
+            self._filters.left_out["without an answer"] += 1
+        for tokens, trained in found.pieces:
+            if found.is_conversation and not self._filters.fits(len(tokens)):
+                continue  # each answer decides for itself
+            self._sink.add(tokens, trained)
+            self.open_tokens += len(tokens)
+            if found.is_conversation:
+                self._end()
+        if not found.is_conversation and found.ends:
             if self._filters.fits(self.open_tokens):
-                self._sink.end()
+                self._end()
             else:
                 self._sink.drop()
-            self.open_tokens = 0
-
-    def _take_conversation(self, messages: list[Any], record: Record) -> None:
-        """Add the documents of a conversation, and decide about each."""
-        assert self._template is not None
-        tools = (record.row or {}).get("tools")
-        found = False
-        for document in self._template.documents(messages, record.where, tools):
-            found = True
-            if self._filters.fits(len(document.tokens)):
-                self._sink.add(document.tokens, document.trained)
-                self.open_tokens = len(document.tokens)
-                self._sink.end()
                 self.open_tokens = 0
-        if not found:
-            self._filters.left_out["without an answer"] += 1
 
-    def _tokens_of(self, content: str | NDArray[Any], where: str) -> NDArray[Any]:
-        """Return the tokens of a record; a UsageError if the tokenizer has no such tokens."""
-        if isinstance(content, str):
-            return self._tokenizer.encode_array(content)
-        size = self._tokenizer.vocab_size
-        wrong = content[(content < 0) | (content >= size)]
-        if len(wrong):
-            what = f"there is a token {wrong[0]} in {where}"
-            why = f"the tokenizer {self._tokenizer.name} has the tokens 0 to {size - 1}"
-            fix = "give the tokenizer.json with which the tokens were made"
-            raise UsageError(what, where="tokenizer", why=why, fix=fix)
-        return content.astype(self._tokenizer.dtype)
+    def _end(self) -> None:
+        self._sink.end()
+        self.open_tokens = 0

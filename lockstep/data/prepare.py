@@ -14,8 +14,10 @@ import json
 import os
 import shutil
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from shlex import quote
 from typing import Any, NoReturn
@@ -23,8 +25,10 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
+from lockstep.cores import allowed
 from lockstep.data.conversations import ChatTemplate
 from lockstep.data.document_files import TEXT, Field, Record, records_of
+from lockstep.data.encoding import Encoded, Encoder, encoded
 from lockstep.data.filters import Filters, told
 from lockstep.data.gathering import Gatherer
 from lockstep.data.language import Tokenizer
@@ -46,6 +50,7 @@ from lockstep.progress import Advance, progress_of
 
 PROGRESS = "progress.json"
 SAVED_EVERY = 1 << 26  # bytes of input, between two syncs
+LARGE = 1 << 23  # bytes of input from which on several processes make tokens
 
 
 def prepare(
@@ -55,6 +60,7 @@ def prepare(
     *,
     field: Field = TEXT,
     filters: Filters | None = None,
+    workers: int = 0,
     advance: Advance = lambda _bytes: None,
     say: Callable[[str], None] = lambda _line: None,
 ) -> tuple[int, int]:
@@ -62,6 +68,7 @@ def prepare(
 
     `source` is a file, a folder of them, or `python-docs`.
 
+    `workers` processes make tokens (0: this one); the files are the same, whatever their number.
     `advance` gets the bytes of each piece, and `say` a line where earlier work is continued. Return
     the number of tokens, and the size of the vocabulary.
     """
@@ -77,10 +84,18 @@ def prepare(
     begun_with = _facts(files, source, chosen, field, filters, template)
     temporary = out.with_name(f".{out.name}.preparing")
     try:
-        with _only_one(temporary, out):
-            draft = _Draft(temporary, begun_with, chosen, filters, template)
-            _write(draft, files, field, advance, say)
-            for line in [*noted(template), *told_of_json(files)]:
+        with _only_one(temporary, out) as lock:
+            draft = _Draft(temporary, begun_with, chosen, filters, has_answers=template is not None)
+            encoder = Encoder(chosen, filters, template)
+            _write(
+                draft,
+                partial(encoded, encoder=encoder, workers=workers, lock=lock),
+                files,
+                field,
+                advance,
+                say,
+            )
+            for line in [*noted(draft.notes), *told_of_json(files)]:
                 say(line)
             header = {
                 "format": FORMAT,
@@ -105,6 +120,7 @@ def prepare(
 
 def _write(
     draft: "_Draft",
+    encode: Callable[..., Iterator[tuple[int, Record | None, Encoded | None]]],
     files: Sequence[Path],
     field: Field,
     advance: Advance,
@@ -115,8 +131,9 @@ def _write(
         with draft:
             if draft.filters.kept:
                 say(f"goes on after {draft.filters.kept:,} documents that an earlier process wrote")
-            for number, record in _records(files, field, draft.file, draft.record):
-                draft.take(number, record)
+            records = _records(files, field, draft.file, draft.record)
+            for number, record, found in encode(records):
+                draft.take(number, record, found)
                 advance(record.size if record is not None else 0)
             draft.save()
         if not draft.num_tokens:
@@ -158,8 +175,11 @@ def _records(
 
 
 @contextmanager
-def _only_one(temporary: Path, out: Path) -> Iterator[None]:
-    """Refuse a second process that prepares the same folder at the same time."""
+def _only_one(temporary: Path, out: Path) -> Iterator[int]:
+    """Refuse a second process that prepares the same folder at the same time.
+
+    Yields the descriptor that holds the lock.
+    """
     temporary.mkdir(parents=True, exist_ok=True)
     folder = os.open(temporary, os.O_RDONLY)
     try:
@@ -169,7 +189,7 @@ def _only_one(temporary: Path, out: Path) -> Iterator[None]:
         fix = "wait for it, or choose another folder"
         raise UsageError(f"another process prepares {out}", where="--out", fix=fix) from None
     try:
-        yield
+        yield folder
     finally:
         os.close(folder)
 
@@ -186,7 +206,8 @@ class _Draft:
         begun_with: dict[str, Any],
         tokenizer: Tokenizer,
         filters: Filters,
-        template: ChatTemplate | None,
+        *,
+        has_answers: bool,
     ) -> None:
         self.dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
         self.folder = folder
@@ -198,11 +219,9 @@ class _Draft:
         self.record = found.get("record", 0)
         self.num_tokens = found.get("num_tokens", 0)  # of documents that have ended
         filters.go_on_from(found.get("documents", 0), found.get("left_out", {}))
-        self._template = template
-        if template is not None:
-            template.notes.update(found.get("notes", {}))
-        open_tokens = found.get("open_tokens", 0)
-        self._gatherer = Gatherer(self, tokenizer, filters, template, open_tokens)
+        self._has_answers = has_answers
+        self.notes: Counter[str] = Counter(found.get("notes", {}))
+        self._gatherer = Gatherer(self, filters, found.get("open_tokens", 0), self.notes)
 
     def _saved(self) -> dict[str, Any]:
         """Return what an earlier process has saved, if it did the same work; else nothing."""
@@ -221,7 +240,7 @@ class _Draft:
             self._tokens = stack.enter_context(open(self.folder / TOKENS, "ab"))
             self._ends = stack.enter_context(open(self.folder / DOCUMENTS, "ab"))
             self._files = [self._tokens, self._ends]
-            if self._template is not None:
+            if self._has_answers:
                 self._trained = stack.enter_context(open(self.folder / TRAINED, "ab"))
                 self._trained.truncate(self.num_tokens)
                 self._files.append(self._trained)
@@ -236,10 +255,10 @@ class _Draft:
     def _truncate(self, file: Any, tokens: int) -> None:
         file.truncate(tokens * self.dtype.itemsize)
 
-    def take(self, file: int, record: Record | None) -> None:
-        """Write what a record of a file adds, and save now and then."""
-        if record is not None:
-            self._gatherer.take_one(record)
+    def take(self, file: int, record: Record | None, found: Encoded | None) -> None:
+        """Write what a record of a file becomes, and save now and then."""
+        if record is not None and found is not None:
+            self._gatherer.take(found)
             self._unsaved += record.size
         self.record = self.record + 1 if file == self.file else 1
         self.file = file
@@ -272,7 +291,7 @@ class _Draft:
             "documents": self.filters.kept,
             "open_tokens": self._gatherer.open_tokens,
             "left_out": dict(self.filters.left_out),
-            "notes": {} if self._template is None else dict(self._template.notes),
+            "notes": dict(self.notes),
         }
         fresh = self.folder / f"{PROGRESS}.new"
         with fresh.open("w") as written:
@@ -314,21 +333,34 @@ def prepare_command(argv: Sequence[str]) -> int:
     )
     text = "package.module:function, which takes a row, a dict, and returns whether it is kept"
     parser.add_argument("--keep", metavar="NAME", help=text)
+    text = "processes that make tokens (by default, one a core where the source is large)"
+    parser.add_argument("--workers", metavar="N", type=int, help=text)
     given = parser.parse_args(list(argv))
+    if given.workers is not None and given.workers < 0:
+        raise UsageError(
+            f"--workers {given.workers} is not a number from 0 on",
+            where="--workers",
+            fix="leave it out",
+        )
     filters = Filters(given.min_tokens, given.max_tokens, given.keep)
     field = Field(given.text_field)
     if given.messages_field is not None:
         field = Field(given.messages_field, holds_messages=True)
     files = [] if given.source == "python-docs" else files_of(local_path(given.source, "SOURCE"))
-    with progress_of(
-        f"tokens of {given.source}", sum(file.stat().st_size for file in files)
-    ) as advance:
+    size = sum(file.stat().st_size for file in files)
+    workers = given.workers
+    if workers is None:
+        # Bytes are tokens already: handing them over would take longer than using them.
+        worth_it = size >= LARGE and given.tokenizer != "bytes"
+        workers = len(allowed()) if worth_it else 0
+    with progress_of(f"tokens of {given.source}", size) as advance:
         num_tokens, vocab_size = prepare(
             given.source,
             given.out,
             given.tokenizer,
             field=field,
             filters=filters,
+            workers=workers,
             advance=advance,
             say=print,
         )

@@ -6,6 +6,7 @@ each process tokenizes and keeps in memory.
 Tests: tests/data/test_sources.py
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 from lockstep.data.conversations import ChatTemplate
 from lockstep.data.document_files import Field, records_of
+from lockstep.data.encoding import Encoder, in_one_process
 from lockstep.data.filters import Filters, told
 from lockstep.data.gathering import Gathered, Gatherer
 from lockstep.data.language import Tokenizer, Tokens
@@ -62,16 +64,22 @@ class Source:
     notices: Sequence[str] = ()  # what was left out, and what else is worth knowing
 
 
-def described(given: Any, where: str) -> list[DescribedSource]:
-    """Return the sources that a config lists, each a path or a dict; raise a UsageError if bad."""
+def described(
+    given: Any, where: str, more: Mapping[str, Any] | None = None
+) -> list[DescribedSource]:
+    """Return the sources that a config lists, each a path or a dict; raise a UsageError if bad.
+
+    `more`: further keys that a source may have, and their types.
+    """
     entries = [given] if isinstance(given, str | Mapping) else given
     if not isinstance(entries, Sequence) or not entries:
         what = "there are no sources" if not entries else f"{where} is no list of sources"
         raise UsageError(what, where=where, fix=_EXAMPLE)
-    return [_one(entry, f"{where}[{number}]") for number, entry in enumerate(entries)]
+    keys = {**_KEYS, **(more or {})}
+    return [_one(entry, f"{where}[{number}]", keys) for number, entry in enumerate(entries)]
 
 
-def _one(entry: Any, where: str) -> DescribedSource:
+def _one(entry: Any, where: str, keys: Mapping[str, Any]) -> DescribedSource:
     """Return one entry of a list of sources, whose keys and values are checked."""
     if isinstance(entry, str):
         return DescribedSource(where, entry, {})
@@ -79,11 +87,11 @@ def _one(entry: Any, where: str) -> DescribedSource:
         what = f"a source is {entry!r:.60}, which is neither a path nor a dict"
         raise UsageError(what, where=where, fix=_EXAMPLE)
     for key, value in entry.items():
-        if key not in _KEYS:
-            what = f"a source takes no {key!r}{did_you_mean(str(key), _KEYS)}"
-            raise UsageError(what, where=f"{where}.{key}", fix=f"it takes {', '.join(_KEYS)}")
-        if not isinstance(value, _KEYS[key]) or isinstance(value, bool):
-            kind = "a text" if _KEYS[key] is str else "a number"
+        if key not in keys:
+            what = f"a source takes no {key!r}{did_you_mean(str(key), keys)}"
+            raise UsageError(what, where=f"{where}.{key}", fix=f"it takes {', '.join(keys)}")
+        if not isinstance(value, keys[key]) or isinstance(value, bool):
+            kind = "a text" if keys[key] is str else "a number"
             what = f"a source's {key} is {value!r}, which is not {kind}"
             raise UsageError(what, where=f"{where}.{key}", fix=_EXAMPLE)
     if "path" not in entry:
@@ -141,17 +149,20 @@ def opened(source: DescribedSource, tokenizer: str | None) -> Source:
     if (path / HEADER).exists():
         return _prepared(source, path, tokenizer)
     chosen = Tokenizer(tokenizer or "bytes")
-    filters = Filters(**{key: source.settings[key] for key in _FILTERS if key in source.settings})
+    filters = filters_of(source.settings)
     field = field_of(source.settings)
     template = ChatTemplate(chosen) if field.holds_messages else None
     gathered = Gathered()
-    gatherer = Gatherer(gathered, chosen, filters, template)
+    notes: Counter[str] = Counter()
+    gatherer = Gatherer(gathered, filters, notes=notes)
+    encoder = Encoder(chosen, filters, template)
     files = files_of(path, where=f"{source.where}.path")
     size = sum(file.stat().st_size for file in files)
     # every rank tokenizes
     with progress_of(f"tokens of {path}", size, shows=rank_facts().is_main) as advance:
         for file in files:
-            gatherer.take(records_of(file, field))
+            for found in in_one_process(records_of(file, field), encoder):
+                gatherer.take(found)
             advance(file.stat().st_size)
     tokens = gathered.tokens(chosen.dtype)
     left_out = told(filters.left_out)
@@ -164,9 +175,14 @@ def opened(source: DescribedSource, tokenizer: str | None) -> Source:
         gathered.ends(),
         chosen,
         gathered.trained(),
-        [f"{source.path}: {line}" for line in (left_out, *noted(template)) if line]
+        [f"{source.path}: {line}" for line in (left_out, *noted(notes)) if line]
         + told_of_json(files),
     )
+
+
+def filters_of(settings: Mapping[str, Any]) -> Filters:
+    """Return which documents are kept."""
+    return Filters(**{key: settings[key] for key in _FILTERS if key in settings})
 
 
 def field_of(settings: Mapping[str, Any]) -> Field:
@@ -176,9 +192,8 @@ def field_of(settings: Mapping[str, Any]) -> Field:
     return Field(settings.get("text_field", "text"))
 
 
-def noted(template: ChatTemplate | None) -> list[str]:
+def noted(notes: Mapping[str, int]) -> list[str]:
     """Return lines on what was noted while conversations were rendered."""
-    notes = {} if template is None else template.notes
     return [f"{count:,} {note}" for note, count in sorted(notes.items())]
 
 

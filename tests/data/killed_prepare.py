@@ -1,5 +1,5 @@
 """Prepares a folder, and kills itself in the midst of it: python -m tests.data.killed_prepare BYTES
-SOURCE OUT
+SOURCE OUT [WORKERS]
 """
 
 import os
@@ -9,7 +9,7 @@ import sys
 from lockstep.data import prepare
 
 
-def main(amount: int, source: str, out: str) -> None:
+def main(amount: int, source: str, out: str, workers: str = "0") -> None:
     """Prepare until so many bytes are read; between syncs more is written than a buffer holds."""
     left = amount
 
@@ -20,7 +20,7 @@ def main(amount: int, source: str, out: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     prepare.SAVED_EVERY = 20_000
-    prepare.prepare(source, out, advance=advance)
+    prepare.prepare(source, out, workers=int(workers), advance=advance)
 
 
 if __name__ == "__main__":

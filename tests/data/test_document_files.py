@@ -24,7 +24,7 @@ def lines(*rows: Any) -> bytes:
     return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "parquet", "arrow"])
+@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "jsonl.zst", "parquet", "arrow"])
 def test_rows_are_documents_and_reading_goes_on_after_any(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -34,6 +34,9 @@ def test_rows_are_documents_and_reading_goes_on_after_any(
         file.write_bytes(lines(*ROWS))
     elif kind == "jsonl.gz":
         file.write_bytes(gzip.compress(lines(*ROWS)))
+    elif kind == "jsonl.zst":
+        pack = pytest.importorskip("zstandard").ZstdCompressor().compress
+        file.write_bytes(pack(lines(*ROWS[:4])) + pack(b"") + pack(lines(*ROWS[4:])))
     else:
         datasets = pytest.importorskip("datasets")
         made = datasets.Dataset.from_list(ROWS)
@@ -96,8 +99,8 @@ def test_blank_lines_are_passed_over(tmp_path: Path) -> None:
         ("a.parquet", b"PAR1 not", r"a\.parquet is not a parquet file that can be read"),
         ("a.arrow", b"not", r"a\.arrow is not an Arrow file that can be read"),
         ("a.npy", b"not", r"a\.npy is not an array that can be read"),
-        ("a.jsonl.zst", b"x", r"a\.jsonl\.zst is compressed"),
-        ("a.txt.gz", b"x", r"a\.txt\.gz is compressed"),
+        ("a.txt.gz", b"x", r"a\.txt\.gz holds compressed bytes"),
+        ("a.tar.zst", b"x", r"a\.tar\.zst holds compressed bytes"),
     ],
 )
 def test_bad_files_are_one_clear_message(
@@ -110,16 +113,31 @@ def test_bad_files_are_one_clear_message(
         read(tmp_path / name)
 
 
+def test_packed_lines_that_are_cut_off_or_damaged_are_refused(tmp_path: Path) -> None:
+    """Also where the library that unpacks them would pass over it."""
+    pack = pytest.importorskip("zstandard").ZstdCompressor().compress
+    whole = pack(lines(*ROWS * 900)) + pack(lines(*ROWS * 900))
+    file = tmp_path / "a.jsonl.zst"
+    for content in (whole[:-40], whole[: len(whole) // 2 - 40], whole[:60] + b"xyz" + whole[63:]):
+        file.write_bytes(content)
+        with pytest.raises(UsageError, match=r"a\.jsonl\.zst can't be read after line \d+"):
+            read(file)
+
+
 def test_an_array_that_holds_no_tokens_is_refused(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.zeros(3))
     with pytest.raises(UsageError, match="holds float64 of 1 dimensions, which are not tokens"):
         read(tmp_path / "a.npy")
 
 
-@pytest.mark.parametrize(("name", "package"), [("a.parquet", "pyarrow"), ("a.arrow", "datasets")])
+@pytest.mark.parametrize(
+    ("name", "package"),
+    [("a.parquet", "pyarrow"), ("a.arrow", "datasets"), ("a.jsonl.zst", "zstandard")],
+)
 def test_a_package_that_is_missing_is_named(
     name: str, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
+    (tmp_path / name).touch()
     with pytest.raises(UsageError, match=rf"reading .*{name} needs the package {package}"):
         read(tmp_path / name)

@@ -46,7 +46,9 @@ def write_texts(folder: Path) -> None:
     write_conversations(folder)
 
 
-CONVERSATIONS = "conversations"  # in place of a packing
+# in place of a packing
+CONVERSATIONS = "conversations"
+STREAM = "stream"  # whose lengths nobody knows
 
 
 def write_conversations(folder: Path) -> None:
@@ -69,6 +71,13 @@ def mixture(folder: Path | str, packing: str = "first_fit") -> Any:
         tokenizer = str(Path(folder, "model"))
         args = {"sources": [source], "sequence_length": LENGTH, "tokenizer": tokenizer}
         return build_data(DataConfig(name="documents", args=args)).train
+    if packing == STREAM:
+        sources = [
+            {"path": str(Path(folder, f"{name}.jsonl")), "weight": weight}
+            for name, weight in (("long", 0.7), ("short", 0.3))
+        ]
+        args = {"sources": sources, "sequence_length": LENGTH, "window": 5}
+        return build_data(DataConfig(name="stream", args=args)).train
     sources = [
         {"path": str(Path(folder, "long")), "weight": 0.7},
         {"path": str(Path(folder, "short.jsonl")), "weight": 0.3, "min_tokens": 3},
@@ -347,7 +356,7 @@ def test_a_packed_run_resumed_twice_on_other_ranks_has_one_digest(tmp_path: Path
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("packing", ["first_fit", "in_order", CONVERSATIONS])
+@pytest.mark.parametrize("packing", ["first_fit", "in_order", CONVERSATIONS, STREAM])
 @pytest.mark.parametrize(
     "legs",
     [

@@ -1,0 +1,208 @@
+"""Turns records into tokens, in this process or in several, always in the order of the records.
+
+Tests: tests/data/test_encoding.py
+"""
+
+import ctypes
+import multiprocessing
+import os
+import signal
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
+from itertools import repeat
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lockstep.data.conversations import ChatTemplate
+from lockstep.data.document_files import Record
+from lockstep.data.filters import Filters
+from lockstep.data.language import Tokenizer
+from lockstep.errors import RunError, UsageError
+
+BATCH_BYTES = 1 << 20  # of records that are handed to a worker at once
+BATCH_RECORDS = 4096
+_AHEAD = 3  # batches for each worker that are read before they are needed
+_PR_SET_PDEATHSIG = 1
+
+Piece = tuple[NDArray[Any], NDArray[np.bool_] | None]  # tokens, and which of them are trained
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """What a record becomes."""
+
+    pieces: list[Piece]  # of a text, one: the record's part of it; of a conversation, documents
+    is_conversation: bool
+    refused: bool = False  # by the user's function
+    ends: bool = True  # the document ends with it
+    notes: Counter[str] = field(default_factory=Counter)  # of the chat template
+
+
+class Encoder:
+    """Turns a record into tokens, without knowing of other records.
+
+    Args:
+        filters: whose function of the user's decides about rows.
+        template: by which rows are rendered that are conversations.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, filters: Filters, template: ChatTemplate | None = None
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._filters = filters
+        self._template = template
+
+    def encode(self, record: Record) -> Encoded:
+        """Return the tokens of a record; a UsageError if it is bad."""
+        if not self._filters.takes(record.row, record.where):
+            return Encoded([], False, refused=True, ends=record.ends)
+        if not isinstance(record.content, list):
+            tokens = self._tokens_of(record.content, record.where)
+            return Encoded([(tokens, None)], False, ends=record.ends)
+        assert self._template is not None
+        self._template.notes.clear()
+        tools = (record.row or {}).get("tools")
+        documents = self._template.documents(record.content, record.where, tools)
+        pieces: list[Piece] = [(each.tokens, each.trained) for each in documents]
+        return Encoded(pieces, True, notes=Counter(self._template.notes))
+
+    def _tokens_of(self, content: str | NDArray[Any], where: str) -> NDArray[Any]:
+        """Return the tokens of a record; a UsageError if the tokenizer has no such tokens."""
+        if isinstance(content, str):
+            return self._tokenizer.encode_array(content)
+        size = self._tokenizer.vocab_size
+        wrong = content[(content < 0) | (content >= size)]
+        if len(wrong):
+            what = f"there is a token {wrong[0]} in {where}"
+            why = f"the tokenizer {self._tokenizer.name} has the tokens 0 to {size - 1}"
+            fix = "give the tokenizer.json with which the tokens were made"
+            raise UsageError(what, where="tokenizer", why=why, fix=fix)
+        return content.astype(self._tokenizer.dtype)
+
+
+Numbered = tuple[int, Record | None]  # the number of its file, and a record; None: a blank line
+
+
+def encoded(
+    records: Iterable[Numbered], encoder: Encoder, workers: int, lock: int | None = None
+) -> Iterator[tuple[int, Record | None, Encoded | None]]:
+    """Yield what each record becomes, in order; with workers, that many processes encode.
+
+    A UsageError about a record comes where its turn is. Workers close `lock`, a descriptor: a lock
+    on it is this process's alone.
+    """
+    if not workers:
+        for number, record in records:
+            yield number, record, None if record is None else encoder.encode(record)
+        return
+    yield from _in_processes(records, encoder, workers, lock)
+
+
+def _in_processes(
+    records: Iterable[Numbered], encoder: Encoder, workers: int, lock: int | None
+) -> Iterator[tuple[int, Record | None, Encoded | None]]:
+    forks = multiprocessing.get_context("fork")  # the tokenizer is loaded already
+    pool = ProcessPoolExecutor(workers, forks, _begin_work, (encoder, os.getpid(), lock))
+    waiting: deque[tuple[list[Numbered], Future[list[Any]]]] = deque()
+    failed: UsageError | None = None  # of the reader; an error of a record before it comes first
+    batches = _batches(records)
+    try:
+        while True:
+            try:
+                batch = next(batches, None)
+            except UsageError as error:
+                failed = error
+                break
+            if batch is None:
+                break
+            waiting.append((batch, pool.submit(_encode, [record for _, record in batch])))
+            if len(waiting) > workers * _AHEAD:
+                yield from _results(*waiting.popleft())
+        while waiting:
+            yield from _results(*waiting.popleft())
+        if failed is not None:
+            raise failed
+    except BrokenProcessPool as error:
+        what = "a process that tokenizes has ended"
+        why = "the system may have had no memory left for it"
+        fix = "run the same command again: it goes on where it was; or write fewer --workers"
+        raise RunError(what, why=why, fix=fix) from error
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _results(
+    batch: Sequence[Numbered], future: "Future[list[Any]]"
+) -> Iterator[tuple[int, Record | None, Encoded | None]]:
+    """Yield the results of a batch; raise the error of its first bad record at its place."""
+    for (number, record), found in zip(batch, future.result(), strict=False):
+        if isinstance(found, BaseException):
+            raise found
+        yield number, record, found
+
+
+def _batches(records: Iterable[Numbered]) -> Iterator[list[Numbered]]:
+    """Yield records in lists of about `BATCH_BYTES`.
+
+    An error of the reader comes after the records before it, as without workers.
+    """
+    batch: list[Numbered] = []
+    size = 0
+    iterator = iter(records)
+    while True:
+        try:
+            number, record = next(iterator)
+        except StopIteration:
+            break
+        except UsageError:
+            yield batch
+            raise
+        batch.append((number, record))
+        size += 0 if record is None else record.size
+        if size >= BATCH_BYTES or len(batch) >= BATCH_RECORDS:
+            yield batch
+            batch = []
+            size = 0
+    if batch:
+        yield batch
+
+
+_encoder: Encoder | None = None  # of a worker
+
+
+def _begin_work(encoder: Encoder, parent: int, lock: int | None) -> None:
+    """Prepare a worker, which ends with its parent, however that ends."""
+    global _encoder
+    _encoder = encoder
+    if lock is not None:
+        os.close(lock)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a process is a worker, not each core of it
+
+
+def _encode(records: Sequence[Record | None]) -> list[Any]:
+    """Return what records become, up to the first that is bad, whose error is the last."""
+    assert _encoder is not None
+    done: list[Any] = []
+    for record in records:
+        try:
+            done.append(None if record is None else _encoder.encode(record))
+        except Exception as error:
+            return [*done, error]
+    return done
+
+
+def in_one_process(records: Iterable[Record | None], encoder: Encoder) -> Iterator[Encoded]:
+    """Yield what each record becomes, without blank lines."""
+    for _, _, found in encoded(zip(repeat(0), records, strict=False), encoder, 0):
+        if found is not None:
+            yield found
