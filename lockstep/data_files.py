@@ -127,7 +127,8 @@ def opened_lines(file: Path) -> Iterator[IO[bytes]]:
         with file.open("rb") as packed:
             yield io.BufferedReader(_Unpacked(packed, file), HEAD)
         return
-    with gzip.open(file, "rb") if name.endswith(".gz") else file.open("rb") as opened:
+    opens: Any = gzip.open if name.endswith(".gz") else open
+    with opens(file, "rb") as opened:
         yield opened
 
 

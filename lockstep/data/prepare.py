@@ -38,12 +38,11 @@ from lockstep.data.token_folder import (
     DOCUMENTS,
     ENDS,
     FORMAT,
-    HEADER,
     TOKENIZER,
     TOKENS,
     TRAINED,
 )
-from lockstep.data_files import files_of, told_of_json
+from lockstep.data_files import HEADER, files_of, told_of_json
 from lockstep.errors import UsageError
 from lockstep.paths import local_path
 from lockstep.progress import Advance, progress_of

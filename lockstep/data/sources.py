@@ -21,7 +21,6 @@ from lockstep.data.language import Tokenizer, Tokens
 from lockstep.data.mixing import draws_by_weight
 from lockstep.data.packing import Ends
 from lockstep.data.token_folder import (
-    HEADER,
     TOKENS,
     TokenFile,
     ends_of,
@@ -29,7 +28,7 @@ from lockstep.data.token_folder import (
     tokenizer_of,
     trained_of,
 )
-from lockstep.data_files import files_of, told_of_json
+from lockstep.data_files import HEADER, files_of, told_of_json
 from lockstep.environment import rank_facts
 from lockstep.errors import UsageError, did_you_mean
 from lockstep.paths import local_path

@@ -71,7 +71,9 @@ class FileReader:
         self.go_to(None)
 
     def go_to(self, position: Any) -> None:
-        self._file, self._record = position or (0, 0)
+        file, record = position or (0, 0)
+        self._file = int(file)
+        self._record = int(record)  # the next one
         self._records: Iterator[Record | None] | None = None
 
     def position(self) -> Any:
