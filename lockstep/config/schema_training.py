@@ -308,6 +308,9 @@ class TrainingConfig(Section):
     z_loss: float = key(0.0, ge=0)
     """The weight of log(Z)² in a language model's loss in training, not in evaluation; 1e-4 keeps
     logits from drifting."""
+    loss_chunks: int = key(1, ge=1)
+    """Compute a language model's loss in so many chunks of a micro-batch's positions, one after the
+    other, each with its logits, forward and backward: the logits of the batch are never there."""
     gradient_clip: GradientClipConfig = Field(
         default_factory=lambda: GradientClipConfig(strategy="none")
     )

@@ -18,12 +18,17 @@ or mark everything.
   a model would never learn to stop.
 - Where the prompt that asks ends in words with which the answer does not begin (`<think>`), the
   answer's begin is found by rendering other answers in its place.
+- A special token is one where the template writes it. Where a message holds its text, it is text:
+  who writes `<end>` into a question ends nothing. So a mark is put into it before the template sees
+  it, and taken out before the rendering is encoded.
 
 Tests: tests/data/test_conversations.py
 """
 
 import json
 import os
+import re
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -42,6 +47,8 @@ ANSWERS = "assistant"
 _PROBES = ("A", "b")  # answers with other first letters: one of them differs from any answer
 _OWN_DOCUMENT = "answers stand in documents of their own: the template rewords them later"
 _OTHER_BEGIN = "answers do not begin as the template's prompt for an answer ends"
+_AS_TEXT = "messages hold the text of a special token, which is encoded as text"
+_MARK = "\ue0a5"  # of Unicode's private area, after the first character of a special token's text
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -74,6 +81,10 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._library = _library_tokenizer(tokenizer)
         self._specials = tokenizer.special_tokens()
+        longest_first = sorted(self._specials, key=len, reverse=True)
+        self._special = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        marked = (re.escape(text[:1] + _MARK + text[1:]) for text in longest_first)
+        self._marked = re.compile("|".join(marked) or "(?!)")
         self.notes: Counter[str] = Counter()  # what is worth knowing, and how often it was met
 
     @property
@@ -89,7 +100,7 @@ class ChatTemplate:
         Raises:
             UsageError: the messages are not a conversation, or the template fails; with `where`.
         """
-        checked = _checked(messages, where)
+        checked = [self._without_specials(message) for message in _checked(messages, where)]
         draft: _Rendered | None = None
         for place, message in enumerate(checked):
             if message["role"] != ANSWERS:
@@ -105,6 +116,23 @@ class ChatTemplate:
             draft = _Rendered(answered, [*spans, (begin, end)], stop)
         if draft is not None:
             yield self._encoded(draft)
+
+    def _without_specials(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Return a message with marks in what would be read as special tokens."""
+        found = {
+            key: value if key == "role" else self._with_marks(value)
+            for key, value in message.items()
+        }
+        if found != message:
+            self.notes[_AS_TEXT] += 1
+        return found
+
+    def _with_marks(self, value: Any) -> Any:
+        if isinstance(value, str):
+            return self._special.sub(lambda found: found[0][:1] + _MARK + found[0][1:], value)
+        if isinstance(value, Mapping):
+            return {key: self._with_marks(each) for key, each in value.items()}
+        return [self._with_marks(each) for each in value] if isinstance(value, list) else value
 
     def _begin(self, messages: Messages, place: int, answered: str, where: str, tools: Any) -> int:
         """Return where the answer begins within the rendering that ends with it."""
@@ -161,11 +189,44 @@ class ChatTemplate:
         begin, end = spans[-1]
         text = draft.text[:end] + draft.stop
         spans[-1] = (begin, len(text))
+
+        # Without the marks, and where what they marked is then.
+        marks = [found.start() + 1 for found in self._marked.finditer(text)]
+        texts = [
+            (found.start() - number, found.end() - number - 1)
+            for number, found in enumerate(self._marked.finditer(text))
+        ]
+        spans = [(a - bisect_left(marks, a), b - bisect_left(marks, b)) for a, b in spans]
+        text = "".join(text[a:b] for a, b in _between(marks, len(text)))
+
         tokens, ranges = self._tokenizer.encode_with_ranges(text)
+        if texts:
+            tokens, ranges = self._as_text(text, tokens, ranges, texts)
         trained = np.zeros(len(tokens), np.bool_)
         for begin, end in spans:
             trained |= (ranges[:, 0] < end) & (ranges[:, 1] > begin)
         return Trained(tokens, trained)
+
+    def _as_text(
+        self,
+        text: str,
+        tokens: NDArray[Any],
+        ranges: NDArray[np.int64],
+        texts: Sequence[tuple[int, int]],
+    ) -> tuple[NDArray[Any], NDArray[np.int64]]:
+        """Return the tokens, with those of their text for special tokens that lie in `texts`."""
+        special = np.isin(tokens, list(self._specials.values()))
+        begins = np.array([begin for begin, _ in texts])
+        ends = np.array([end for _, end in texts])
+        within = (ranges[:, :1] < ends) & (ranges[:, 1:] > begins)
+        parts: list[NDArray[Any]] = []
+        places: list[NDArray[np.int64]] = []
+        for place, replaced in enumerate(special & within.any(1)):
+            begin, end = ranges[place]
+            part = self._tokenizer.encode_as_text(text[begin:end]) if replaced else tokens[[place]]
+            parts.append(part)
+            places.append(np.repeat(ranges[[place]], len(part), 0))
+        return np.concatenate(parts), np.concatenate(places)
 
 
 def _library_tokenizer(tokenizer: Tokenizer) -> Any:
@@ -227,6 +288,15 @@ def _message(message: Any, number: int, where: str) -> dict[str, Any]:
         what = f"the content of message {number} of {where} is {type(content).__name__}, not text"
         raise UsageError(what, where=where, fix=fix)
     return filled
+
+
+def _between(marks: Sequence[int], length: int) -> Iterator[tuple[int, int]]:
+    """Yield the ranges of a text that marks of one character divide."""
+    begin = 0
+    for mark in marks:
+        yield begin, mark
+        begin = mark + 1
+    yield begin, length
 
 
 def _common(first: str, second: str) -> int:

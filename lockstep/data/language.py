@@ -63,10 +63,21 @@ class Tokenizer:
         begins = np.minimum(ranges[:, 0], before)
         return np.asarray(encoded.ids, dtype=self.dtype), np.stack([begins, ends], axis=1)
 
-    def special_tokens(self) -> list[str]:
-        """Return the texts of special tokens, such as the one that ends a turn."""
+    def encode_as_text(self, text: str) -> NDArray[Any]:
+        """Return the tokens of a text in which what looks like a special token is none."""
+        if self._model is None:
+            return self.encode_array(text)
+        before = self._model.encode_special_tokens
+        self._model.encode_special_tokens = True
+        try:
+            return self.encode_array(text)
+        finally:
+            self._model.encode_special_tokens = before
+
+    def special_tokens(self) -> dict[str, int]:
+        """Return text → number of special tokens, such as the one that ends a turn."""
         added = {} if self._model is None else self._model.get_added_tokens_decoder()
-        return [token.content for token in added.values() if token.special]
+        return {token.content: number for number, token in added.items() if token.special}
 
     @property
     def contents(self) -> bytes:

@@ -5,7 +5,8 @@ injects them in place, so the model stays the object that meets the protocol: it
 for pipelines and its blocks are as before. All other parameters are frozen: no strategy exchanges
 their gradients, and no optimizer holds state of them.
 
-Tests: tests/models/test_adapters.py, tests/parity/test_adapters.py
+Tests: tests/models/test_adapters.py, tests/parity/test_adapters.py,
+tests/parity/test_fine_tuning.py
 """
 
 from typing import TYPE_CHECKING, Any

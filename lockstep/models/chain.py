@@ -21,6 +21,8 @@ from torch import Tensor, nn
 
 from lockstep.errors import UsageError
 
+LOSS_TARGETS = "loss_targets"  # the argument with which a forward pass returns losses, not logits
+
 
 def run_segments(
     model: nn.Module,
@@ -59,8 +61,12 @@ def run_segment(
     UsageError if it does not accept these arguments.
 
     `inputs` are the (positional, keyword) arguments of the whole model, for a segment with
-    `takes_inputs`.
+    `takes_inputs`. Its LOSS_TARGETS are for the segment with `takes_targets` alone.
     """
+    if LOSS_TARGETS in inputs[1]:
+        keywords = {key: value for key, value in keywords.items() if key != LOSS_TARGETS}
+        if getattr(segment, "takes_targets", False):
+            keywords[LOSS_TARGETS] = inputs[1][LOSS_TARGETS]
     if getattr(segment, "takes_inputs", False):
         keywords = {**keywords, "inputs": inputs}
     try:

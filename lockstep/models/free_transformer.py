@@ -118,14 +118,15 @@ class FreeTransformer(Decoder):
         *,
         mode: Literal["training", "inference"] = "training",
         codes: Tensor | None = None,
+        loss_targets: Tensor | None = None,
     ) -> Any:
         """Return the logits, and in mode "training" those of the latent.
 
-        Mode "inference" takes the latent of each position from `codes`, int64 [B, T], or draws it
-        from a uniform prior.
+        With `loss_targets` the losses stand in the place of the logits. Mode "inference" takes the
+        latent of each position from `codes`, int64 [B, T], or draws it from a uniform prior.
         """
         if mode == "training":
-            return super().forward(ids, document_ids)
+            return super().forward(ids, document_ids, loss_targets=loss_targets)
         if mode != "inference":
             raise UsageError(f"mode={mode!r}", fix="write training or inference")
         if codes is None:

@@ -16,7 +16,7 @@ tests/models/test_hugging_face_loss.py
 
 import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,6 +32,7 @@ from lockstep.models.hf_stored import fill_buffers
 from lockstep.models.language import LanguageModel, NextLogits, TokenLosses, TokenTable
 from lockstep.models.observed import LossCalls
 from lockstep.models.protocol import DOCUMENTS, IGNORED_TARGET
+from lockstep.torch_compat.module_copy import with_own_children
 
 # With these kinds of rotary positions the angles do not depend on the length of the text.
 _FIXED_ROTARY = ("default", "linear", "llama3", "yarn")
@@ -82,6 +83,7 @@ class CausalModel(LanguageModel):
 
     config: Any
     _no_split_modules: Any
+    base_model_prefix: str
     _computes_losses = True  # from logits; False: the library's forward pass returns a loss
 
     def complete(self) -> None:
@@ -94,17 +96,53 @@ class CausalModel(LanguageModel):
     attends_over_ranks = False  # each rank has a part of every sequence
 
     def forward(
-        self, ids: Tensor | None = None, document_ids: Tensor | None = None, **arguments: Any
+        self,
+        ids: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        *,
+        loss_targets: Tensor | None = None,
+        **arguments: Any,
     ) -> Tensor:
         """Return the logits; documents, numbered in int64 [B, T], do not see each other.
 
-        The library masks them by their positions, which begin anew in each.
+        The library masks them by their positions, which begin anew in each. With `loss_targets` the
+        losses [B, T] are returned, in the place of the logits.
         """
         if document_ids is not None:
             arguments["position_ids"] = positions_within(document_ids)
         arguments = {"input_ids": ids, "use_cache": False, **arguments}
-        logits: Tensor = super(LanguageModel, self).forward(**arguments).logits
-        return logits
+        if loss_targets is None:
+            logits: Tensor = super(LanguageModel, self).forward(**arguments).logits
+            return logits
+        hidden = getattr(self, self.base_model_prefix)(**arguments).last_hidden_state
+        return self.token_losses.by_chunks(self._after_the_decoder(), hidden, loss_targets)
+
+    def compute_by_chunks(self, chunks: int) -> bool:
+        if not self._computes_losses or self.config.model_type not in FAMILIES:
+            return chunks == 1
+        self.token_losses.chunks = chunks
+        return True
+
+    def _after_the_decoder(self) -> Callable[[Tensor], Tensor]:
+        """Return the library's own way from the decoder's hidden states [B, T, D] to logits.
+
+        It runs the library's forward pass with something else in the place of the decoder: scales
+        and caps of logits are the library's.
+        """
+        part: Any = with_own_children(self)
+        decoder = GivenStates()
+        setattr(part, self.base_model_prefix, decoder)
+
+        def logits_of(hidden: Tensor) -> Tensor:
+            decoder.states = hidden
+            try:
+                found = super(LanguageModel, part).forward(inputs_embeds=hidden, use_cache=False)
+            finally:
+                decoder.states = None
+            logits: Tensor = found.logits
+            return logits
+
+        return logits_of
 
     @contextmanager
     def keeping_past(self) -> Iterator[NextLogits | None]:
@@ -169,6 +207,28 @@ class CausalModel(LanguageModel):
         ]
 
 
+class GivenStates(nn.Module):
+    """Stands for a decoder that has run already: it returns the hidden states that it is given."""
+
+    states: Tensor | None = None
+
+    def forward(self, *_ids: Any, **_arguments: Any) -> Any:
+        return _DecoderOutput(self.states)
+
+
+class _DecoderOutput:
+    """What a decoder of the library returns, with nothing but the last hidden states in it."""
+
+    def __init__(self, states: Tensor | None) -> None:
+        self.last_hidden_state = states
+
+    def __getitem__(self, place: Any) -> Any:
+        return (self.last_hidden_state,)[place]
+
+    def __getattr__(self, name: str) -> None:
+        """Return None for the rest: kept keys, attentions, the choices of routers."""
+
+
 class MixtureModel(CausalModel):
     """A causal mixture of experts with its library's loss.
 
@@ -212,6 +272,9 @@ class MixtureModel(CausalModel):
 
     def inputs(self, batch: Mapping[str, Tensor]) -> Any:
         return batch["input_ids"], batch["targets"]
+
+    def loss_inputs(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {}  # the library's loss is not computed by chunks
 
     def loss(self, outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the summed loss: the mean loss times the number of valid targets.

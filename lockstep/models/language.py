@@ -8,17 +8,20 @@ Tests: tests/models/test_generate.py, tests/models/test_every_family.py,
 tests/models/test_token_losses.py
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lockstep.errors import UsageError
 from lockstep.models.attention import Attend
-from lockstep.models.chain import run_segments
+from lockstep.models.chain import LOSS_TARGETS, run_segments
 from lockstep.models.protocol import DOCUMENTS, IGNORED_TARGET, logits_of
 
 NextLogits = Callable[[Tensor], Any]
@@ -38,6 +41,17 @@ class LanguageModel(nn.Module):
     def inputs(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         documents = batch.get(DOCUMENTS)
         return (batch["input_ids"],) if documents is None else (batch["input_ids"], documents)
+
+    def loss_inputs(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return what `forward` needs to compute losses by chunks; empty where it does not."""
+        return {LOSS_TARGETS: batch["targets"]} if self.token_losses.chunks > 1 else {}
+
+    def compute_by_chunks(self, chunks: int) -> bool:
+        """Let the forward pass compute losses in so many chunks, where it is given targets.
+
+        Returns whether this model can.
+        """
+        return chunks == 1
 
     def loss(self, outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the cross entropy summed over the valid targets, in nats, float32."""
@@ -82,9 +96,26 @@ class Decoder(LanguageModel):
         for _, segment in self.segments():
             segment.init_weights()  # type: ignore[operator]
 
-    def forward(self, ids: Tensor, document_ids: Tensor | None = None) -> Any:
+    def forward(
+        self,
+        ids: Tensor,
+        document_ids: Tensor | None = None,
+        *,
+        loss_targets: Tensor | None = None,
+    ) -> Any:
+        """Return logits [B, T, V], or with `loss_targets` the losses [B, T] in their place."""
         inputs = (ids,) if document_ids is None else (ids, document_ids)
-        return run_segments(self, self.segments(), self.shared_parameters(), *inputs)
+        to_head = {} if loss_targets is None else {"head": {LOSS_TARGETS: loss_targets}}
+        return run_segments(
+            self, self.segments(), self.shared_parameters(), *inputs, keywords=to_head
+        )
+
+    def compute_by_chunks(self, chunks: int) -> bool:
+        self.token_losses.chunks = chunks
+        if chunks > 1:
+            assert isinstance(self.head, OutputHead)
+            self.head.token_losses = self.token_losses
+        return True
 
     def blocks(self) -> list[tuple[str, nn.Module]]:
         return [(f"layers.{i}", layer) for i, layer in enumerate(self.layers)]
@@ -107,16 +138,35 @@ class TokenTable(nn.Embedding):
         return F.embedding(ids, weight, self.padding_idx)
 
 
-class OutputLayer(nn.Linear):
-    """The output layer: x [B, T, D] → logits [B, T, V]; the numbers of documents end here."""
+class OutputHead(nn.Module):
+    """The last segment of a decoder, which makes logits, or losses chunk by chunk."""
+
+    takes_targets = True  # an argument LOSS_TARGETS
+    token_losses: "TokenLosses"  # the model's, where losses are computed by chunks
 
     def product(self, x: Tensor, weight: Tensor) -> Tensor:
         """Return the logits; a tensor-parallel run replaces this."""
         return F.linear(x, weight)
 
-    def forward(self, input: Tensor, *_documents: Tensor, weight: Tensor | None = None) -> Tensor:
+    def scores(self, x: Tensor, weight: Tensor, loss_targets: Tensor | None) -> Tensor:
+        """Return the logits of x [B, T, D], [B, T, V], or given targets the losses, [B, T]."""
+        if loss_targets is None:
+            return self.product(x, weight)
+        return self.token_losses.by_chunks(self.product, x, loss_targets, weight)
+
+
+class OutputLayer(nn.Linear, OutputHead):
+    """The output layer: x [B, T, D] → logits [B, T, V]; the numbers of documents end here."""
+
+    def forward(
+        self,
+        input: Tensor,
+        *_documents: Tensor,
+        weight: Tensor | None = None,
+        loss_targets: Tensor | None = None,
+    ) -> Tensor:
         """Return the logits, with a borrowed weight [V, D] where the layer owns none."""
-        return self.product(input, self.weight if weight is None else weight)
+        return self.scores(input, self.weight if weight is None else weight, loss_targets)
 
 
 class TokenLosses(nn.Module):
@@ -127,12 +177,20 @@ class TokenLosses(nn.Module):
 
     A tensor-parallel run replaces `forward` where the model's plan has "loss", and gives it a part
     of the vocabulary.
+
+    With `chunks` the output layer calls `by_chunks`, so that no more than the logits of one chunk
+    are there at a time, forward and backward. The losses that this returns, [B, T], then stand in
+    the place of logits, and `forward` returns them as they are.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._label_smoothing = 0.0
         self._z_loss = 0.0
+        self.chunks = 1  # of the positions of a micro-batch
+        # How often axes divide a sequence of a rank where bits count: chunks are parts of each of
+        # these pieces, so they hold the same positions on any number of ranks.
+        self.pieces = 1
 
     def regularize(self, *, label_smoothing: float, z_loss: float) -> None:
         """Set the two terms of the training loss.
@@ -151,8 +209,56 @@ class TokenLosses(nn.Module):
         """Label smoothing and the weight of the z-loss, both 0 outside of training."""
         return (self._label_smoothing, self._z_loss) if self.training else (0.0, 0.0)
 
+    def by_chunks(
+        self,
+        logits_of: Callable[..., Tensor],
+        x: Tensor,
+        targets: Tensor,
+        *weights: Tensor,
+    ) -> Tensor:
+        """Return the loss of each target, [B, T], from hidden states x [B, T, D].
+
+        With 2 chunks and x [B, 8, D], of which another rank has the first half of each sequence of
+        16 targets:
+
+            x                    [B, 8, D] → chunks of [B, 4, D]
+            logits_of(chunk)     [B, 8, V], as it gathers the positions of both ranks
+            targets [B, 16]      0 to 3 and 8 to 11, then 4 to 7 and 12 to 15
+
+        In the backward pass the logits of a chunk are computed again.
+
+        Args:
+            logits_of: (chunk of x, *weights) → its logits; position by position, without draws.
+            x: this rank's part of the sequences, where they are cut between layers.
+            targets: of complete sequences.
+            weights: of the output layer.
+        """
+        pieces = math.gcd(x.shape[1], self.pieces)
+        rows = x.unflatten(1, (pieces, -1))  # type: ignore[no-untyped-call]
+        wanted = targets.unflatten(1, (-1, rows.shape[2]))  # type: ignore[no-untyped-call]
+        size = math.ceil(rows.shape[2] / self.chunks)
+
+        def losses(chunk: Tensor, chosen: Tensor, *weights: Tensor) -> Tensor:
+            # A copy: the strides of a slice would depend on the ranks.
+            flat = chunk.flatten(1, 2).contiguous()
+            found: Tensor = self(logits_of(flat, *weights), chosen.flatten(1))
+            return found.view(chosen.shape)
+
+        run = (
+            partial(checkpoint, losses, use_reentrant=False, preserve_rng_state=False)
+            if torch.is_grad_enabled()
+            else losses
+        )
+        found = [
+            run(chunk, chosen, *weights)
+            for chunk, chosen in zip(rows.split(size, 2), wanted.split(size, 2), strict=True)
+        ]
+        return torch.cat(found, 2).flatten(1)
+
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Return each target's loss in nats, with the terms of training while the module trains."""
+        if logits.ndim == 2:
+            return logits.flatten()  # losses, made by chunks
         smoothing, z_loss = self.terms
         rows = logits.flatten(0, 1).float()
         flat = targets.flatten()
@@ -170,22 +276,33 @@ class TokenLosses(nn.Module):
         return losses
 
 
-def regularize_tokens(
-    model: nn.Module, *, label_smoothing: float, z_loss: float, has_loss_fn: bool
+def set_token_losses(
+    model: nn.Module, *, label_smoothing: float, z_loss: float, chunks: int, has_loss_fn: bool
 ) -> None:
-    """Set the terms of a language model's training loss.
+    """Set how a language model computes its losses: terms of training, and chunks.
 
-    A UsageError is raised if there are some, and the loss is not one of `TokenLosses`.
+    Raises:
+        UsageError: the loss is not one of `TokenLosses`, or is not computed from hidden states that
+            this model shows.
     """
     parts = [module for module in model.modules() if isinstance(module, TokenLosses)]
+    loss = "loss_fn" if has_loss_fn else f"the loss of {type(model).__name__}"
     if (label_smoothing or z_loss) and (has_loss_fn or not parts):
-        loss = "loss_fn" if has_loss_fn else f"the loss of {type(model).__name__}"
         what = f"label_smoothing and z_loss are terms of a language model's own loss, not of {loss}"
         fix = "leave them out; torch.nn.CrossEntropyLoss has an argument label_smoothing"
         where = "training.label_smoothing, training.z_loss"
         raise UsageError(what, where=where, fix=fix)
     for part in parts:
         part.regularize(label_smoothing=label_smoothing, z_loss=z_loss)
+        part.pieces = 1
+    # a loss function gets logits
+    own = isinstance(model, LanguageModel) and (chunks == 1 or not has_loss_fn)
+    if not (own and model.compute_by_chunks(chunks)) and chunks > 1:
+        what = f"loss_chunks={chunks}: {loss} can't be computed chunk by chunk"
+        why = "only the models that ship, and causal models of hf:, show what their output layer is"
+        why += " given, and have losses of their own that balance no experts in the library"
+        fix = "write loss_chunks: 1, or a smaller batch_size"
+        raise UsageError(what, where="training.loss_chunks", why=why, fix=fix)
 
 
 def with_carried(x: Tensor, carried: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:

@@ -3,6 +3,7 @@
 Any `nn.Module` can be trained. A model may help with
 
     inputs(batch) -> tuple           positional arguments of forward
+    loss_inputs(batch) -> dict       further keywords, by which forward returns losses, not logits
     loss(outputs, batch) -> Tensor   0-dim SUM over the batch's valid targets
     count(batch) -> int | Tensor     number of valid targets
     blocks() -> [(name, module)]     its repeated blocks, for wrapping, checkpointing and compiling
@@ -44,7 +45,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import UsageError, listed
-from lockstep.models.chain import shared_parameters_of
+from lockstep.models.chain import LOSS_TARGETS, shared_parameters_of
 from lockstep.models.hf_decoder import decoder_segments, refuse_balanced_experts
 from lockstep.models.left_out import refuse_uneven, stop_gradients_unless, sum_of_outputs
 from lockstep.models.loss_modules import module_of
@@ -135,9 +136,16 @@ class Objective:
     # outputs of this rank → outputs for the whole batch, where ranks share its sequences
     gather_outputs: Callable[[Any], Any] = lambda outputs: outputs
 
+    def arguments(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments of a forward pass, which returns outputs where somebody asks."""
+        args, kwargs = self.inputs(batch)
+        if self.tap.take is not None:
+            kwargs.pop(LOSS_TARGETS, None)
+        return args, kwargs
+
     def of(self, model: Callable[..., Any], batch: Any) -> tuple[Tensor, int, int | Tensor]:
         """Run one forward pass: (loss, times, number of valid targets), as in `factors`."""
-        args, kwargs = self.inputs(batch)
+        args, kwargs = self.arguments(batch)
         if self.observed is None or not self.in_outputs:
             return self.factors(
                 _outputs(model, args, kwargs, batch, has_loss=not self.in_outputs), batch
@@ -506,11 +514,12 @@ def _inputs_of(model: nn.Module, *, has_loss_fn: bool) -> Inputs:
     own = offered(model, "inputs")
     if own is not None:
         asked = _asks_the_batch(own)
+        of_loss = offered(model, "loss_inputs") if not has_loss_fn else None
 
         def given(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
             arguments = asked(batch)
             if isinstance(arguments, Iterable) and not isinstance(arguments, Mapping | Tensor):
-                return tuple(arguments), {}
+                return tuple(arguments), {} if of_loss is None else of_loss(batch)
             what = f"inputs() of {type(model).__name__} returns a {type(arguments).__name__}"
             raise UsageError(
                 what, where="the model", fix="return a tuple, the positional arguments of forward"

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lockstep.models.attention import Attend, phases, rotate
 from lockstep.models.language import (
     Decoder,
+    OutputHead,
     TokenTable,
     require_multiple,
     require_positive,
@@ -116,7 +117,7 @@ class Embedding(TokenTable):
         return with_carried(self.dropout(self.product(input, self.weight)), carried)
 
 
-class Head(nn.Module):
+class Head(OutputHead):
     """The output layer: x [B, T, D] → logits [B, T, V].
 
     Further arguments but documents are passed on unchanged.
@@ -134,16 +135,17 @@ class Head(nn.Module):
         if self.weight is not None:
             nn.init.normal_(self.weight, std=INIT_STD)
 
-    def product(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Return the logits; a tensor-parallel run replaces this."""
-        return F.linear(x, weight)
-
     def forward(
-        self, x: Tensor, *carried: Tensor, weight: Tensor | None = None
+        self,
+        x: Tensor,
+        *carried: Tensor,
+        weight: Tensor | None = None,
+        loss_targets: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, ...]:
         own = self.weight if weight is None else weight
         assert own is not None, "a tied head is lent its weight"
-        return with_carried(self.product(self.norm(x), own), split_documents(carried)[1])
+        made = self.scores(self.norm(x), own, loss_targets)
+        return with_carried(made, split_documents(carried)[1])
 
 
 class Block(nn.Module):

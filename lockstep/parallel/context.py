@@ -38,6 +38,7 @@ from torch import Tensor, nn
 
 from lockstep.errors import UsageError
 from lockstep.models.attention import Attend, SequenceBernoulli, SequenceMean
+from lockstep.models.language import TokenLosses
 from lockstep.models.protocol import Objective
 from lockstep.parallel.changes import replace_method
 from lockstep.parallel.context_attention import SequenceCut, cut_attention
@@ -53,6 +54,7 @@ def apply_context(facts: ModelFacts, context: SequenceCut) -> None:
         nn.Dropout: _dropout,
         SequenceBernoulli: _bernoulli,
         SequenceMean: _mean,
+        TokenLosses: _losses,
     }
     handed: set[nn.Module] = set()  # whose parameters a product of another module uses
     for name, module in facts.model.named_modules():
@@ -150,6 +152,12 @@ def _bernoulli(module: SequenceBernoulli, context: SequenceCut) -> None:
         return torch.bernoulli(full).index_select(SEQUENCE, here)
 
     replace_method(module, MethodType(forward, module), by="context")
+
+
+def _losses(module: TokenLosses, context: SequenceCut) -> None:
+    """Let chunks of the losses be parts of each chunk of a sequence, where bits count."""
+    if context.blocks is not None:
+        module.pieces *= context.blocks // context.ranks
 
 
 def _mean(module: SequenceMean, context: SequenceCut) -> None:

@@ -30,6 +30,7 @@ from lockstep.data import build_data
 from lockstep.errors import UsageError
 from lockstep.models import build_model
 from lockstep.models.chain import lent, run_segment
+from lockstep.models.language import set_token_losses
 from lockstep.models.protocol import blocks_of
 from lockstep.parallel.facts import ModelFacts, facts_of
 from lockstep.parallel.pipeline.plan import KEY, Partition, balanced_cuts, table
@@ -162,7 +163,7 @@ def workload_of(config: Config) -> Workload:
         from lockstep.trainer.named_loss import loss_fn_of
 
         loss_fn = loss_fn_of(config)
-    work = Workload(partial(build_model, config.model, facts), sample, loss_fn)
+    work = Workload(partial(_built, config, facts, loss_fn is not None), sample, loss_fn)
     if sample is None:
         length = getattr(work.description, "block_size", None)
         if length is None:
@@ -174,6 +175,20 @@ def workload_of(config: Config) -> Workload:
         work = replace(work, sample={"input_ids": ids, "targets": ids})
         vars(work)["description"] = described  # it is the same model: no need to build it twice
     return work
+
+
+def _built(config: Config, facts: dict[str, Any], has_loss_fn: bool) -> nn.Module:
+    """Build a config's model, whose losses are computed as in training."""
+    model = build_model(config.model, facts)
+    training = config.training
+    set_token_losses(
+        model,
+        label_smoothing=training.label_smoothing,
+        z_loss=training.z_loss,
+        chunks=training.loss_chunks,
+        has_loss_fn=has_loss_fn,
+    )
+    return model
 
 
 def _list_of(model: nn.Module, names: Sequence[str]) -> nn.ModuleList | None:

@@ -25,7 +25,7 @@ from lockstep.environment import WORLD
 from lockstep.errors import UsageError, refuse
 from lockstep.heartbeat.writer import own_heartbeat, tell_call, write_limits
 from lockstep.mesh import layout_of
-from lockstep.models.language import regularize_tokens
+from lockstep.models.language import set_token_losses
 from lockstep.monitor.callbacks import understood
 from lockstep.optim import PlateauSchedule
 from lockstep.parallel.facts import facts_of
@@ -126,10 +126,11 @@ def assemble(given: TrainerArguments, settings: Mapping[str, Any]) -> RunState:
     layout = layout_of(config.distributed, here.facts)
     mode, why_mode = resolve_mode(config.precision.mode, here.device)
     loss_fn = given.loss_fn or loss_fn_of(config)
-    regularize_tokens(
+    set_token_losses(
         given.model,
         label_smoothing=config.training.label_smoothing,
         z_loss=config.training.z_loss,
+        chunks=config.training.loss_chunks,
         has_loss_fn=loss_fn is not None,
     )
     facts = facts_of(given.model, loss_fn)

@@ -97,6 +97,7 @@ class TrainerSettings(PlacementSettings, total=False):
     weight_decay: float | None
     label_smoothing: float
     z_loss: float
+    loss_chunks: int
     gradient_clip: float | Mapping[str, Any] | None
     bad_numbers: Mapping[str, Any]
     eval_steps: int | None

@@ -1,15 +1,25 @@
-"""Label smoothing and the z-loss: values, gradients, the bits of one process under each axis."""
+"""Label smoothing, the z-loss and losses by chunks: values, gradients, the bits of one process
+under each axis.
+"""
 
+import math
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from lockstep.config import config_from
+from lockstep.costs.hardware import cluster_of
 from lockstep.errors import UsageError
-from lockstep.models.language import TokenLosses
+from lockstep.models.language import TokenLosses, set_token_losses
+from lockstep.models.protocol import objective_of
 from lockstep.parallel.loss_parallel import cut_token_losses
 from lockstep.parallel.tensor_blocks import LayerCut
+from lockstep.plan.candidates import evaluate_layout
+from lockstep.plan.layouts import model_size_of
+from lockstep.plan.workload import workload_of
 from lockstep.trainer import Trainer
 from tests.models.samples import transformer
 from tests.parity.same_bits import digest, trainer_for
@@ -102,3 +112,195 @@ def test_another_trainer_takes_them_back() -> None:
     assert model.token_losses.terms == (0.0, 0.1)
     Trainer(model)
     assert model.token_losses.terms == (0.0, 0.0)
+
+
+class _Largest(TorchDispatchMode):
+    """Notes the most elements of a tensor that any operation made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for each in made if isinstance(made, tuple | list) else (made,):
+            if isinstance(each, Tensor):
+                self.elements = max(self.elements, each.numel())
+        return made
+
+
+_VOCABULARY = 2003
+_LENGTH = 30
+_MODELS = ["transformer", "tied", "bdh", "mixture", "free_transformer"]
+_FAMILIES = ["llama", "gpt2", "gemma2", "cohere", "granite"]  # three scale or cap their logits
+
+
+def _wide(name: str) -> nn.Module:
+    """A model whose logits are by far its largest activations; in training, without draws."""
+    from lockstep.models import get_model
+
+    torch.manual_seed(0)
+    args: dict[str, Any] = {"n_layer": 1, "n_embd": 8, "n_head": 2, "dropout": 0.0}
+    args |= {"vocab_size": _VOCABULARY, "block_size": _LENGTH}
+    if name == "bdh":
+        args["mlp_multiplier"] = 4
+    if name == "free_transformer":
+        args["latent_bits"] = 2
+    if name == "tied":
+        args["tie_embeddings"] = True
+    if name.startswith("hf:"):
+        pytest.importorskip("transformers")
+        args = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+        args |= {"num_attention_heads": 2, "num_key_value_heads": 2, "attention_dropout": 0.0}
+        if name == "hf:gpt2":
+            drops = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+            args = {"n_embd": 8, "n_layer": 1, "n_head": 2, **drops}
+        args |= {"vocab_size": _VOCABULARY, "block_size": _LENGTH}
+    model = get_model("transformer" if name == "tied" else name)(**args)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            nn.init.normal_(parameter, std=0.3)
+    return model.train()
+
+
+def _loss_and_gradient(
+    model: nn.Module, batch: dict[str, Tensor], chunks: int
+) -> tuple[float, Tensor, int]:
+    """The summed loss, its gradient, and the most elements of a tensor on the way."""
+    set_token_losses(
+        model, label_smoothing=SMOOTHING, z_loss=WEIGHT, chunks=chunks, has_loss_fn=False
+    )
+    objective = objective_of(model)
+    model.zero_grad()
+    torch.manual_seed(0)  # the Free Transformer draws
+    with _Largest() as largest:
+        loss, _, _ = objective.of(model, batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+    parts = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+    return loss.item(), torch.cat(parts).double(), largest.elements
+
+
+@pytest.mark.parametrize("name", [*_MODELS, *(f"hf:{family}" for family in _FAMILIES)])
+def test_chunks_are_the_whole_without_its_logits(name: str) -> None:
+    """Losses and gradients, in either precision; an evaluation does not hold them either."""
+    model = _wide(name)
+    ids = torch.randint(0, _VOCABULARY, (2, _LENGTH))
+    targets = torch.randint(0, _VOCABULARY, (2, _LENGTH))
+    targets[0, 1] = -100
+    batch = {"input_ids": ids, "targets": targets}
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.float64, 1e-10)):
+        model = model.to(dtype)
+        loss, gradient, largest = _loss_and_gradient(model, batch, 1)
+        assert largest >= ids.numel() * _VOCABULARY
+        for chunks in (4, 7):
+            found, by_chunks, most = _loss_and_gradient(model, batch, chunks)
+            # the logits of a chunk of both texts, or the weight of the output layer
+            assert most <= max(2 * math.ceil(_LENGTH / chunks), 8) * _VOCABULARY
+            assert found == pytest.approx(loss, rel=tolerance)
+            assert (by_chunks - gradient).norm() <= tolerance * gradient.norm()
+        plain = model.eval()
+        with torch.no_grad(), _Largest() as seen:
+            summed = objective_of(plain).of(plain, batch)[0]
+        assert seen.elements < ids.numel() * _VOCABULARY / 2
+        assert float(summed) < loss  # without the terms
+        model.train()
+
+
+_CHUNKED = {**_SETTINGS, "training.loss_chunks": 3}
+
+
+def _chunked(cases: list[tuple[Any, ...]]) -> list[Any]:
+    """Train (model, topology, settings) for two steps: digest, losses, an evaluation, a metric."""
+    found = []
+    for model, topology, settings in cases:
+        settings = {"training.max_steps": 2, **_CHUNKED, **settings}
+        trainer = trainer_for(topology, model, settings, vocab_size=64)
+        losses = [float(record.loss).hex() for record in trainer.steps(Tokens())]
+        metrics = {"width": lambda outputs, _targets: outputs.shape[-1]}
+        if model != "transformer":
+            metrics = {}  # outputs are several
+        measured = trainer.evaluate(Tokens(), metrics=metrics) if metrics else None
+        found.append((digest(trainer), losses, trainer.evaluate(Tokens()), measured))
+    return found
+
+
+_OPEN = {"distributed.open_axes": ["tensor", "context"]}
+
+
+def _check_chunks(ranks: int, cases: list[tuple[Any, ...]]) -> None:
+    for results in run_ranks(_chunked, ranks, cases, timeout=1800):
+        for (model, topology, settings), found in zip(cases, results, strict=True):
+            (alone,) = _chunked([(model, "single", settings)])
+            assert found == alone, (model, topology)
+
+
+def test_chunks_have_the_bits_of_one_process() -> None:
+    plain = [("transformer", topology, {}) for topology in ("fsdp:2", "pipeline:2")]
+    opened = [("transformer", topology, _OPEN) for topology in ("tensor:2", "context:2")]
+    _check_chunks(2, [*plain, *opened])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("model", ["transformer", "bdh", "mixture", "free_transformer", "hf:llama"])
+def test_chunks_have_the_bits_of_one_process_in_each_model(model: str) -> None:
+    two = [(model, topology, {}) for topology in ("ddp:2", "fsdp:2", "pipeline:2")]
+    two += [(model, topology, _OPEN) for topology in ("tensor:2", "context:2")]
+    _check_chunks(2, two)
+    four = [(model, topology, {}) for topology in ("hybrid:2x2", "pipeline:2*fsdp:2")]
+    four += [
+        (model, topology, _OPEN)
+        for topology in ("fsdp:2*tensor:2", "context:2*tensor:2", "pipeline:2*context:2")
+    ]
+    _check_chunks(4, four)
+
+
+def _near(topologies: list[str]) -> list[list[float]]:
+    """Losses where bits are not asked for."""
+    found = []
+    for topology in topologies:
+        settings = {"training.max_steps": 3, **_CHUNKED, "distributed.reproducible": False}
+        trainer = trainer_for(topology, "transformer", settings, vocab_size=64)
+        found.append([float(record.loss) for record in trainer.steps(Tokens())])
+    return found
+
+
+@pytest.mark.full
+def test_chunks_where_bits_are_not_asked_for() -> None:
+    settings = {"training.max_steps": 3, **_SETTINGS}
+    trainer = trainer_for("single", "transformer", settings, vocab_size=64)
+    expected = [float(record.loss) for record in trainer.steps(Tokens())]
+    topologies = ["ddp:2", "fsdp:2", "pipeline:2", "tensor:2", "context:2"]
+    for results in run_ranks(_near, 2, topologies):
+        for topology, found in zip(topologies, results, strict=True):
+            assert found == pytest.approx(expected, rel=1e-5), topology
+
+
+def test_chunks_are_refused_where_the_output_layer_is_not_known() -> None:
+    with pytest.raises(UsageError, match="loss_chunks=2: loss_fn"):
+        Trainer(transformer(), loss_fn=nn.CrossEntropyLoss(), loss_chunks=2)
+    with pytest.raises(UsageError, match="loss_chunks=2: the loss of Linear"):
+        Trainer(nn.Linear(3, 2), loss_chunks=2)
+
+
+def test_a_plan_counts_the_logits_of_one_chunk() -> None:
+    config = config_from(
+        {
+            "model.name": "transformer",
+            "model.args": {"n_layer": 1, "n_embd": 8, "n_head": 2, "vocab_size": 50_000},
+            "training.batch_size": 2,
+            "training.loss_chunks": 8,
+        }
+    )
+
+    def peak(chunks: int) -> int:
+        asked = config.replaced({"training.loss_chunks": chunks})
+        work = workload_of(asked)
+        cluster = cluster_of(1, "A100-40GB")
+        change = {"distributed.strategy": "single"}
+        layout = evaluate_layout(work, asked, cluster, change, model_size_of(work, asked))
+        assert layout.memory is not None
+        return layout.needed
+
+    logits = 2 * 512 * 50_000 * 4
+    assert peak(1) > 2 * logits
+    assert peak(8) < logits

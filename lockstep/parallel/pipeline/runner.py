@@ -140,7 +140,7 @@ class Runner:
             return Loss(*self.objective.factors(outputs, micro_batch.batch, calls))
 
         wanted = part.is_first or part.is_last
-        inputs = self.objective.inputs(micro_batch.batch) if wanted else NO_INPUTS
+        inputs = self.objective.arguments(micro_batch.batch) if wanted else NO_INPUTS
         return part(StageCall(inputs, finish), *received)
 
     # ---- shapes ----
