@@ -120,7 +120,7 @@ class CausalModel(LanguageModel):
     def compute_by_chunks(self, chunks: int) -> bool:
         if not self._computes_losses or self.config.model_type not in FAMILIES:
             return chunks == 1
-        self.token_losses.chunks = chunks
+        self.token_losses.divide(chunks)
         return True
 
     def _after_the_decoder(self) -> Callable[[Tensor], Tensor]:

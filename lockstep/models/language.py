@@ -111,7 +111,7 @@ class Decoder(LanguageModel):
         )
 
     def compute_by_chunks(self, chunks: int) -> bool:
-        self.token_losses.chunks = chunks
+        self.token_losses.divide(chunks)
         if chunks > 1:
             assert isinstance(self.head, OutputHead)
             self.head.token_losses = self.token_losses
@@ -204,6 +204,15 @@ class TokenLosses(nn.Module):
         self._label_smoothing = label_smoothing
         self._z_loss = z_loss
 
+    def divide(self, chunks: int) -> None:
+        """Compute losses in so many chunks, of sequences that no axis divides."""
+        self.chunks = chunks
+        self.pieces = 1
+
+    def cut_into(self, pieces: int) -> None:
+        """Let chunks be parts of each of a rank's `pieces` of a sequence, and of earlier ones."""
+        self.pieces *= pieces
+
     @property
     def terms(self) -> tuple[float, float]:
         """Label smoothing and the weight of the z-loss, both 0 outside of training."""
@@ -294,10 +303,14 @@ def set_token_losses(
         raise UsageError(what, where=where, fix=fix)
     for part in parts:
         part.regularize(label_smoothing=label_smoothing, z_loss=z_loss)
-        part.pieces = 1
+        part.divide(1)
     # a loss function gets logits
-    own = isinstance(model, LanguageModel) and (chunks == 1 or not has_loss_fn)
-    if not (own and model.compute_by_chunks(chunks)) and chunks > 1:
+    divided = (
+        isinstance(model, LanguageModel)
+        and not (has_loss_fn and chunks > 1)
+        and model.compute_by_chunks(chunks)
+    )
+    if chunks > 1 and not divided:
         what = f"loss_chunks={chunks}: {loss} can't be computed chunk by chunk"
         why = "only the models that ship, and causal models of hf:, show what their output layer is"
         why += " given, and have losses of their own that balance no experts in the library"

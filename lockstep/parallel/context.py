@@ -157,7 +157,7 @@ def _bernoulli(module: SequenceBernoulli, context: SequenceCut) -> None:
 def _losses(module: TokenLosses, context: SequenceCut) -> None:
     """Let chunks of the losses be parts of each chunk of a sequence, where bits count."""
     if context.blocks is not None:
-        module.pieces *= context.blocks // context.ranks
+        module.cut_into(context.blocks // context.ranks)
 
 
 def _mean(module: SequenceMean, context: SequenceCut) -> None:

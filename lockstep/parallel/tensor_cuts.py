@@ -334,7 +334,7 @@ def _loss(module: nn.Module, cut: LayerCut) -> None:
         return cut_token_losses(logits, targets, cut, terms)
 
     if isinstance(module, TokenLosses) and cut.sequence and cut.blocks is not None:
-        module.pieces *= cut.blocks // cut.ranks
+        module.cut_into(cut.blocks // cut.ranks)
     if cut.keeps_logits:
         replace_method(module, MethodType(forward, module), by="tensor")
 
