@@ -13,6 +13,9 @@ A round's figure is divided by that of `off` in the same round, and the median o
 quoted. Seconds of a core are those of all threads of the rank that took most: on a machine whose
 cores all compute, what a thread writes in the background is taken from the step. Bytes are exact:
 those of a copy in memory, beside what `lockstep plan` counts for it.
+
+A copy by itself is measured, too, with `--alone` nothing else: one rank, which holds all of the run,
+makes some after another. Its processor time is nearly the same whatever else the machine does.
 """
 
 import argparse
@@ -22,6 +25,7 @@ import os
 import random
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -90,6 +94,33 @@ def on_rank(size: str, every: int | None, run: Path) -> None:
     from lockstep.launch.survivor import through_deaths
 
     through_deaths(lambda: train(size, every, run), Path(os.environ[WORLD]))
+
+
+def copy_alone(size: str, copies: int = 20) -> float:
+    """Return the seconds of a core that a copy takes of one rank, which writes all of it."""
+    from lockstep.checkpoint import MemoryStorage, MemoryWriter, Snapshot, optimizer_state
+
+    torch.set_num_threads(1)
+    model = Net(SIZES[size])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, fused=True)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    memory = scratch_folder("memory", SHARED_MEMORY)
+    writer = MemoryWriter(MemoryStorage(memory))
+    seconds = []
+    try:
+        for step in range(1, copies + 3):
+            before = time.process_time()
+            state, groups = optimizer_state(optimizer, names)
+            run = Snapshot(dict(model.state_dict()), {"main": state}, groups={"main": groups})
+            writer.write(step, run, config_yaml="")
+            writer.commit(step)
+            seconds.append(time.process_time() - before)
+    finally:
+        remove(memory)
+    return median(seconds[2:])  # the first two make the files
 
 
 # ---- the conductor ----
@@ -174,11 +205,16 @@ def main() -> None:
     parser.add_argument("--size", default="50ms", choices=SIZES)
     parser.add_argument("--launches", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=6, help="of a launch")
+    parser.add_argument("--alone", action="store_true", help="a copy by itself, nothing else")
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--train", nargs=2, metavar=("WAY", "RUN"), help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.train:
         on_rank(asked.size, WAYS[asked.train[0]], Path(asked.train[1]))
+        return
+    alone = copy_alone(asked.size)
+    print(f"a copy by itself: {alone * 1e3:.1f} ms of a core", flush=True)
+    if asked.alone:
         return
     found: dict[str, Found] = {way: {} for way in WAYS}
     size_of_copy = 0
@@ -204,7 +240,10 @@ def main() -> None:
             f" ({BYTES_OF_A_PARAMETER} a parameter),",
             "and two of them at most lie in shared memory. By the last row, copies take 2 % of a"
             " step of 50 ms",
-            f"from every {steps_between_copies(found)} steps on, where no core is idle.",
+            f"from every {steps_between_copies(found)} steps on, where no core is idle. A copy by"
+            " itself, on one rank that",
+            f"writes all of it, takes {alone * 1e3:.1f} ms of a core (two ranks write half of it"
+            " each).",
         ],
     )
     tell(text, RESULTS / "readiness.md" if asked.write else None)

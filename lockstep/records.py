@@ -162,6 +162,12 @@ class RunDirectory:
         except OSError:
             return {}
 
+    @property
+    def recorded_step(self) -> int:
+        """Return the last step that the metrics have; 0 if there is none."""
+        rows = last_lines(self.metrics, 50)
+        return max((row["step"] for row in rows if isinstance(row.get("step"), int)), default=0)
+
     def read_metrics(self) -> list[dict[str, Any]]:
         """Return all whole rows of the metrics."""
         return list(read_lines(self.metrics))

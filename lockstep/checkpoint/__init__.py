@@ -49,6 +49,7 @@ from lockstep.checkpoint.manifest import (
     verify,
 )
 from lockstep.checkpoint.memory import MemoryStorage, copies_of, save_newest
+from lockstep.checkpoint.memory_writer import MemoryWriter
 from lockstep.checkpoint.object_store import ObjectStorage
 from lockstep.checkpoint.ranks import Ranks, gather, scatter
 from lockstep.checkpoint.restore import (
@@ -83,6 +84,7 @@ __all__ = [
     "Directory",
     "Location",
     "MemoryStorage",
+    "MemoryWriter",
     "ObjectStorage",
     "Ranks",
     "SaveOptions",

@@ -272,8 +272,8 @@ class AsyncSaver:
         connected = dist.is_available() and dist.is_initialized()
         # Two groups, because `poll` may run beside the thread's collectives; Gloo, because they
         # send Python objects.
-        self._control = Ranks(_gloo(f"{use}: control") if connected else None)
-        self._writing = Ranks(_gloo(f"{use}: writing") if connected else None)
+        self._control = Ranks(gloo_group(f"{use}: control") if connected else None)
+        self._writing = Ranks(gloo_group(f"{use}: writing") if connected else None)
         self._then = then
         self._save: tuple[Location, int, threading.Thread] | None = None  # with its step
         self._error: BaseException | None = None  # of the save in flight
@@ -388,7 +388,8 @@ class AsyncSaver:
         return Staged(parts, staged.state, staged.groups), event
 
 
-def _gloo(use: str) -> dist.ProcessGroup | None:
+def gloo_group(use: str) -> dist.ProcessGroup | None:
+    """Return the group of all ranks for one use, on Gloo; every rank asks for it."""
     group: dist.ProcessGroup | None = create_once(
         f"saver of {use}", partial(new_group, None, backend="gloo")
     )

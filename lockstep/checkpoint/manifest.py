@@ -156,7 +156,7 @@ class Manifest:
     def to_bytes(self) -> bytes:
         """Return the manifest as JSON; its last line is its checksum."""
         files = {
-            path: {"size": f.size, "crc32": f"{f.crc32:08x}"}
+            path: {"size": f.size, "crc32": None if f.crc32 is None else f"{f.crc32:08x}"}
             for path, f in sorted(self.files.items())
         }
         parameters = {
@@ -195,7 +195,7 @@ class Manifest:
         manifest = cls(
             step=count_of(content["step"]),
             files={
-                path: FileInfo(count_of(info["size"]), int(text_of(info["crc32"]), 16))
+                path: FileInfo(count_of(info["size"]), _crc32_of(info["crc32"]))
                 for path, info in content["files"].items()
             },
             parameters={
@@ -240,6 +240,10 @@ class Manifest:
             raise ValueError(
                 f"it claims {claimed} elements for the model, whose files have {there} bytes"
             )
+
+
+def _crc32_of(value: Any) -> int | None:
+    return None if value is None else int(text_of(value), 16)
 
 
 def _entries(name: str, entries: Mapping[str, Any]) -> list[str]:
@@ -299,6 +303,9 @@ def problems_of_files(
             size = checkpoint.size(file)
             if size != expected.size:
                 problems.append(f"{file}: {size} bytes, where {expected.size} were written")
+            elif expected.crc32 is None:
+                if not checkpoint.storage.in_memory:
+                    problems.append(f"{file}: the manifest has no checksum of it")
             elif thorough and checkpoint.checksum(file, advance).crc32 != expected.crc32:
                 problems.append(f"{file}: its checksum is not that of what was written")
         except FileNotFoundError:

@@ -4,13 +4,18 @@ A storage like any other: the same files, the same commit, the same load on any 
 
     /dev/shm/lockstep-memory-UID-RANDOM/     mode 0700, made by the launcher, removed when it ends
       step-00000100/                         the last complete copy
-      step-00000101.tmp-HOST-PID-RANDOM/     the next one, while ranks write it
+      step-00000099.tmp-HOST-PID-RANDOM/     the next one, while ranks write it
 
-The way of the data, every `checkpoint.memory_steps` steps:
+The way of the data, every `checkpoint.memory_steps` steps, after a step and before it is recorded:
 
-    tensors → a copy in each rank (`AsyncSaver`, pinned on a GPU; the step goes on)
-            → files of this folder, each block from one rank, by a thread over groups of its own
-            → the commit: a rename; then the copy before it is deleted
+    tensors → files of this folder, each block from one rank (`memory_writer.py`)
+            → every rank has written: the draft has a manifest
+            → the step is recorded (metrics.jsonl)
+            → the commit: a rename; the folder of the copy before becomes the next draft
+
+So no recorded step is trained again where a copy is made at each. A rank that dies before all have
+written leaves a step that nobody has read of; rank 0, which dies between the record and the commit,
+a draft with a manifest, whose step the records have come to: it is shown then (`adopt`).
 
 A launch that ends with an error writes the newest copy among the run's checkpoints, where it is
 newer than they are (`save_newest`).
@@ -25,6 +30,7 @@ Tests: tests/checkpoint/test_memory.py, tests/faults/test_memory_copies.py
 
 import errno
 import hashlib
+import mmap
 import os
 import shutil
 from collections.abc import Generator
@@ -32,10 +38,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from lockstep.checkpoint.commit import new_draft
+from lockstep.checkpoint.convert import rewrite_full
 from lockstep.checkpoint.keep import list_checkpoints
-from lockstep.checkpoint.manifest import read_manifest, verify
-from lockstep.checkpoint.posix import PosixStorage, storage_at
+from lockstep.checkpoint.manifest import CONFIG, STATE, DamagedError, read_manifest, verify
+from lockstep.checkpoint.posix import PosixStorage, draft_name, is_draft, storage_at
 from lockstep.checkpoint.storage import (
     MANIFEST,
     CheckpointPath,
@@ -47,10 +53,17 @@ from lockstep.checkpoint.storage import (
 from lockstep.errors import RunError
 
 _KIB = 1 << 10
+_UNREAD = "manifest.unread"  # the manifest of a draft to which ranks are still writing
 
 
 class MemoryStorage(PosixStorage):
     """Keeps checkpoints in a folder of a tmpfs, which another process has made and will remove."""
+
+    in_memory = True
+
+    def path(self, name: str) -> Location:  # type: ignore[override]
+        """Return a copy's address, by which a reader knows where it lies."""
+        return Location(self, name)
 
     @contextmanager
     def write(self, draft: str, file: str) -> Generator[BinaryIO, None, None]:
@@ -80,12 +93,77 @@ class MemoryStorage(PosixStorage):
             if other > step:
                 self.delete(step_name(other))
 
-    def keep_only(self, step: int) -> None:
-        """Delete all other copies, and the drafts of writers that have died."""
+    def delete_others(self, step: int) -> None:
+        """Delete all other copies."""
         for other in self.steps:
             if other != step:
                 self.delete(step_name(other))
-        self.sweep()
+
+    def delete_drafts(self) -> None:
+        """Delete all drafts: those of writers that have died, or that begin anew."""
+        for name in self.names():
+            if is_draft(name):
+                shutil.rmtree(self.root / name, ignore_errors=True)
+
+    def make_mapped(self, draft: str, file: str, size: int) -> mmap.mmap:
+        """Make a file of a draft, of so many bytes, and map it into this process.
+
+        Raises:
+            RunError: there is no room. Without this look, a write into the map would end Python.
+        """
+        path = self.root / draft / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(handle, 0, size)
+            return mmap.mmap(handle, size)
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            raise self._too_small() from error
+        finally:
+            os.close(handle)
+
+    def describe(self, draft: str, files: dict[str, bytes], manifest: bytes) -> None:
+        """Write a draft's files besides tensors, and its manifest, which nobody reads yet.
+
+        The draft may hold those of an earlier copy.
+        """
+        self._forget(draft)
+        for file, data in {**files, _UNREAD: manifest}.items():
+            with self.write(draft, file) as stream:
+                stream.write(data)
+
+    def mark_complete(self, draft: str) -> None:
+        """Note that all ranks have written their parts of a draft."""
+        (self.root / draft / _UNREAD).rename(self.root / draft / MANIFEST)
+
+    def show(self, draft: str, name: str) -> None:
+        """Make a complete draft visible, in the place of a copy of its name."""
+        if self.exists(name):  # of a step that was trained again
+            self.delete(name)
+        (self.root / draft).rename(self.root / name)
+
+    def hide(self, name: str) -> str:
+        """Make a draft of a copy, whose files are written again; return its name."""
+        draft = draft_name(name)
+        (self.root / name).rename(self.root / draft)
+        self._forget(draft)
+        return draft
+
+    def adopt(self, step: int) -> None:
+        """Show the copy of a step that was complete when its writer died, if there is one."""
+        for draft in filter(is_draft, self.names()):
+            try:
+                found = read_manifest(Location(self, draft)).step
+            except DamagedError:  # it is not complete
+                continue
+            if found == step and not self.exists(step_name(step)):
+                self.show(draft, step_name(step))
+
+    def _forget(self, draft: str) -> None:
+        for file in (MANIFEST, _UNREAD, STATE, CONFIG):
+            (self.root / draft / file).unlink(missing_ok=True)
 
     def _too_small(self) -> RunError:
         space = os.statvfs(self.root)
@@ -118,11 +196,4 @@ def save_newest(copies: MemoryStorage, folder: Directory) -> CheckpointPath | No
     source = next((copy for copy in sources if not verify(copy)), None)
     if source is None:
         return None
-    storage = storage_at(folder)
-    with new_draft(storage, source.name) as draft:
-        for file in read_manifest(source).files:
-            with source.open(file) as stream, draft.create(file) as copy:
-                shutil.copyfileobj(stream, copy)
-        with source.open(MANIFEST) as stream:
-            storage.commit(draft.name, source.name, stream.read())
-    return storage.path(source.name)
+    return rewrite_full(source, Location(storage_at(folder), source.name))

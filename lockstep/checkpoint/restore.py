@@ -67,7 +67,7 @@ def load(
     def describe() -> tuple[dict[str, _Infos], Mapping[str, Sequence[str]]]:
         targets.update(_targets(checkpoint, manifest, snapshot, only))
         for target in targets.values():
-            if isinstance(target.reader, LocalReader):
+            if isinstance(target.reader, LocalReader) and not checkpoint.storage.in_memory:
                 target.reader.check_topology(target.blocks, target.owner, ranks)
         return {part: target.info() for part, target in targets.items()}, snapshot.aliases
 

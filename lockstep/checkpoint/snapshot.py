@@ -144,6 +144,7 @@ def stage(snapshot: Snapshot) -> Staged:
     return Staged(parts, as_json(snapshot.state, "state"), as_json(snapshot.groups, "groups"))
 
 
+@torch.no_grad()
 def blocks_of(tensors: Mapping[str, Tensor]) -> dict[str, TensorBlock]:
     """Return this rank's block of each tensor.
 
@@ -162,12 +163,11 @@ def blocks_of(tensors: Mapping[str, Tensor]) -> dict[str, TensorBlock]:
                 f" {tensor.layout}"
             )
             raise UsageError(what, why="only dense tensors with values are stored")
-        with torch.no_grad():
-            if isinstance(tensor, DTensor):
-                offset = tuple(chunks_of(tensor).offsets)
-                blocks[name] = TensorBlock(tensor.to_local().detach(), tuple(tensor.shape), offset)
-            else:
-                blocks[name] = TensorBlock.full(tensor.detach())
+        if isinstance(tensor, DTensor):
+            offset = tuple(chunks_of(tensor).offsets)
+            blocks[name] = TensorBlock(tensor.to_local().detach(), tuple(tensor.shape), offset)
+        else:
+            blocks[name] = TensorBlock.full(tensor.detach())
     return blocks
 
 

@@ -50,6 +50,9 @@ class Storage(ABC):
     0 alone calls `begin`, `commit`, `move`, `delete` and `sweep`.
     """
 
+    # Its files are read by the launch that wrote them alone, and by any number of its ranks.
+    in_memory = False
+
     @abstractmethod
     def names(self) -> Sequence[str]:
         """Return the names of all committed checkpoints.
@@ -129,7 +132,7 @@ class FileInfo:
     """The size of a file in bytes and the CRC-32 of its content, as in the manifest."""
 
     size: int
-    crc32: int
+    crc32: int | None  # None: a tensor file of a copy in memory, which has none
 
 
 @dataclass(frozen=True)

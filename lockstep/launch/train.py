@@ -456,7 +456,9 @@ def _save_newest_copy(memory: Path, run: RunDirectory) -> None:
     """Save the newest copy in memory among the run's checkpoints, where it is newer."""
     checkpoint = _load("lockstep.checkpoint")
     try:
-        path = checkpoint.save_newest(checkpoint.copies_of(memory, run.path), run.checkpoints)
+        copies = checkpoint.copies_of(memory, run.path)
+        copies.adopt(run.recorded_step)
+        path = checkpoint.save_newest(copies, run.checkpoints)
         if path is not None:
             run.append_event("save", step=checkpoint.step_of(path.name), checkpoint=path.name)
             log_to_stderr(f"the newest copy in memory is saved: {path}")

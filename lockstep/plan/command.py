@@ -83,7 +83,7 @@ def plan(config: Config, options: PlanOptions) -> str:
         batch = largest_batch(work, config, cluster, best.changes)
         notices.append(f"the largest training.batch_size that fits under {best.name()}: {batch}")
     if config.checkpoint.memory_steps is not None and best is not None:
-        notices.append(copies_in_memory(config, model_size_of(work, config), best, cluster))
+        notices.append(copies_in_memory(config, model_size_of(work, config)))
     if options.chart is not None:
         write_result(options.chart, as_svg(found))
         notices.append(f"chart: {options.chart}")
@@ -108,15 +108,12 @@ def plan(config: Config, options: PlanOptions) -> str:
     return "\n".join([text, *notices])
 
 
-def copies_in_memory(config: Config, facts: ModelSize, best: Candidate, cluster: GpuCluster) -> str:
+def copies_in_memory(config: Config, facts: ModelSize) -> str:
     """Return a sentence on the host memory that `checkpoint.memory_steps` takes."""
     copy = facts.parameters * (4 + facts.optimizer_bytes)
-    kept = best.memory or {}
-    of_ranks = cluster.num_gpus * (kept.get("parameters", 0) + kept.get("optimizer", 0))
     return (
         f"checkpoint.memory_steps: {config.checkpoint.memory_steps}: {_gib(2 * copy)} GiB of"
-        f" shared memory (two copies of the run), and {_gib(of_ranks)} GiB in the ranks, from"
-        " which they are written"
+        " shared memory (two copies of the run)"
     )
 
 

@@ -54,14 +54,16 @@ class StepConsumers:
     @property
     def at_once(self) -> list[Consumer]:
         """What happens before the caller's code for the step, in order."""
+        copies = self.checkpointer.copies is not None
         every = [
             self.keep_position,
             self.require_lock,
-            *([self.finish_copy] if self.checkpointer.copies else []),
+            self.keep_metrics,
+            *([self.copy] if copies else []),
             self.record,
+            *([self.commit_copy] if copies else []),
             *([self.tell_recovered] if recovery_clock.is_running() else []),
             self.say_placement_lines,
-            self.keep_metrics,
             self.tell_anomaly,
         ]
         if self.run.config.training.bad_numbers.recompute:
@@ -91,12 +93,23 @@ class StepConsumers:
         """End the run if another one has taken the run directory."""
         self.run.output.check_lock()
 
-    def finish_copy(self, _taken: TakenStep) -> None:
-        """Wait for the copy before the one that is due now.
+    def copy(self, taken: TakenStep) -> None:
+        """Copy the run into memory if that is due, so that no step is lost that people read of.
 
-        So a step of which people have read is lost only with the copy of its own.
+        Where an evaluation or the caller's code comes first, `save_if_due` copies it after them.
         """
-        self.checkpointer.finish_copy()
+        evaluations = self.evaluations
+        copies = self.checkpointer.copies
+        if evaluations is None or copies is None or self.run.is_at_last_step:
+            return
+        if not evaluations.is_due(last_of_epoch=taken.last_of_epoch):
+            copies.write()
+
+    def commit_copy(self, _taken: TakenStep) -> None:
+        """Make the copy visible, now that the step is recorded."""
+        copies = self.checkpointer.copies
+        if copies is not None:
+            copies.commit()
 
     def record(self, taken: TakenStep) -> None:
         """Hand the record to meters, sinks, callbacks and the profiler (`Monitor.on_step`)."""

@@ -39,11 +39,10 @@ class Checkpointer:
         self._config = run.config.checkpoint
         output = run.output
         self._folder = None if self._config.save_strategy == "none" else output.checkpoints
-        self._memory: MemoryCopies | None = None
+        self.copies: MemoryCopies | None = None
         if output.memory is not None and self._config.memory_steps is not None:
-            self._memory = MemoryCopies(run, output.memory, monitor, self._tolerate)
-        self.copies = self._memory is not None
-        self.saves = self._folder is not None or self.copies
+            self.copies = MemoryCopies(run, output.memory, monitor, self._tolerate)
+        self.saves = self._folder is not None or self.copies is not None
         self._saver: checkpoint.AsyncSaver | None = None
         self._evaluated: dict[int, float] = {}
         self._rollbacks: dict[int, int] = {}  # step → rollbacks to it
@@ -72,15 +71,11 @@ class Checkpointer:
         if name is not None and name in results and self._run.is_main_process:
             self._evaluated[step] = float(results[name])
 
-    def finish_copy(self) -> None:
-        """Wait for the copy in memory that is under way, if the next one is due at this step."""
-        if self._memory is not None:
-            self._memory.finish_before_next()
-
     def after_step(self, *, last: bool, last_of_epoch: bool) -> None:
         """Save if it is due; check the running save."""
-        if self._memory is not None and not last:
-            self._memory.after_step()
+        if self.copies is not None and not last:
+            self.copies.write()
+            self.copies.commit()
         if self._folder is None:
             return
         step = self._run.step.progress.step
@@ -136,8 +131,6 @@ class Checkpointer:
 
     def finish(self, *, must_succeed: bool) -> None:
         """Wait for the running save: at the end, before a stop, before a rollback."""
-        if self._memory is not None:
-            self._memory.finish()
         if self._saver is not None:
             self._guard(self._saver.wait, must_succeed=must_succeed)
 
@@ -149,8 +142,6 @@ class Checkpointer:
         own_heartbeat().beat(self._run.step.progress.step, "pause")
         if self._saver is not None:
             self._saver.finish_alone()
-        if self._memory is not None:
-            self._memory.finish_alone()
 
     def _begin(self, step: int) -> None:
         assert self._folder is not None

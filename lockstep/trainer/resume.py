@@ -12,7 +12,6 @@ from lockstep.collectives import is_main_process
 from lockstep.environment import GENERATION
 from lockstep.errors import RunError, UsageError
 from lockstep.paths import local_path
-from lockstep.records import last_lines
 from lockstep.trainer import saved_state
 from lockstep.trainer.changed_settings import compare, moved_schedule
 from lockstep.trainer.optimizer_options import apply_changed_settings
@@ -36,7 +35,7 @@ def after_restart(output: RunOutput, how: str) -> str:
         return how
 
     def has_saved() -> bool:
-        if output.memory is not None and output.memory.steps:
+        if _copied_steps(output):
             return True
         launched = psutil.Process(os.getppid()).create_time()
         return any(
@@ -56,10 +55,9 @@ def resume(run: RunState, how: str) -> tuple[checkpoint.CheckpointPath | None, l
     started = time.perf_counter()
     directory = run.output.directory
     found = find(run.output, how)
-    rows = (
-        last_lines(directory.metrics, 50) if directory is not None and run.is_main_process else []
-    )
-    come_to = max((row["step"] for row in rows if isinstance(row.get("step"), int)), default=0)
+    come_to = 0
+    if directory is not None and run.is_main_process:
+        come_to = directory.recorded_step
     log_lines: list[str] = []
     if found is not None:
         _, log_lines = load(run, found)
@@ -186,9 +184,10 @@ def _newest_in_memory(output: RunOutput) -> checkpoint.CheckpointPath | None:
         return None
 
     def is_newest() -> bool:
+        copied = _copied_steps(output)
         kept = [] if output.checkpoints is None else checkpoint.list_checkpoints(output.checkpoints)
         newest = max((checkpoint.step_of(path.name) or 0 for path in kept), default=0)
-        return bool(memory.steps) and memory.steps[-1] >= newest
+        return bool(copied) and copied[-1] >= newest
 
     if not checkpoint.Ranks().broadcast("the copies in memory could not be read", is_newest):
         return None
@@ -196,3 +195,16 @@ def _newest_in_memory(output: RunOutput) -> checkpoint.CheckpointPath | None:
         return checkpoint.resume_point(memory)
     except RunError:  # none is whole, of which rank 0 has warned: the run's checkpoints are left
         return None
+
+
+def _copied_steps(output: RunOutput) -> list[int]:
+    """Return the steps of the complete copies in memory, the oldest first; rank 0 asks.
+
+    That of the last recorded step counts, too, if its writer died before it could show it.
+    """
+    memory = output.memory
+    if memory is None:
+        return []
+    if output.directory is not None:
+        memory.adopt(output.directory.recorded_step)
+    return memory.steps

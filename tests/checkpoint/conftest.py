@@ -4,6 +4,7 @@ pace.
 
 import os
 import shutil
+import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,3 +45,15 @@ def place(
 def module_path() -> Iterator[Path]:
     """A folder that the tests of a module share."""
     yield from _fresh()
+
+
+@pytest.fixture
+def small_tmpfs(tmp_path: Path) -> Iterator[Path]:
+    """A tmpfs of 64 KiB."""
+    folder = tmp_path / "shm"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("a tmpfs can't be mounted here")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)

@@ -18,7 +18,17 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from lockstep import checkpoint
-from lockstep.checkpoint import AsyncSaver, Ranks, SaveOptions, Snapshot, commit, posix, write
+from lockstep.checkpoint import (
+    AsyncSaver,
+    MemoryWriter,
+    Ranks,
+    SaveOptions,
+    Snapshot,
+    commit,
+    posix,
+    write,
+)
+from lockstep.checkpoint.memory import MemoryStorage as InMemory
 from lockstep.checkpoint.snapshot import Part, Staged, stage
 from lockstep.errors import LockstepError, RunError
 from tests.checkpoint.memory_storage import MemoryStorage
@@ -181,6 +191,53 @@ def local_format_is_for_the_ranks_that_wrote_it(directory: Path) -> None:
     said = assert_same_everywhere(raised(lambda: checkpoint.load(path, other)))
     assert "laid blocks.0.weight over its ranks otherwise" in said
     assert f"lockstep checkpoint convert {path} --to full" in said
+
+
+def copies_in_memory_hold_each_block_once(directory: Path) -> None:
+    """They load in any layout; what fails on one rank fails on all, and leaves the last copy."""
+    size = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (2, size // 2))
+    placements: dict[str, list[Placement]] = {
+        "blocks.0.weight": [Replicate(), Shard(0)],
+        "blocks.0.bias": [Shard(0), Shard(0)],
+        "blocks.1.weight": [Shard(0), Shard(1)],
+    }
+    storage = InMemory(directory / "memory")
+    writer = MemoryWriter(storage)
+    rank = dist.get_rank()
+
+    def state(step: int) -> Snapshot:
+        """Groups as in a pipeline: each rank has a parameter of its own, and one rate for all."""
+        group = {"params": [f"p{rank}"], "options": {"lr": 0.5**step}}
+        groups = {"main": {"groups": [group], "values": {}}}
+        own = {f"p{rank}//exp_avg": torch.full((3,), float(rank + step))}
+        return Snapshot(spread(mesh, placements), {"main": own}, {"step": step}, groups=groups)
+
+    for step in range(1, 5):
+        snapshot = state(step)
+        writer.write(step, snapshot, config_yaml=CONFIG)
+        writer.commit(step)
+    dist.barrier()  # rank 0 commits
+    path = storage.path("step-00000004")
+    stored = checkpoint.read_manifest(path)
+    values = sum(tensor.nbytes for tensor in known_model().values()) + 12 * size
+    headers = 2048 * 2 * size
+    assert stored.num_bytes < values + headers, "each block is there once"
+    for layout in ({}, {"blocks.0.weight": [Shard(1), Replicate()]}, placements):
+        target = Snapshot(spread(mesh, layout, zeros=True))
+        loaded = checkpoint.load(path, target, only=["model"])
+        assert_known(target.model)
+        (group,) = loaded["optimizer_groups"]["main"]["groups"]
+        assert group["params"] == [f"p{other}" for other in range(size)]
+        assert group["options"] == {"lr": 0.5**4}, "those of now"
+        assert loaded["step"] == 4
+    wrong = state(5)
+    if rank == size - 1:
+        wrong.state["step"] = object()
+    assert "JSON" in assert_same_everywhere(
+        raised(lambda: writer.write(5, wrong, config_yaml=CONFIG))
+    )
+    assert storage.steps == [4]
 
 
 class Objects(MutableMapping[str, bytes]):
@@ -611,6 +668,7 @@ def saving_beside_training(directory: Path) -> None:
 CASES = (
     full_format_is_one_file_of_whole_tensors,
     local_format_is_for_the_ranks_that_wrote_it,
+    copies_in_memory_hold_each_block_once,
     an_object_store_holds_every_format,
     full_format_is_refused_on_all,
     fsdp_goes_on_in_the_same_bits,

@@ -2,13 +2,20 @@
 
 import os
 import signal
-import time
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from lockstep.checkpoint import MemoryStorage, digest, list_checkpoints, step_of, verify
+from lockstep.checkpoint import (
+    DamagedError,
+    MemoryStorage,
+    digest,
+    list_checkpoints,
+    read_manifest,
+    step_of,
+    verify,
+)
 from lockstep.environment import MEMORY
 from lockstep.trainer.after_step import StepConsumers, TakenStep
 from tests.faults.test_processes import ranks_of
@@ -68,15 +75,14 @@ def test_the_newest_copy_is_saved_when_a_launch_ends_with_an_error(tmp_path: Pat
     "process: a rank is killed between saves, `checkpoint.memory_steps: k`",
     "the newest checkpoint on disk may be hundreds of steps old; the copy in memory is not",
     "the ranks are started again, and go on from the copy: at most k - 1 recorded steps are"
-    " trained again, and k more if the newest copy was not whole yet",
+    " trained again",
 )
 def test_ranks_go_on_from_memory(killed: Ended) -> None:
     assert killed.code == 0, killed.err
     run = killed.folder / "run"
     (resumed,) = events(run, "resume")
     assert "/dev/shm/lockstep-memory-" in resumed["checkpoint"]
-    assert resumed["step"] % 3 == 0
-    assert resumed["step"] >= 6, "with step 10 begun, the copy of step 6 is complete"
+    assert resumed["step"] == 9, "the copy of step 9 is complete before step 9 is recorded"
     first, _after_restart = events(run, "memory_copy")
     assert first["bytes"] > 0
     assert first["every"] == 3
@@ -92,30 +98,54 @@ def test_the_digest_is_the_undisturbed_ones(killed: Ended, tmp_path: Path) -> No
     assert digest(killed.folder / "run" / last) == digest(tmp_path / "run" / last)
 
 
-def test_a_step_is_recorded_once_the_copy_before_it_is_whole(
+def complete_copies(memory: MemoryStorage) -> list[int]:
+    """The steps whose copies all ranks have written, visible or not."""
+    found = []
+    for name in memory.names():
+        with suppress(DamagedError):
+            found.append(read_manifest(memory.path(name)).step)
+    return sorted(found)
+
+
+def test_a_step_is_recorded_once_its_copy_is_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else a death could cost two recorded steps, with a copy after each."""
+    """Else a death could cost a recorded step. An evaluation comes before the copy of its step."""
     monkeypatch.setenv(MEMORY, str(tmp_path / "memory"))
-    commit = MemoryStorage.commit
     record = StepConsumers.record
-    seen: list[list[int]] = []
-
-    def slow_commit(*arguments: Any) -> None:
-        time.sleep(0.2)
-        commit(*arguments)
+    evaluate = StepConsumers.evaluate_if_due
+    seen: dict[int, list[int]] = {}
+    after: dict[int, list[int]] = {}
 
     def noted(consumers: StepConsumers, taken: TakenStep) -> None:
-        memory = consumers.run.output.memory
-        assert memory is not None
-        seen.append(memory.steps)
+        assert consumers.run.output.memory is not None
+        seen[consumers.run.step.progress.step] = complete_copies(consumers.run.output.memory)
         record(consumers, taken)
 
-    monkeypatch.setattr(MemoryStorage, "commit", slow_commit)
+    def evaluated(consumers: StepConsumers, taken: TakenStep) -> None:
+        assert consumers.run.output.memory is not None
+        after[consumers.run.step.progress.step] = consumers.run.output.memory.steps
+        evaluate(consumers, taken)
+
     monkeypatch.setattr(StepConsumers, "record", noted)
-    run = trainer(tmp_path / "run", training={"max_steps": 5}, checkpoint={"memory_steps": 1})
-    run.train(Points())
-    assert seen == [[], [1], [2], [3], [4]]
+    monkeypatch.setattr(StepConsumers, "evaluate_if_due", evaluated)
+    training = {"max_steps": 6, "eval_steps": 4}
+    run = trainer(tmp_path / "run", training=training, checkpoint={"memory_steps": 1})
+    run.train(Points(), Points())
+    assert seen == {1: [1], 2: [1, 2], 3: [2, 3], 4: [3], 5: [4, 5], 6: [5]}
+    assert after == {1: [1], 2: [2], 3: [3], 4: [3], 5: [5], 6: [5]}
+
+
+def test_the_caller_s_code_of_a_step_comes_before_its_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it changes is in the copy."""
+    monkeypatch.setenv(MEMORY, str(tmp_path / "memory"))
+    run = trainer(tmp_path / "run", training={"max_steps": 4}, checkpoint={"memory_steps": 1})
+    memory = run.state.output.memory
+    assert memory is not None
+    seen = [memory.steps for _record in run.steps(Points())]
+    assert seen == [[], [1], [2], [3]]
 
 
 def test_nothing_stays_in_memory(killed: Ended) -> None:

@@ -16,9 +16,9 @@ STEPS = 2
 AT_ONCE = [
     "keep_position",
     "require_lock",
+    "keep_metrics",
     "record",
     "say_placement_lines",
-    "keep_metrics",
     "tell_anomaly",
     "save_before_stop",
 ]
