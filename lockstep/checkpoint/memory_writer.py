@@ -59,7 +59,9 @@ from lockstep.torch_compat import foreach
 
 _ALIGNED = 64  # bytes: where a block may begin in a file
 # what a rank says of its part of a copy; the greatest of all ranks counts
-_WRITTEN, _CHANGED, _FAILED = 0, 1, 2
+_WRITTEN = 0
+_CHANGED = 1
+_FAILED = 2
 
 Held = dict[str, dict[str, BlockInfo]]  # by part and name: what a rank holds
 Share = dict[str, list[str]]  # by part: the names of the blocks that a rank writes
@@ -102,10 +104,10 @@ class _Folder:
             size = len(header) + sum(_padded(block.tensor.nbytes) for block in blocks.values())
             mapped = storage.make_mapped(self.name, file, size)
             mapped[: len(header)] = header
-            whole = torch.frombuffer(mapped, dtype=torch.uint8)
+            content = torch.frombuffer(mapped, dtype=torch.uint8)
             for name, block in blocks.items():
                 begin = len(header) + at[name]
-                place = whole[begin : begin + block.tensor.nbytes]
+                place = content[begin : begin + block.tensor.nbytes]
                 self.places.append(place.view(block.tensor.dtype).view(block.tensor.shape))
             sizes[file] = size
         return sizes

@@ -212,6 +212,8 @@ class Checkpointer:
             raise error
         run.step.avoid_data_of(error.anomaly.step)
         self.saved = None
+        if self.copies is not None:
+            self.copies.go_back()
         monitor.event("rollback", step=step, checkpoint=found.name, passed_over=error.anomaly.step)
         monitor.say(
             f"goes back to step {step}, {found.name}, and passes over the data of step"

@@ -71,6 +71,10 @@ class MemoryCopies:
             self._monitor.flush()
             self._writer.commit(step)
 
+    def go_back(self) -> None:
+        """Note that the run has gone back: steps that were copied are made again."""
+        self._tried = -1
+
     def _write(self) -> None:
         step = self._run.step.progress.step
         if self._run.is_main_process and self._config is not self._run.config:

@@ -10,6 +10,7 @@ import pytest
 from lockstep.checkpoint import (
     DamagedError,
     MemoryStorage,
+    MemoryWriter,
     digest,
     list_checkpoints,
     read_manifest,
@@ -19,7 +20,7 @@ from lockstep.checkpoint import (
 from lockstep.environment import MEMORY
 from lockstep.trainer.after_step import StepConsumers, TakenStep
 from tests.faults.test_processes import ranks_of
-from tests.faults.tiny import YAML, Points, events, hold, steps, trainer
+from tests.faults.tiny import YAML, Points, events, hold, samples_of, steps, trainer
 from tests.launch.shared import Ended, finish, start, wait_for
 
 TWO = ("train", "tiny.yaml", "--nproc-per-node", "2", "--max-restarts", "2", "--output-dir")
@@ -146,6 +147,25 @@ def test_the_caller_s_code_of_a_step_comes_before_its_copy(
     assert memory is not None
     seen = [memory.steps for _record in run.steps(Points())]
     assert seen == [[], [1], [2], [3]]
+
+
+def test_steps_that_are_made_again_are_copied_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(MEMORY, str(tmp_path / "memory"))
+    commit = MemoryWriter.commit
+    copied: list[int] = []
+
+    def noted(writer: MemoryWriter, step: int) -> None:
+        copied.append(step)
+        commit(writer, step)
+
+    monkeypatch.setattr(MemoryWriter, "commit", noted)
+    bad = {"max_steps": 12, "bad_numbers": {"action": "rollback"}}
+    saves = {"memory_steps": 3, "save_steps": 4}
+    run = trainer(tmp_path / "run", training=bad, checkpoint=saves)
+    run.train(Points(nan=(samples_of(7)[0][0],)))
+    assert copied == [3, 6, 6, 9]
 
 
 def test_nothing_stays_in_memory(killed: Ended) -> None:
