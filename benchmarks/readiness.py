@@ -14,8 +14,8 @@ quoted. Seconds of a core are those of all threads of the rank that took most: o
 cores all compute, what a thread writes in the background is taken from the step. Bytes are exact:
 those of a copy in memory, beside what `lockstep plan` counts for it.
 
-A copy by itself is measured, too, with `--alone` nothing else: one rank, which holds all of the run,
-makes some after another. Its processor time is nearly the same whatever else the machine does.
+A copy by itself is measured, too, with `--alone` nothing else: one rank, which holds all of the
+run, makes some after another. Its processor time hardly depends on what else the machine does.
 """
 
 import argparse
