@@ -7,6 +7,7 @@ LOCKSTEP_TEST_STORAGE=package.module:Name has them run over another storage alon
 would; it is called without arguments, and its contents must outlive its objects.
 """
 
+import ast
 import io
 import os
 import shutil
@@ -202,6 +203,20 @@ class KilledError(BaseException):
     """
 
 
+def first_lines(source: str) -> dict[int, int]:
+    """Return line → the first line of the statement that it belongs to, where that has several.
+
+    Statements with a body are left out: each of those in it begins by itself.
+    """
+    statements = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.stmt))
+    return {
+        line: node.lineno
+        for node in statements
+        if not hasattr(node, "body")
+        for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
+    }
+
+
 class Elsewhere(Place):
     """A storage of another package. Whoever writes is this process, and dies in a line of the
     storage's own module.
@@ -212,6 +227,7 @@ class Elsewhere(Place):
         self.tampered: dict[str, bytes | None] = {}
         storage = build_storage(self._spec)
         self._module = sys.modules[type(storage).__module__].__file__
+        self._begins = first_lines(Path(str(self._module)).read_text())
         for left in storage.names():
             storage.delete(left)
         storage.sweep()
@@ -248,10 +264,11 @@ class Elsewhere(Place):
             )
 
         def each_line(frame: FrameType, event: str, argument: Any) -> Any:
-            # From Python 3.12 on a comprehension is part of its function, and announces its line at
-            # each turn.
-            if event == "line" and line_of.get(frame) != frame.f_lineno:
-                line_of[frame] = frame.f_lineno
+            # From Python 3.12 on a comprehension is part of its function, and announces its lines
+            # at each turn: they are the statement's, which begins once.
+            line = self._begins.get(frame.f_lineno, frame.f_lineno)
+            if event == "line" and line_of.get(frame) != line:
+                line_of[frame] = line
                 if len(lines) == moment:
                     mortal.dead = True
                     raise KilledError
