@@ -1,6 +1,6 @@
 """The peak of a step, and its time, with the loss computed in chunks.
 
-    python -m benchmarks.loss_chunks [--write]
+    python -m benchmarks.loss_chunks [--only single,fsdp:2] [--write]
 
 A small transformer with a large vocabulary. The peak of live tensors is measured in the third step
 on gloo ranks, every tensor followed from the operation that makes it to its last reference, and
@@ -32,7 +32,7 @@ from lockstep.trainer import Trainer
 from tests.parity.toy import unchecked
 from tests.ranks import run_ranks
 
-VOCABULARY = 32_768
+VOCABULARY = 8_192
 LENGTH = 256
 BATCH = 4
 SIZES: dict[str, Any] = {"n_layer": 2, "n_embd": 64, "n_head": 2, "dropout": 0.0}
@@ -124,16 +124,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--only", default=",".join(TOPOLOGIES))
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--write", action="store_true")
     asked = parser.parse_args()
     where = machine()
-    cases = [(topology, chunks) for topology in TOPOLOGIES for chunks in CHUNKS]
+    cases = [(topology, chunks) for topology in asked.only.split(",") for chunks in CHUNKS]
     alone = [case for case in cases if case[0] == "single"]
     measured = dict(zip(alone, peaks(alone), strict=True))
     others = [case for case in cases if case not in measured]
-    of_ranks = run_ranks(peaks, 2, others, timeout=1800)
-    measured |= dict(zip(others, map(max, *of_ranks), strict=True))
+    if others:
+        of_ranks = run_ranks(peaks, 2, others, timeout=1800)
+        measured |= dict(zip(others, map(max, *of_ranks), strict=True))
     rows = []
     for topology, chunks in cases:
         peak = measured[topology, chunks]
@@ -148,9 +150,11 @@ def main() -> None:
     of_times = ", ".join(
         f"{chunks}: {seconds:.2f} s ({seconds / found[1]:.2f})" for chunks, seconds in found.items()
     )
+    left_out = [each for each in TOPOLOGIES if each not in asked.only.split(",")]
+    not_run = f" Not run: {', '.join(left_out)}." if left_out else ""
     text = page(
         "The loss in chunks",
-        "python -m benchmarks.loss_chunks --write",
+        f"python -m benchmarks.loss_chunks --only {asked.only} --rounds {asked.rounds} --write",
         where,
         [
             f"A transformer of 2 layers of width 64 and {VOCABULARY:,} tokens, micro-batches of"
@@ -163,7 +167,7 @@ def main() -> None:
         [
             f"Seconds of a step of one process, by chunks, medians of {asked.rounds} in turns (of"
             f" one chunk): {of_times}. The logits are computed twice where there are chunks: once"
-            " forward, once in the backward pass."
+            f" forward, once in the backward pass.{not_run}"
         ],
     )
     tell(text, RESULTS / "loss_chunks.md" if asked.write else None)
