@@ -24,3 +24,7 @@ def test_each_operation_gives_the_bits_of_a_loop() -> None:
     assert [float(norm) for norm in foreach.norm(values)] == [
         float(value.norm()) for value in expected
     ]
+    copies = [torch.zeros(3, 2), torch.zeros(5)]
+    foreach.copy_(copies, values)
+    for value, copied in zip(values, copies, strict=True):
+        assert torch.equal(value, copied)
