@@ -10,7 +10,7 @@ import torch
 from lockstep.config import Config
 from lockstep.data import Data
 from lockstep.errors import UsageError
-from lockstep.models import check_model
+from lockstep.models import build_model, check_model
 from lockstep.models.protocol import require_segments
 from lockstep.trainer import build
 from tests.models.test_hf_auto import config_of, library
@@ -30,7 +30,7 @@ def adapted(base: str, **model: Any) -> Any:
 
 
 def test_only_adapters_are_trained_and_change_nothing_at_first(base: str) -> None:
-    plain = build(config_of(base), Data(None))
+    plain = build_model(config_of(base).model)
     model = adapted(base)
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
     assert len(trained) == 2 * 2 * 3

@@ -11,7 +11,7 @@ import torch
 from lockstep.checkpoint import commands, export_hugging_face
 from lockstep.data import Data
 from lockstep.errors import UsageError
-from lockstep.models import hf_folder
+from lockstep.models import build_model, hf_folder
 from lockstep.trainer import Trainer, build
 from tests.models.test_hf_auto import KINDS, Samples, config_of, library
 from tests.parity.adapted import LORA, trainer_of, write_base
@@ -99,8 +99,8 @@ def test_a_folder_goes_in_and_out_unchanged(tmp_path: Path) -> None:
     index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
     assert "model.embed_tokens.weight" in index["weight_map"]
     assert "lm_head.weight" not in index["weight_map"]
-    before = build(config_of(name), Data(None)).state_dict()
-    after = build(config_of(f"hf:{tmp_path / 'out'}"), Data(None)).state_dict()
+    before = build_model(config_of(name).model).state_dict()
+    after = build_model(config_of(f"hf:{tmp_path / 'out'}").model).state_dict()
     assert before.keys() == after.keys()
     for key, value in before.items():
         assert torch.equal(value, after[key]), key
