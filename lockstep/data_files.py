@@ -154,6 +154,7 @@ class _Unpacked(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
+        """Fill a buffer with what is unpacked next; return how many bytes, 0 at the end."""
         while not self._ready:
             chunk = self._rest or self._packed.read(HEAD)
             self._rest = b""

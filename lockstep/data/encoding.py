@@ -107,6 +107,7 @@ def encoded(
 def _in_processes(
     records: Iterable[Numbered], encoder: Encoder, workers: int, lock: int | None
 ) -> Iterator[tuple[int, Record | None, Encoded | None]]:
+    """Yield the same as `encoded`; batches of records are with workers while others are read."""
     forks = multiprocessing.get_context("fork")  # the tokenizer is loaded already
     pool = ProcessPoolExecutor(workers, forks, _begin_work, (encoder, os.getpid(), lock))
     waiting: deque[tuple[list[Numbered], Future[list[Any]]]] = deque()

@@ -232,6 +232,7 @@ class PackedStream(IterableDataset[dict[str, Tensor]]):
         self._begins = list(state["sources"])
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        """Yield the sequences from the state on; the state is that after the newest one."""
         for source, begin in zip(self._sources, self._begins, strict=True):
             source.begin(begin)
         while True:
@@ -309,6 +310,7 @@ def stream(
     notices: list[str] = []
 
     def made(given: Any, where: str) -> PackedStream:
+        """Return the stream of the sources that a key lists."""
         listed = described(given, where, _MORE_KEYS)
         _require_shares(listed)
         return PackedStream(

@@ -79,6 +79,7 @@ class JoinedPart:
         return tuple(first)
 
     def read(self, ranges: Ranges) -> Tensor:
+        """Read of each part what is wanted of it, if anything is."""
         wanted = ranges[self.dim]
         begin = 0
         found: Tensor | None = None
@@ -109,6 +110,7 @@ class StackedPart:
         return (*inner[: self.dim], len(self.parts), *inner[self.dim :])
 
     def read(self, ranges: Ranges) -> Tensor:
+        """Read those parts that are wanted, and of each what is wanted of it."""
         inner = [*ranges[: self.dim], *ranges[self.dim + 1 :]]
         found: Tensor | None = None
         for number, which in enumerate(ranges[self.dim]):

@@ -111,6 +111,7 @@ class FirstValues:
             setattr(module, attribute, parameter)
 
     def buffers(self) -> dict[str, Tensor]:
+        """Return the values of buffers: of the model's own code, or of files that have them."""
         if not any(True for _ in self._model.buffers()):
             return {}
         for module in self._model.modules():
