@@ -245,7 +245,14 @@ class ObjectClient:
             self.inside("checks")
             self.delete([key])
         except OSError as error:
-            raise _refusal(self.url, error) from None
+            raise _refusal(self.url, error, "checkpoint.storage") from None
+
+    def check_readable(self) -> None:
+        """Raise a LockstepError if the objects of a run to resume from can't be listed."""
+        try:
+            self.inside("commits")
+        except OSError as error:
+            raise _refusal(self.url, error, "--resume") from None
 
     @contextmanager
     def _explained(self, key: str) -> Iterator[None]:
@@ -339,16 +346,14 @@ def _no_conditional_put(url: str) -> UsageError:
     )
 
 
-def _refusal(url: str, error: OSError) -> LockstepError:
+def _refusal(url: str, error: OSError, where: str) -> LockstepError:
     code = error.code if isinstance(error, ServiceError) else ""
     if code in _MEANINGS:
         meaning, fix = _MEANINGS[code]
-        return UsageError(
-            f"{url} can't be used: {meaning}", where="checkpoint.storage", why=str(error), fix=fix
-        )
+        return UsageError(f"{url} can't be used: {meaning}", where=where, why=str(error), fix=fix)
     return RunError(
         f"{url} can't be used",
-        where="checkpoint.storage",
+        where=where,
         why=str(error),
         fix="look whether this machine reaches the service (endpoint, proxy, firewall)",
     )

@@ -59,11 +59,17 @@ def bucket_url(path: str | os.PathLike[str], where: str) -> str | None:
 
     Raises UsageError: it is another URL, or one that `Path` has changed.
     """
-    if isinstance(path, str) and path.partition("://")[0] in SCHEMES and "://" in path:
+    if isinstance(path, str) and is_bucket_url(path):
         require_url(path, where)
         return path.rstrip("/")
     local_path(path, where)
     return None
+
+
+def is_bucket_url(text: str) -> bool:
+    """Return whether a text begins as the URL of a bucket does."""
+    scheme, separator, _ = text.partition("://")
+    return bool(separator) and scheme in SCHEMES
 
 
 def run_directory(named: Path) -> Path:

@@ -3,10 +3,15 @@
 Tests: tests/launch/test_hang.py, tests/launch/test_stopped.py, tests/verify/test_isolated.py
 """
 
+import ctypes
 import os
+import signal
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
 
 
 def is_stopped(pid: int) -> bool:
@@ -68,3 +73,9 @@ def _stat(process: Path) -> list[str]:
         return (process / "stat").read_text().rpartition(")")[2].split()
     except OSError:
         return []
+
+
+def die_with_this_process() -> None:
+    """Ask the kernel to kill this new process when its parent dies (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

@@ -62,7 +62,8 @@ OPTIONAL = re.compile(r"\[[^\]]*\]")
 @functools.cache
 def flags() -> set[str]:
     """The options of all verbs, as their help shows them."""
-    verbs = [(verb,) for verb in VERBS] + [("submit", "slurm"), ("submit", "kubernetes")]
+    verbs = [(verb,) for verb in VERBS]
+    verbs += [("submit", scheduler) for scheduler in ("slurm", "kubernetes")]
     return set(re.findall(r"--[a-z][a-z-]+", "\n".join(map(help_of, verbs))))
 
 

@@ -17,6 +17,7 @@ from lockstep import checkpoint, cli, run_mirror
 from lockstep.checkpoint import ObjectStorage
 from lockstep.errors import RunError, UsageError
 from lockstep.object_client import ObjectClient
+from lockstep.records import RunDirectory
 from lockstep.run_lock import Holder
 from lockstep.run_mirror import Claim, RunMirror, local_folder
 from tests import bucket
@@ -95,6 +96,44 @@ def test_another_machine_with_an_empty_disk_goes_on(
         "page.html",
         "run",
     ]
+
+
+def test_a_run_goes_on_from_the_bucket_of_another(
+    bucket_proxy: Proxy,
+    bucket_url: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The run that is named, and one of its checkpoints; the other run is left as it is."""
+    monkeypatch.chdir(tmp_path)
+    train(bucket_url, 6)
+    there = ObjectClient(bucket_url).below("")
+    digests = []
+    for place in (bucket_url, f"{bucket_url}/step-00000006"):
+        folder = tmp_path / f"from-{len(digests)}"
+        run = trainer(folder, checkpoint={"resume": place})
+        run.train(Points())
+        resumed = RunDirectory(folder).read_events()
+        assert [e["step"] for e in resumed if e["kind"] == "resume"] == [6]
+        digests.append(checkpoint.digest(folder / "checkpoints/step-00000012"))
+    straight = trainer(tmp_path / "straight")
+    straight.train(Points())
+    digests.append(checkpoint.digest(tmp_path / "straight/checkpoints/step-00000012"))
+    assert len(set(digests)) == 1
+    assert ObjectClient(bucket_url).below("") == there
+
+    for missing in (f"{bucket_url}-empty", f"{bucket_url}/step-00000007"):
+        with pytest.raises(UsageError, match=f"there is no checkpoint in {missing}"):
+            trainer(tmp_path / "none", checkpoint={"resume": missing}).train(Points())
+    (tmp_path / "train.yaml").write_text(CONFIG)
+    bucket_proxy.plan = lambda request: (403, "<Error><Code>AccessDenied</Code></Error>")
+    # a fork of this process, whose obstore has threads, would wait for them for ever
+    monkeypatch.setattr("lockstep.launch.train.run_apart", lambda work, _about: work())
+    capsys.readouterr()
+    assert cli.main(["train", "train.yaml", "--output-dir", "refused", "--resume", bucket_url]) == 2
+    assert "these credentials lack a right" in capsys.readouterr().err
+    assert not (tmp_path / "refused" / "logs").exists()
 
 
 CONFIG = """

@@ -50,7 +50,7 @@ from lockstep.checkpoint.manifest import (
 )
 from lockstep.checkpoint.memory import MemoryStorage, copies_of, save_newest
 from lockstep.checkpoint.memory_writer import MemoryWriter
-from lockstep.checkpoint.object_store import ObjectStorage
+from lockstep.checkpoint.object_store import ObjectStorage, in_bucket
 from lockstep.checkpoint.ranks import Ranks, gather, scatter
 from lockstep.checkpoint.restore import (
     add_missing_groups,
@@ -101,6 +101,7 @@ __all__ = [
     "export_safetensors",
     "gather",
     "import_weights",
+    "in_bucket",
     "is_shared",
     "list_checkpoints",
     "load",

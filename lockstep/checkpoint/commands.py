@@ -21,7 +21,7 @@ from lockstep.checkpoint.convert import (
 )
 from lockstep.checkpoint.keep import list_checkpoints, newest
 from lockstep.checkpoint.manifest import DamagedError, read_manifest, read_state, verify
-from lockstep.checkpoint.object_store import ObjectStorage
+from lockstep.checkpoint.object_store import ObjectStorage, in_bucket
 from lockstep.checkpoint.posix import locate
 from lockstep.checkpoint.restore import unreadable
 from lockstep.checkpoint.storage import (
@@ -67,15 +67,7 @@ def run(verb: str, path: str | Path, **options: Any) -> str:
             what, fix=f"`lockstep checkpoint {verb}` takes {', '.join(accepted) or 'a path alone'}"
         )
     url = None if verb == "import" else bucket_url(path, "PATH")
-    return action(Path(path) if url is None else _in_bucket(url), **chosen)
-
-
-def _in_bucket(url: str) -> ObjectStorage | Location:
-    """Return the checkpoints below a URL, or the one that it names."""
-    prefix, _, name = url.rpartition("/")
-    if step_of(name) is None:
-        return ObjectStorage(url)
-    return Location(ObjectStorage(prefix), name)
+    return action(Path(path) if url is None else in_bucket(url), **chosen)
 
 
 def _list(path: Place) -> str:

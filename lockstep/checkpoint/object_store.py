@@ -35,7 +35,7 @@ from typing import Any, BinaryIO, cast
 from lockstep.checkpoint.local_cache import LocalCache
 from lockstep.checkpoint.manifest import Manifest, read_manifest
 from lockstep.checkpoint.posix import ABANDONED_SECONDS, draft_name, is_draft, writer_has_ended
-from lockstep.checkpoint.storage import MANIFEST, ByteSink, Location, Storage
+from lockstep.checkpoint.storage import MANIFEST, ByteSink, Location, Storage, step_of
 from lockstep.errors import LockstepError
 from lockstep.heartbeat.writer import went_forward
 from lockstep.object_client import RETRY_SECONDS, ObjectClient
@@ -90,7 +90,9 @@ class ObjectStorage(Storage):
 
     def names(self) -> list[str]:
         """Return the names in `commits/`; one that a late listing still has is left out."""
-        return [name for name in self._client.inside("commits") if self.exists(name)]
+        listed = list(self._client.inside("commits"))
+        there = self._pool.map(self.exists, listed)
+        return [name for name, is_there in zip(listed, there, strict=True) if is_there]
 
     def exists(self, name: str) -> bool:
         return self._client.exists(f"commits/{name}")
@@ -385,3 +387,11 @@ def _part(key: str, number: int) -> str:
 
 def _as_json(content: dict[str, Any]) -> bytes:
     return json.dumps(content, sort_keys=True).encode()
+
+
+def in_bucket(url: str) -> ObjectStorage | Location:
+    """Return the checkpoints below a URL, or the one that it names."""
+    prefix, _, name = url.rpartition("/")
+    if step_of(name) is None:
+        return ObjectStorage(url)
+    return Location(ObjectStorage(prefix), name)

@@ -108,14 +108,14 @@ def train(argv: list[str]) -> int:
     )
     add(
         "--resume",
-        metavar="auto|never|PATH",
+        metavar="auto|never|PATH|URL",
         help="where to resume from (default: checkpoint.resume)",
     )
     given = parser.parse(argv)
     path, overrides = config_and_overrides(given)
     assert path is not None
     if given.resume is not None:
-        local_path(given.resume, "--resume")
+        bucket_url(given.resume, "--resume")
     from lockstep.launch.train import train as start
 
     named = given.output_dir or Path("runs", path.stem)
@@ -790,7 +790,9 @@ def submit(argv: list[str]) -> int:
     add_config(parser)
     add_launch_options(parser)
     parser.add_argument(
-        "--output-dir", metavar="DIR", type=Path, help="the run directory, shared by all machines"
+        "--output-dir",
+        metavar="DIR|URL",
+        help="the run directory, shared by all machines, or a bucket: s3://BUCKET/PREFIX",
     )
     add_options(parser, argv[0])
     given = parser.parse(argv[1:])
@@ -810,6 +812,23 @@ def submit(argv: list[str]) -> int:
     path, overrides = config_and_overrides(given)
     assert path is not None
     print(run(argv[0], given, path, overrides, launch_options(given, at_once=False)))
+    return EXIT_DONE
+
+
+def jobs(argv: list[str]) -> int:
+    """Run `lockstep jobs status|logs|cancel JOB`."""
+    from lockstep.submit import jobs as submitted
+
+    subverbs = {name: (text, ("job", "namespace")) for name, text in submitted.VERBS.items()}
+    text = "Ask for a job that was submitted, or end it."
+    parser = Parser("jobs", text, ["lockstep jobs status slurm:4711"], subverbs)
+    parser.add_argument("verb", metavar="|".join(subverbs))
+    parser.add_argument(
+        "job", metavar="JOB", help="slurm:NUMBER, kubernetes:job|jobset|trainjob/NAME"
+    )
+    parser.add_argument("--namespace", help="of Kubernetes; default: kubectl's own")
+    given = parser.parse(argv)
+    print(submitted.run(given.verb, given.job, given))
     return EXIT_DONE
 
 
@@ -837,6 +856,7 @@ VERBS: dict[str, Verb] = {
     "doctor": (doctor, "check machines, network and ranks before a run"),
     "warm": (warm, "leave a prepared process, so that later commands start at once"),
     "submit": (submit, "submit a run as a job of Slurm or Kubernetes"),
+    "jobs": (jobs, "show, read or end jobs that were submitted"),
     "config": (config, "show, check or list configs"),
     "checkpoint": (
         checkpoint,

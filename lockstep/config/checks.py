@@ -11,7 +11,7 @@ from lockstep.config.schema_distributed import OPEN_BLOCKS
 from lockstep.config.schema_training import TrainingConfig
 from lockstep.errors import Contradiction, UsageError, refuse
 from lockstep.layout import SAME_BATCH, SPREADS, Layout
-from lockstep.paths import url_as_path
+from lockstep.paths import is_bucket_url, url_as_path
 from lockstep.registry import AXES, BY_SIZE, STRATEGIES
 from lockstep.strategy import AUTO, Strategy, strategy_named
 
@@ -372,6 +372,8 @@ def _paths(config: Config) -> Iterator[Contradiction]:
             for name, value in config.data.args.items()
             if isinstance(value, str)
         }
+    if is_bucket_url(config.checkpoint.resume):
+        del given["checkpoint.resume"]
     found = (url_as_path(path, key) for key, path in given.items())
     yield from (one for one in found if one is not None)
 

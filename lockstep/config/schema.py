@@ -74,7 +74,8 @@ class CheckpointConfig(Section):
     """After the last try: `continue` logs the failure, trains on and keeps the last good
     checkpoint; `stop` ends the run. The save at the end of a run must succeed."""
     resume: str = key("auto", min_length=1)
-    """`auto`: from the newest whole checkpoint, if there is one; `never`; or a path."""
+    """`auto`: from the newest whole checkpoint, if there is one; `never`; a path; or the URL of a
+    run in a bucket, or of one of its checkpoints."""
     allow_changes: bool = key(False)
     """Resume though the model, the data, the seed or the global batch changed since the checkpoint;
     otherwise a resume refuses such changes and lists them."""

@@ -14,7 +14,8 @@ from pathlib import Path
 
 from lockstep import signals
 from lockstep.errors import EXIT_DONE, EXIT_PREEMPTED, UsageError
-from lockstep.launch.worker import die_with_this_process, run_as_worker
+from lockstep.launch.worker import run_as_worker
+from lockstep.processes import die_with_this_process
 
 
 def run_script(script: str, arguments: Sequence[str], *, kind: str = "file") -> int:

@@ -150,6 +150,9 @@ def train(
     is_mirrored = url is not None and run.path == named  # a proof writes to no bucket
     if bucket is not None:
         run_apart(partial(_look_into, bucket, run.path if is_mirrored else None), bucket["url"])
+    from_url = bucket_url(resume or config.checkpoint.resume, "--resume")
+    if from_url is not None:
+        run_apart(lambda: client_of({"url": from_url}, starting=True).check_readable(), from_url)
     run.create()
     _log(f"strategy {distributed.strategy}, {_describe_processes(processes, options)} ({reason})")
     if in_this_process(processes, options):

@@ -10,13 +10,11 @@ themselves, so that the log has the output of C libraries, too.
 Tests: tests/launch/test_local.py, tests/launch/test_ends.py, tests/faults/test_environment.py
 """
 
-import ctypes
 import faulthandler
 import io
 import multiprocessing
 import os
 import re
-import signal
 import subprocess
 import sys
 import tempfile
@@ -33,6 +31,7 @@ from lockstep.heartbeat.files import FOLDER
 from lockstep.launch.failures import Failure, done_mark, from_exception, preempted, stacks_file
 from lockstep.launch.stacks import write_on_request
 from lockstep.output import flush_both
+from lockstep.processes import die_with_this_process
 from lockstep.run_files import open_to_append, printable
 
 _copiers: list[subprocess.Popen[bytes]] = []  # they end when nobody writes to them any more
@@ -230,7 +229,6 @@ def to_log(
 
 LAUNCHER_PID = "LOCKSTEP_LAUNCHER_PID"  # set by Lockstep's launcher for its ranks
 FAILURES = "LOCKSTEP_FAILURES"  # the folder where the launcher reads failure files
-_PR_SET_PDEATHSIG = 1
 
 
 _done_marks: list[Path] = []  # of this process's rank, while it runs under Lockstep's launcher
@@ -397,12 +395,6 @@ def environment_with(added: Mapping[str, str]) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-
-
-def die_with_this_process() -> None:
-    """Ask the kernel to kill this new process when its parent dies (Linux)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def die_with_parent() -> None:

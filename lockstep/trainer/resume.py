@@ -2,6 +2,7 @@
 
 import os
 import time
+from pathlib import Path
 from shlex import quote
 from typing import Any
 
@@ -11,7 +12,7 @@ from lockstep import checkpoint, collectives
 from lockstep.collectives import is_main_process
 from lockstep.environment import GENERATION
 from lockstep.errors import RunError, UsageError
-from lockstep.paths import local_path
+from lockstep.paths import bucket_url
 from lockstep.trainer import saved_state
 from lockstep.trainer.changed_settings import compare, moved_schedule
 from lockstep.trainer.optimizer_options import apply_changed_settings
@@ -130,7 +131,7 @@ def clear_later(run: RunState) -> float:
 
 
 def find(output: RunOutput, how: str, where: str = "--resume") -> checkpoint.CheckpointPath | None:
-    """Return where to resume: the newest complete checkpoint, nowhere, or the given path.
+    """Return where to resume: the newest complete checkpoint, nowhere, or the given path or URL.
 
     `auto` means the newest complete checkpoint, on disk or in memory, and `never` nowhere.
 
@@ -143,7 +144,10 @@ def find(output: RunOutput, how: str, where: str = "--resume") -> checkpoint.Che
         return _newest_in_memory(output) or newest_kept(output)
     if isinstance(output.checkpoints, checkpoint.Storage) and output.checkpoints.exists(how):
         return output.checkpoints.path(how)
-    path = local_path(how, "the checkpoint to resume from")
+    url = bucket_url(how, "the checkpoint to resume from")
+    if url is not None:
+        return _in_bucket(url, where)
+    path = Path(how)
     if (path / "checkpoints").is_dir():
         path = path / "checkpoints"
     if (path / checkpoint.MANIFEST).exists():
@@ -164,6 +168,22 @@ def find(output: RunOutput, how: str, where: str = "--resume") -> checkpoint.Che
         fix += f"model.load_state_dict(torch.load({how!r})); or make a checkpoint of it: "
         fix += f"`lockstep checkpoint import {quote(how)}`"
     raise UsageError(f"{how} is not a checkpoint", where=where, why=why, fix=fix)
+
+
+def _in_bucket(url: str, where: str) -> checkpoint.CheckpointPath:
+    """Return the newest whole checkpoint below a URL, or the one that it names."""
+    place = checkpoint.in_bucket(url)
+    if not isinstance(place, checkpoint.Storage):
+        if place.storage.exists(place.name):
+            return place
+    elif (found := checkpoint.resume_point(place)) is not None:
+        return found
+    raise UsageError(
+        f"there is no checkpoint in {url}",
+        where=where,
+        fix="give the URL of a run, as s3://BUCKET/PREFIX, or of one of its checkpoints,"
+        " s3://BUCKET/PREFIX/step-00000100",
+    )
 
 
 def newest_kept(output: RunOutput) -> checkpoint.CheckpointPath | None:

@@ -468,9 +468,9 @@ class Trainer:
 
         All ranks call it.
 
-        The path is a checkpoint, or a folder of them, whose newest complete one is loaded. Settings
-        are compared with those of the checkpoint, as in `resume`: changed rates apply, and another
-        training is refused.
+        The path is a checkpoint, or a folder of them, whose newest complete one is loaded; or the
+        URL of a run in a bucket, or of one of its checkpoints. Settings are compared with those of
+        the checkpoint, as in `resume`: changed rates apply, and another training is refused.
         """
         metadata = self._start.load(str(path))
         return self.step.progress.step, metadata

@@ -28,8 +28,8 @@ from lockstep.launch.failures import (
     read_all,
     stacks_file,
 )
-from lockstep.launch.worker import die_with_this_process
 from lockstep.output import flush_both
+from lockstep.processes import die_with_this_process
 from lockstep.strategy import parse_topology
 
 if TYPE_CHECKING:

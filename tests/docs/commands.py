@@ -83,6 +83,7 @@ def _stop_after_parsing(verb: str, patch: pytest.MonkeyPatch) -> None:
         "compare": ("lockstep.verify.pairs.run", _nothing),
         "plan": ("lockstep.plan.command.plan", _nothing),
         "submit": ("lockstep.submit.run", _submit),
+        "jobs": ("lockstep.submit.jobs.run", _nothing),
         "checkpoint": ("lockstep.checkpoint.commands.run", _checkpoint),
         "report": ("lockstep.report.index.run", _nothing),
         "bench": ("lockstep.report.scaling.bench", _nothing),

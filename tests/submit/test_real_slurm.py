@@ -140,8 +140,10 @@ def test_a_job_runs_on_two_nodes_and_goes_back_into_the_queue_when_preempted(
         "bash stub.sh",
     )
     assert main(["submit", "slurm", *asked, "--time", "5"]) == 0
-    job = capsys.readouterr().out.strip().rpartition(" ")[2]
+    said_first, status, *_ = capsys.readouterr().out.splitlines()
+    job = said_first.rpartition(" ")[2]
     assert job.isdigit()
+    assert status == f"lockstep jobs status slurm:{job}"
     said = slurm / "said"
     _until(
         lambda: said.exists() and "start 1" not in said.read_text() and _state(job) == "PENDING", 60
@@ -162,6 +164,34 @@ def test_a_job_runs_on_two_nodes_and_goes_back_into_the_queue_when_preempted(
         for line in lines
     )
     assert all(line.endswith(f"--resume auto --nnodes 2 {meeting}") for line in lines)
+
+
+# In place of Python: says that it runs, and what it was told to end by.
+_WAITS = """
+trap 'echo told to end; exit 75' TERM
+echo "running"
+touch running
+while :; do sleep 0.1; done
+"""
+
+
+def test_a_job_is_looked_at_read_and_ended(slurm: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (slurm / "stub.sh").write_text(_WAITS)
+    (slurm / "small.yaml").write_text("model: {name: transformer}\ndata: {name: python-docs}\n")
+    asked = ("small.yaml", "--nproc-per-node", "1", "distributed.device=cpu")
+    assert main(["submit", "slurm", *asked, "--python", "bash stub.sh"]) == 0
+    status, logs, cancel = (line.split()[1:] for line in capsys.readouterr().out.splitlines()[1:])
+
+    def told(command: list[str]) -> str:
+        assert main(command) == 0
+        return capsys.readouterr().out
+
+    _until((slurm / "running").exists, 120)
+    assert told(status).startswith("RUNNING\nmachines: n0\n")
+    _until(lambda: told(logs) == "running\n", 60)
+    told(cancel)
+    _until(lambda: told(status).startswith("CANCELLED"), 120)
+    _until(lambda: "told to end" in told(logs), 60)
 
 
 def _at_once(job: str) -> str:

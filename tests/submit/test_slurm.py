@@ -178,3 +178,11 @@ def test_no_sbatch_here(
     assert "sbatch is not on this machine" in capsys.readouterr().err
     assert main(["submit", "bus", config]) == 2
     assert "slurm|kubernetes" in capsys.readouterr().err
+
+
+def test_a_run_in_a_bucket(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Slurm's own log is in the folder where the run writes its records here."""
+    text = rendered(capsys, config, "--nproc-per-node", "1", "--output-dir", "s3://team/runs/first")
+    assert "#SBATCH --output=runs/s3/team/runs/first/slurm-%j.out" in text.splitlines()
+    assert "--output-dir s3://team/runs/first" in text
+    assert "#SBATCH --job-name=first" in text.splitlines()

@@ -16,8 +16,8 @@ from typing import Any
 from lockstep.environment import rank_facts
 from lockstep.errors import LockstepError, RunError, UsageError
 from lockstep.launch.spawn import spawn_again
-from lockstep.launch.worker import die_with_this_process
 from lockstep.paths import RUNS
+from lockstep.processes import die_with_this_process
 from lockstep.verify.script.observe import observe
 from lockstep.verify.script.record import ScriptRecord, ScriptTask, World, for_ranks
 from lockstep.verify.subject import run_isolated, why_not_ended
