@@ -46,7 +46,7 @@ def _slurm(*command: str) -> str:
         )
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise RunError(f"`{shlex.join(command)}` failed", why=done.stderr.strip(), fix=_GONE)
+        raise RunError(f"Slurm refuses {shlex.join(command)}", why=done.stderr.strip(), fix=_GONE)
     return done.stdout
 
 

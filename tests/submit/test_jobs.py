@@ -50,7 +50,7 @@ def test_what_is_not_the_name_of_a_job(capsys: pytest.CaptureFixture[str], job: 
 
 def test_another_verb_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["jobs", "stop", "slurm:1"]) == 2
-    assert "status, logs or cancel" in capsys.readouterr().err
+    assert "jobs knows no stop" in capsys.readouterr().err
 
 
 _SCONTROL = r"""
@@ -87,7 +87,9 @@ def test_what_slurm_says_is_read(
     assert (tmp_path / "cancelled").read_text() == "4711\n"
     for verb in ("status", "logs", "cancel"):
         assert main(["jobs", verb, "slurm:4712"]) == 1
-        assert "Invalid job id specified" in capsys.readouterr().err
+        said_no = capsys.readouterr().err
+        assert "Slurm refuses scontrol show job 4712" in said_no
+        assert "Invalid job id specified" in said_no
 
 
 def test_no_slurm_here(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
