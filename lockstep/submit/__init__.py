@@ -83,6 +83,10 @@ def what_next(job: str, *options: str) -> str:
 def _job(
     given: argparse.Namespace, path: Path, overrides: Sequence[str], options: Any, config: "Config"
 ) -> Submission:
+    """Return what the command line and the config say of a run and its machines.
+
+    Raises UsageError: a number is missing or not fixed, or checkpoints would be elsewhere.
+    """
     fewest, most = options.nodes
     if fewest != most:
         raise UsageError(
