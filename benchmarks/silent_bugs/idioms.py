@@ -210,6 +210,7 @@ class JudgedIdiom:
         kinds: of the causes that are errors.
         text: of the first of them, or why it was not judged.
         where: the first operation that differs.
+        at: the line that is named with the first cause.
         seconds: for the verdict.
     """
 
@@ -220,6 +221,7 @@ class JudgedIdiom:
     text: str
     where: str
     seconds: float
+    at: str = ""
 
     @property
     def right(self) -> bool:
@@ -230,8 +232,9 @@ class JudgedIdiom:
 
     @property
     def line(self) -> int:
-        """The script's line that is named first; 0 without any."""
-        found = re.search(rf"/{self.idiom.script}\.py:(\d+)", f"{self.where} {self.text}")
+        """The script's line that is named with the cause, or else first; 0 without any."""
+        said = self.at or f"{self.where} {self.text}"
+        found = re.search(rf"/{self.idiom.script}\.py:(\d+)", said)
         return int(found[1]) if found else 0
 
     @property
@@ -256,7 +259,8 @@ def judge(idiom: Idiom) -> JudgedIdiom:
     kinds = tuple(found.kind for found in errors)
     seconds = time.monotonic() - began
     is_open = bool(outcome.not_judged) and not errors
-    return JudgedIdiom(idiom, outcome.passed, is_open, kinds, text, outcome.operation, seconds)
+    at = errors[0].line if errors else ""
+    return JudgedIdiom(idiom, outcome.passed, is_open, kinds, text, outcome.operation, seconds, at)
 
 
 def kept(path: Path | None) -> dict[str, JudgedIdiom]:

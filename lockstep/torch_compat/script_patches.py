@@ -160,6 +160,11 @@ def patch_model_parallel(together: Callable[[list[int]], None], around: Around) 
         _replace(schedule, "step", around)
 
 
+def loss_of_schedule(schedule: Any) -> Any:
+    """Return the function with which a pipeline's schedule computes the loss."""
+    return getattr(schedule, "_loss_fn", None)
+
+
 def patch_made(made: Callable[[Any], None]) -> Undo:
     """Report each wrapper, optimizer and learning rate schedule that is made."""
     kinds = (DistributedDataParallel, torch.optim.Optimizer, LRScheduler)
@@ -194,6 +199,49 @@ def patch_hooks(registered: Callable[[str, bool], bool]) -> None:
 def patch_samplers(begun: Callable[[Any], None]) -> Undo:
     """Report each pass over a distributed sampler."""
     return _after(DistributedSampler, "__iter__", lambda self, _result: begun(self))
+
+
+def patch_modes(left: Callable[[Any], None]) -> Undo:
+    """Report each module that is put into evaluation mode, and not those inside of it."""
+    original = torch.nn.Module.train
+    depth = [0]
+
+    @wraps(original)
+    def observed(self: Any, mode: bool = True) -> Any:
+        if not mode and not depth[0]:
+            left(self)
+        depth[0] += 1
+        try:
+            return original(self, mode)
+        finally:
+            depth[0] -= 1
+
+    return _set(torch.nn.Module, "train", observed)
+
+
+def patch_modules(made: Callable[[Any], None]) -> Undo:
+    """Report each module whose constructor begins."""
+    return _after(torch.nn.Module, "__init__", lambda self, _result: made(self))
+
+
+def patch_schedules(stepped: Callable[[Any], None]) -> Undo:
+    """Report each step of a learning rate schedule."""
+    return _after(LRScheduler, "step", lambda self, _result: stepped(self))
+
+
+def patch_seeds(seeded: Callable[[Any], None]) -> Undo:
+    """Report each seed that is given to the generators of torch, NumPy and Python."""
+
+    def seeding(original: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(original)
+        def observed(*args: Any, **kwargs: Any) -> Any:
+            seeded((*args, *kwargs.values()))
+            return original(*args, **kwargs)
+
+        return observed
+
+    places = ((torch, "manual_seed"), (np.random, "seed"), (random, "seed"))
+    return _all_of([_set(owner, name, seeding(getattr(owner, name))) for owner, name in places])
 
 
 def patch_reading(read: Callable[[], None]) -> Undo:

@@ -34,6 +34,9 @@ class Cause:
     fix: str = ""  # what to write
     column: str = "gradients"  # of a script's table
     module: str = ""  # in whose forward pass it begins, if it begins in one
+    # of a script: its own line at which the cause shows, as `train.py:40`; empty if none is known
+    line: str = ""
+    parameters: list[str] = field(default_factory=list)  # that it is about; empty: all, or none
 
 
 @dataclass

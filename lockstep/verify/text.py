@@ -18,6 +18,7 @@ from lockstep.verify import Verdict
 from lockstep.verify.configs import COLUMNS
 from lockstep.verify.outcome import ALLOWED, DIFFERENT, EQUAL, NOT_JUDGED, Cause, Outcome
 from lockstep.verify.page import DrawnOutcome
+from lockstep.verify.places import code_at
 from lockstep.verify.script import signs
 from lockstep.verify.script.pair import PairedLosses
 from lockstep.verify.script.record import for_ranks
@@ -186,7 +187,11 @@ def _script_explanation(outcome: Outcome) -> list[str]:
 
 def _script_cause(cause: Cause) -> list[str]:
     sign = DIFFERENT if cause.is_error else ALLOWED
-    lines = [f"  {sign} {cause.kind}: {cause.text}", f"      found by: {', '.join(cause.found_by)}"]
+    lines = [f"  {sign} {cause.kind}: {cause.text}"]
+    if cause.line:
+        code = code_at(cause.line)
+        lines.append(f"      at: {cause.line}" + (f": {code}" if code else ""))
+    lines.append(f"      found by: {', '.join(cause.found_by)}")
     return [*lines, f"      do: {cause.fix}"] if cause.fix else lines
 
 

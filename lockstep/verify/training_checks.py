@@ -24,6 +24,7 @@ from lockstep.errors import listed
 from lockstep.parallel.parallel_model import local
 from lockstep.torch_compat.loss_functions import is_mean
 from lockstep.torch_compat.wrapper_names import WRAPPER_NAMES
+from lockstep.verify.places import own_line
 
 _WRAPPERS = {*WRAPPER_NAMES, "module", "_forward_module"}
 _DRAWS_OR_NORMALISES = (
@@ -37,11 +38,12 @@ _DRAWS_OR_NORMALISES = (
 
 @dataclass(frozen=True)
 class LoopFinding:
-    """A mistake: short kind, what was seen, and what to write instead."""
+    """A mistake: short kind, what was seen, what to write instead, and the user's own line."""
 
     kind: str
     text: str
     fix: str = ""
+    line: str = ""  # at which it shows, as `train.py:40`; empty if none is known
 
 
 def plain_name(name: str) -> str:
@@ -144,19 +146,53 @@ class TrainingChecks:
         self._epochs: dict[int, tuple[int, int]] = {}
         self._trained: set[tuple[int, int]] = set()  # samplers and epochs of which a step was taken
         self._repeated: dict[int, bool] = {}  # sampler → whether its pass repeats an epoch's order
+        # of the user's own: where wrappers, optimizers and schedules were made
+        self._made_at: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+        self._called_at: dict[int, str] = {}  # id of a module → where it was called last
+        self._stepped_at: dict[int, str] = {}  # id of a schedule → where it was stepped last
+        # modules that were put into evaluation mode, and where, in order
+        self._evaluated: list[tuple[weakref.ref[nn.Module], str]] = []
+        self._backward_at = ""  # where the last backward pass was begun
+        self._clipped_at = ""
+        self._epoch_at = ""  # where a pass was begun that repeats the order of another
 
     @property
     def looks(self) -> bool:
         """Return whether parameters are looked at in this step."""
         return self.steps < self.first or self.steps % self.every == 0
 
-    def find(self, kind: str, text: str, fix: str = "") -> None:
-        """Keep a finding, the first of its kind."""
+    def find(self, kind: str, text: str, fix: str = "", line: str = "") -> None:
+        """Keep a finding, the first of its kind, and the user's own line at which it shows."""
         if kind not in self.findings:
-            self.findings[kind] = LoopFinding(kind, text, fix)
+            self.findings[kind] = LoopFinding(kind, text, fix, line)
             self.report(self.findings[kind])
 
+    def note_made(self, made: Any) -> None:
+        """Note a wrapper, an optimizer or a learning rate schedule, and where it is made."""
+        self.made.add(made)
+        self._made_at[made] = own_line()
+
+    def left_training(self, module: nn.Module) -> None:
+        """Note a module that is put into evaluation mode."""
+        others = []
+        for ref, line in self._evaluated:
+            known = ref()
+            if known is not None and known is not module:
+                others.append((ref, line))
+        self._evaluated = [*others, (weakref.ref(module), own_line())]
+
+    def schedule_stepped(self, schedule: LRScheduler) -> None:
+        """Note where a schedule is stepped."""
+        if self.looks:
+            self._stepped_at[id(schedule)] = own_line()
+
     # ---- forward ----
+
+    def module_called(self, module: nn.Module) -> None:
+        """Note a module that takes part in training, and where it is called."""
+        self.called.add(id(module))
+        if self.looks:
+            self._called_at[id(module)] = own_line()
 
     def model_called(self, model: nn.Module) -> None:
         """Look at a model that is called from outside, with gradients."""
@@ -188,9 +224,8 @@ class TrainingChecks:
                     " wraps it: "
                     "its gradients are not reduced"
                 )
-                self.find(
-                    "gradient synchronisation", text, "call the wrapper, and not what it wraps"
-                )
+                fix = "call the wrapper, and not what it wraps"
+                self.find("gradient synchronisation", text, fix, own_line())
 
     def _alive(self, kind: type) -> list[Any]:
         return [item for item in self.made if isinstance(item, kind)]
@@ -218,7 +253,10 @@ class TrainingChecks:
                 " longer "
                 "than the norm allows"
             )
-            self.find("clipping", text, "clip once, when all gradients are there")
+            fix = "clip once, when all gradients are there"
+            self.find("clipping", text, fix, self._clipped_at)
+        if self.looks:
+            self._backward_at = own_line()
         self._passes += 1
         self._all_passes += 1
         self._undivided_losses &= isinstance(loss, Tensor) and is_mean(loss)
@@ -228,7 +266,8 @@ class TrainingChecks:
             and loss.numel() == 1
             and not bool(torch.isfinite(loss.detach()))
         ):
-            self.find("not finite", f"the loss is {float(loss.detach())} in step {self.steps + 1}")
+            text = f"the loss is {float(loss.detach())} in step {self.steps + 1}"
+            self.find("not finite", text, line=self._backward_at)
 
     def backward_done(self) -> None:
         """Note a gradient at the end of a backward pass."""
@@ -245,13 +284,16 @@ class TrainingChecks:
         if self.looks and self._clipped is None:
             self._check_accumulation()
         self._clipped = next((p for p in reversed(list(parameters)) if p.grad is not None), None)
+        if self.looks:
+            self._clipped_at = own_line()
         if self.looks and self._clipped is None:
             text = (
                 "gradients are clipped where there are none: before the backward pass, or of a"
                 " model that "
                 "is not trained"
             )
-            self.find("clipping", text, "clip between loss.backward() and optimizer.step()")
+            fix = "clip between loss.backward() and optimizer.step()"
+            self.find("clipping", text, fix, self._clipped_at)
 
     # ---- the optimizer ----
 
@@ -266,20 +308,16 @@ class TrainingChecks:
                 f"step {self.steps + 1} uses the gradients of the step before: no backward pass"
                 " came between them"
             )
-            self.find(
-                "update without a gradient",
-                text,
-                "call optimizer.step() once for each step's backward passes",
-            )
+            fix = "call optimizer.step() once for each step's backward passes"
+            self.find("update without a gradient", text, fix, own_line())
         elif not cleared and self.looks:
             kept = [self.names.get(id(p), "a parameter") for p in own if p.grad is not None]
             text = (
                 f"step {self.steps + 1} adds to the gradients of the step before in"
                 f" {listed(kept, 5)}"
             )
-            self.find(
-                "gradients not zeroed", text, "optimizer.zero_grad() after each optimizer.step()"
-            )
+            fix = "optimizer.zero_grad() after each optimizer.step()"
+            self.find("gradients not zeroed", text, fix, own_line())
         if not self.looks:
             return
         trained = [p for p in own if p.requires_grad]
@@ -288,7 +326,8 @@ class TrainingChecks:
                 "the optimizer's parameters get no gradient: it was made for another model, or "
                 "before the model was converted or wrapped"
             )
-            self.find("stale optimizer", text, "make the optimizer from the model that is called")
+            fix = "make the optimizer from the model that is called"
+            self.find("stale optimizer", text, fix, self._made_at.get(optimizer, ""))
         self._before = {id(p): (local(p).detach().clone(), _has_gradient(p)) for p in own}
         norms = [
             local(p.grad).detach().norm()
@@ -298,10 +337,8 @@ class TrainingChecks:
         if norms and not bool(
             torch.isfinite(torch.stack([norm.float().cpu() for norm in norms])).all()
         ):
-            self.find(
-                "not finite",
-                f"a gradient of step {self.steps + 1} is not finite, and the optimizer uses it",
-            )
+            text = f"a gradient of step {self.steps + 1} is not finite, and the optimizer uses it"
+            self.find("not finite", text, line=own_line())
         if self._clipped is None:
             self._check_accumulation()
 
@@ -324,7 +361,8 @@ class TrainingChecks:
                 f"a step adds up the gradients of {self._passes} micro-batches, and nothing "
                 f"divides their mean losses: it is {self._passes} × as long as that of one batch"
             )
-            self.find("gradient accumulation", text, f"(loss / {self._passes}).backward()")
+            fix = f"(loss / {self._passes}).backward()"
+            self.find("gradient accumulation", text, fix, self._backward_at)
 
     def end_update(self, optimizer: Optimizer) -> None:
         """Look at what an optimizer has done."""
@@ -342,10 +380,8 @@ class TrainingChecks:
                 and not torch.equal(parameter, self._frozen[name])
             ]
             if moved:
-                self.find(
-                    "frozen parameters",
-                    f"{listed(moved, 5)} do not require gradients, and have changed",
-                )
+                text = f"{listed(moved, 5)} do not require gradients, and have changed"
+                self.find("frozen parameters", text, line=own_line())
         self._updates[id(optimizer)] = (self._all_passes, False)
         found = next((p for p in own if p.grad is not None), None)
         if found is not None:
@@ -373,15 +409,17 @@ class TrainingChecks:
                 and not _in_training(model)
                 and _draws_or_normalises(model)
             ):
-                self._find_evaluation_mode(f", from step {self.steps} on")
+                self._find_evaluation_mode(model, f", from step {self.steps} on")
 
-    def _find_evaluation_mode(self, since: str) -> None:
+    def _find_evaluation_mode(self, model: nn.Module, since: str) -> None:
         text = (
             f"the model is trained in evaluation mode{since}: without dropout, and with the running"
             " statistics of its normalisations"
         )
         fix = "model.train() before the training loop and after evaluation"
-        self.find("evaluation mode", text, fix)
+        parts = set(map(id, model.modules()))
+        lines = [line for module, line in self._evaluated if id(module()) in parts]
+        self.find("evaluation mode", text, fix, lines[-1] if lines else "")
 
     def _check_moved(self, optimizer: Optimizer, own: list[Tensor]) -> None:
         """Note parameters that an update with a gradient left unchanged, or that have none."""
@@ -417,19 +455,16 @@ class TrainingChecks:
                     f"the optimizer steps with learning rate {mine[0]:.6g}, and its schedule says"
                     f" {rates[0]:.6g}"
                 )
-                self.find(
-                    "learning rate schedule",
-                    text,
-                    "let nothing but the schedule set the learning rate",
-                )
+                fix = "let nothing but the schedule set the learning rate"
+                self.find("learning rate schedule", text, fix)
         living = [one for known in self._optimizers if (one := known()) is not None]
         if schedules and not any(
             _steps(schedule, one) for schedule in schedules for one in (optimizer, *living)
         ):
             text = "the schedule changes the learning rate of an optimizer that never steps"
-            self.find(
-                "learning rate schedule", text, "make the schedule for the optimizer that steps"
-            )
+            fix = "make the schedule for the optimizer that steps"
+            line = self._made_at.get(schedules[-1], "")
+            self.find("learning rate schedule", text, fix, line)
         stepped = max((schedule.last_epoch for schedule in schedules), default=0)
         updates = self.steps + 1
         if (
@@ -441,7 +476,9 @@ class TrainingChecks:
                 f"the schedule was stepped {stepped} times in {updates} optimizer steps: once for"
                 " each micro-batch"
             )
-            self.find("learning rate schedule", text, "step it once for each optimizer.step()")
+            fix = "step it once for each optimizer.step()"
+            line = self._stepped_at.get(id(schedules[-1]), "")
+            self.find("learning rate schedule", text, fix, line)
 
     def _check_models(self) -> None:
         """Find parameters that require gradients, and that no optimizer has."""
@@ -458,7 +495,8 @@ class TrainingChecks:
             if missing and len(missing) < len(trained) and not flattened:
                 text = f"{listed(missing, 5)} require gradients, and no optimizer has them"
                 fix = "give the optimizer all of model.parameters(), after the last of them is made"
-                self.find("parameters without an optimizer", text, fix)
+                line = self._made_at.get(optimizers[-1], "") if optimizers else ""
+                self.find("parameters without an optimizer", text, fix, line)
             now = dict(model.named_parameters(remove_duplicate=False))
             for names in self._tied:
                 if (
@@ -488,7 +526,11 @@ class TrainingChecks:
                 f" {self.first} steps"
             )
             fix = "let no detach(), no_grad() or .data cut them off from the loss"
-            self.find("parameters without gradients", text, fix)
+            owners = {detached[0].rpartition(".")[0]}
+            lines = [
+                self._called_at.get(id(module), "") for name, module in modules if name in owners
+            ]
+            self.find("parameters without gradients", text, fix, next(filter(None, lines), ""))
         for model in self.models:
             calls = self._calls[id(model), False]
             in_training = self._calls[id(model), True]
@@ -498,7 +540,7 @@ class TrainingChecks:
                 and _draws_or_normalises(model)
                 and any(id(p) in held for p in model.parameters())
             ):
-                self._find_evaluation_mode("")
+                self._find_evaluation_mode(model, "")
 
     # ---- data and checkpoints ----
 
@@ -510,6 +552,8 @@ class TrainingChecks:
         self._epochs[id(sampler)] = (sampler.epoch, self.steps)
         again = (id(sampler), sampler.epoch) in self._trained
         self._repeated[id(sampler)] = again and sampler.shuffle
+        if self._repeated[id(sampler)]:
+            self._epoch_at = own_line()
 
     def _check_order(self) -> None:
         """Find an epoch that repeats the order of another, when a step is taken of it."""
@@ -518,7 +562,8 @@ class TrainingChecks:
                 "each epoch reads the samples in the same order: DistributedSampler.set_epoch is"
                 " not called"
             )
-            self.find("order of samples", text, "sampler.set_epoch(epoch) before each epoch")
+            fix = "sampler.set_epoch(epoch) before each epoch"
+            self.find("order of samples", text, fix, self._epoch_at)
 
     def loaded(self, model: nn.Module, missing: list[str], unexpected: list[str]) -> None:
         """Look at the result of `load_state_dict(strict=False)`."""
@@ -527,11 +572,8 @@ class TrainingChecks:
                 f"load_state_dict(strict=False) left out {len(missing)} tensors, such as "
                 f"{missing[0]}, and did not know {len(unexpected)}, such as {unexpected[0]}"
             )
-            self.find(
-                "checkpoint not loaded",
-                text,
-                "give the names of the checkpoint the prefix of the model's",
-            )
+            fix = "give the names of the checkpoint the prefix of the model's"
+            self.find("checkpoint not loaded", text, fix, own_line())
 
 
 def _draws_or_normalises(model: nn.Module) -> bool:

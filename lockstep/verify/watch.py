@@ -108,7 +108,9 @@ class observe:  # noqa: N801 — called as a function
             register_optimizer_step_post_hook(self._after_step).remove,
             script_patches.patch_backward(self._around_backward),
             script_patches.patch_clipping(self._around_clipping),
-            script_patches.patch_made(checks.made.add),
+            script_patches.patch_made(checks.note_made),
+            script_patches.patch_modes(checks.left_training),
+            script_patches.patch_schedules(checks.schedule_stepped),
             script_patches.patch_samplers(checks.sampler_begun),
             script_patches.patch_loading(checks.loaded),
             script_patches.patch_reading(checks.batch_read),
@@ -141,7 +143,7 @@ class observe:  # noqa: N801 — called as a function
             self._undo[0]()  # modules are known by now, and a hook costs a microsecond a call
             return
         if module.training:
-            self._checks.called.add(id(module))  # also where a part of it runs without gradients
+            self._checks.module_called(module)  # also where a part of it runs without gradients
         inside = {
             id(inner)
             for model in self._checks.models
@@ -351,8 +353,9 @@ def _has_ranks() -> bool:
 
 
 def _warn(finding: LoopFinding) -> None:
+    at = f", at {finding.line}" if finding.line else ""
     do = f"; do: {finding.fix}" if finding.fix else ""
-    line = f"watch-training: ✗ rank {rank_facts().rank}: {finding.kind}: {finding.text}{do}"
+    line = f"watch-training: ✗ rank {rank_facts().rank}: {finding.kind}: {finding.text}{at}{do}"
     print(line, flush=True)
     # the launcher shows rank 0 alone: a log would keep this line
     if not getattr(sys.stdout, "shown", True):

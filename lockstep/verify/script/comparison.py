@@ -21,7 +21,7 @@ from lockstep.verify.outcome import UNKNOWN, Cause, Difference, Outcome
 from lockstep.verify.script import gradients
 from lockstep.verify.script.fixes import NORMALISATION, script_cause
 from lockstep.verify.script.gradients import GradientEvidence, vector
-from lockstep.verify.script.operations import first_operation
+from lockstep.verify.script.operations import OperationDifference, first_operation
 from lockstep.verify.script.ranks import is_cut_by_script, replicas_cause
 from lockstep.verify.script.record import (
     Pieces,
@@ -60,6 +60,9 @@ class ScriptComparison:
         self._on_each: dict[int, list[tuple[Values, ScriptRecord]]] = {}
         # parameter → size of its difference, where a gradient differs
         self.off: dict[str, float] = {}
+        # what tells the lines of causes, once a difference is explained
+        self.differing: OperationDifference | None = None
+        self.traced: list[ScriptRecord] = []  # the ranks, with each operation
 
     def take(self, what: str, **changes: Any) -> None:
         """Run the ranks, whose records are judged from now on."""
@@ -258,6 +261,7 @@ def _first_operation(c: ScriptComparison, first: Difference) -> str:
         _, records = c.runs.world(c.ranks, "with each operation traced", **undone, traced=True)
     except LockstepError:  # what is compiled may not be traced
         return ""
+    c.traced = records
     alone = c.alone_on_each(first.step, at)
     for unit, (_, one) in zip(c.world.units, alone, strict=True):
         if len(records[unit[0]].steps) <= first.step or len(one.steps) <= first.step:
@@ -266,8 +270,9 @@ def _first_operation(c: ScriptComparison, first: Difference) -> str:
         if not mine:
             return ""
         found = first_operation(mine, one.steps[first.step].operations)
-        if found:
-            return f"the first operation that differs, on rank {unit[0]}: {found}"
+        if found is not None:
+            c.differing = found
+            return f"the first operation that differs, on rank {unit[0]}: {found.text}"
     return (
         "no operation of a rank differs from those of one process on its samples: ranks part where"
         " their gradients are combined"

@@ -5,6 +5,8 @@ It uses the words of the framework whose loop the script runs.
 Tests: tests/verify/test_script.py
 """
 
+from collections.abc import Sequence
+
 from lockstep.verify.outcome import Cause
 from lockstep.verify.script.record import ACCELERATE, FABRIC, LIGHTNING, TORCH, TRANSFORMERS
 
@@ -144,11 +146,25 @@ def fix_for(kind: str, framework: str) -> str:
 
 
 def script_cause(
-    kind: str, text: str, found_by: str, framework: str, *, is_error: bool = True
+    kind: str,
+    text: str,
+    found_by: str,
+    framework: str,
+    *,
+    is_error: bool = True,
+    parameters: Sequence[str] = (),
 ) -> Cause:
-    """Return a cause with the fix for a framework.
+    """Return a cause with the fix for a framework, and the parameters that it is about.
 
     The kind of the cause decides its column in the table.
     """
     column = kind if kind in ("samples", "random numbers", "first values") else "gradients"
-    return Cause(kind, text, [found_by], is_error, fix=fix_for(kind, framework), column=column)
+    return Cause(
+        kind,
+        text,
+        [found_by],
+        is_error,
+        fix=fix_for(kind, framework),
+        column=column,
+        parameters=list(parameters),
+    )

@@ -156,7 +156,7 @@ def scaled_cause(evidence: GradientEvidence) -> Cause | None:
         return None
     text = f"the gradient of {listed(names, 5)} is {factors[0]:.3g} × that of one process"
     by = f"divided by {factors[0]:.3g}, it is the gradient of one process"
-    return script_cause(SUM, text, by, evidence.framework)
+    return script_cause(SUM, text, by, evidence.framework, parameters=names)
 
 
 def computation_cause(
@@ -317,7 +317,7 @@ def shared_cause(evidence: GradientEvidence) -> Cause | None:
             " model: each "
             "has the part that comes through its own part of the layers"
         )
-        return script_cause(NOT_SYNCHRONISED, text, by, evidence.framework)
+        return script_cause(NOT_SYNCHRONISED, text, by, evidence.framework, parameters=partial)
     if scaled:
         text = "; ".join(
             f"the gradient of {listed(names, 5)} is {what}" for what, names in scaled.items()
@@ -328,5 +328,5 @@ def shared_cause(evidence: GradientEvidence) -> Cause | None:
             f"the gradient of {listed(apart, 5)}, which all ranks hold whole, differs from rank to"
             " rank"
         )
-        return script_cause(NOT_SYNCHRONISED, text, by, evidence.framework)
+        return script_cause(NOT_SYNCHRONISED, text, by, evidence.framework, parameters=apart)
     return None

@@ -19,6 +19,7 @@ from lockstep.verify.script.comparison import (
 )
 from lockstep.verify.script.draws import drawn_apart
 from lockstep.verify.script.fixes import script_cause
+from lockstep.verify.script.lines import LineEvidence, name_lines
 from lockstep.verify.script.ranks import (
     hang_cause,
     is_cut_by_script,
@@ -56,6 +57,9 @@ def judge_script(runs: Runs, ranks: int) -> Outcome:
     except LockstepError as error:
         outcome.fail("\n".join([str(error), *getattr(error, "__notes__", [])]))
         _explain_crash(runs, outcome, first_line(error))
+    step = 0 if outcome.first is None else outcome.first.step
+    seen = LineEvidence(judgement.records, step, judgement.differing, judgement.traced)
+    name_lines(outcome, seen)
     outcome.describe(judgement.off, _drawn(outcome, judgement.off))
     outcome.signs.update(signs_of(outcome))
     return outcome

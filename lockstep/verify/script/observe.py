@@ -13,11 +13,11 @@ import gc
 import json
 import os
 import random
-import re
 import sys
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -27,8 +27,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -47,10 +49,17 @@ from lockstep.torch_compat import script_patches
 from lockstep.torch_compat.pytree import tree_leaves
 from lockstep.verify.experiments import with_other_last_bits
 from lockstep.verify.modes import FullPrecision, MeanDraws
+from lockstep.verify.places import (
+    is_own,
+    line_of_definition,
+    line_outside_of_modules,
+    own_line,
+)
 from lockstep.verify.script import values
 from lockstep.verify.script.draws import BatchKey, ObservedDraws
-from lockstep.verify.script.operations import TracedOperations
+from lockstep.verify.script.operations import BACKWARD, FORWARD, UPDATE, TracedOperations
 from lockstep.verify.script.record import (
+    CLIP,
     RandomDraw,
     RecordedStep,
     ScriptRecord,
@@ -66,9 +75,6 @@ _WAIT = 60.0  # seconds to wait for the other ranks to finish their last step; l
 _PATIENCE = 15.0  # seconds for which no rank may compute; longer than a script sleeps on purpose
 _POLL = 0.5
 _BUSY = 0.05  # share of the processor from which on a rank computes
-_NOT_OWN = re.compile(
-    r"<frozen |/lib/python\d|/site-packages/|/lockstep/(verify|launch|torch_compat)/|<string>"
-)
 _MOST_COLLECTIVES = 10_000
 _STATISTICS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
@@ -117,6 +123,7 @@ class _ScriptObserver:
         self._names: dict[int, str] = {}
         self._flat: set[int] = set()  # parameters in modules that FSDP1 cuts
         self._models: list[nn.Module] = []
+        self._prefixes: dict[int, str] = {}  # number of a model → of its parameters' names
         self._depth = 0  # of modules that call each other
         self._inside: list[str] = []  # their names; empty before they are known
         self._is_traced = False
@@ -130,6 +137,11 @@ class _ScriptObserver:
         self._passes = 0  # backward passes
         self._nesting = Nesting()
         self._modules: dict[int, str] = {}
+        # where modules were made
+        self._modules_made: dict[int, tuple[weakref.ref[nn.Module], str]] = {}
+        self._seeds_pass = False  # whether this observer gives seeds itself
+        self._has_passed = False  # whether the last batch of the step has passed backward
+        self._trace_modes = ExitStack()  # from the first batch of a step to its update
         self._watched = False
         self._finished = False  # nothing of the script is left to run
         self._checks = TrainingChecks(
@@ -144,7 +156,7 @@ class _ScriptObserver:
             self.record.unkeyed.append,
             lambda: self._depth > 0,
             self._draw,
-            lambda file: not _NOT_OWN.search(file),
+            is_own,
         )
         # settings of the parameter groups to put back after the step
         self._own: list[list[dict[str, Any]]] = []
@@ -160,6 +172,10 @@ class _ScriptObserver:
         script_patches.patch_samplers(self._checks.sampler_begun)
         script_patches.patch_loading(self._checks.loaded)
         script_patches.patch_model_parallel(self.record.together.update, self._around_schedule)
+        script_patches.patch_modes(self._checks.left_training)
+        script_patches.patch_modules(self._module_made)
+        script_patches.patch_schedules(self._schedule_stepped)
+        script_patches.patch_seeds(self._seeded)
         verified_part.append((partial(setattr, self, "active", True), self.finish))
         # A command's script is not known; it is observed whole until a part begins.
         with suppress(OSError):
@@ -222,7 +238,7 @@ class _ScriptObserver:
         """Return the script's own line at which the main thread waits; empty if none is left."""
         frames = traceback.extract_stack(sys._current_frames()[main])
         # the innermost is where it waits
-        own = [frame for frame in frames if not _NOT_OWN.search(frame.filename)]
+        own = [frame for frame in frames if is_own(frame.filename)]
         if not own or self._finished:
             return ""
         return f"{short_path(own[-1].filename)}:{own[-1].lineno}: {own[-1].line}"
@@ -253,21 +269,40 @@ class _ScriptObserver:
             self.record.collectives.append(
                 (name, size, f"{short_path(frame.filename)}:{frame.lineno}")
             )
+        if size and is_own(frame.filename):
+            self._step.calls.append((name, f"{short_path(frame.filename)}:{frame.lineno}"))
 
     # ---- what is made, read and drawn ----
 
     def _made(self, made: Any) -> None:
-        self._checks.made.add(made)
+        self._checks.note_made(made)
         if isinstance(made, torch.optim.Optimizer):
+            self.record.places.optimizers.append(own_line())
             self._draws.begin()
+
+    def _module_made(self, module: nn.Module) -> None:
+        if self.active and self._states is None:
+            self._modules_made[id(module)] = (weakref.ref(module), line_outside_of_modules())
+
+    def _schedule_stepped(self, schedule: LRScheduler) -> None:
+        self._checks.schedule_stepped(schedule)
+        if schedule.last_epoch > 0:  # else it is made
+            self.record.places.schedule = own_line()
+
+    def _seeded(self, seed: Any) -> None:
+        begun = self.record.batches or self.record.steps
+        if not self._seeds_pass and self._states is None and not begun:
+            self.record.places.seeds.append((own_line(), str(seed)))
 
     def _batch_read(self) -> None:
         self._checks.batch_read()
+        self._has_passed = False
         self._draws.begin()
         self._trace()
 
     def _hook_registered(self, name: str, of_torch: bool) -> bool:
         self.record.hooks.append((name, of_torch))
+        self.record.places.hook = own_line()
         return not self.task.plain_reduction
 
     def _sources(self) -> list[BatchKey]:
@@ -302,7 +337,7 @@ class _ScriptObserver:
             self._step.dtypes.add(f"autocast to {torch.get_autocast_dtype(device)}")
         if self._states is not None and not self._in_backward:
             # also where a part of a model runs without gradients
-            self._checks.called.add(id(module))
+            self._checks.module_called(module)
         if self._depth > 1 or not torch.is_grad_enabled() or self._in_backward or not self.active:
             return
         self._called_with = {} if self._states is None else values.generator_states()
@@ -313,6 +348,7 @@ class _ScriptObserver:
             return
         if not any(module is known for known in self._models):
             self._begin_with(module)
+        self._note_call(module)
         if self.task.fixed_statistics:
             for inner in module.modules():
                 if isinstance(inner, _STATISTICS):
@@ -322,19 +358,39 @@ class _ScriptObserver:
             self._called_with = values.generator_states()
 
     def _trace(self) -> None:
-        """Trace operations from here to the end of the backward pass, if the task says so."""
+        """Trace operations from here to the update, if the task says so."""
         if self.task.traced and not self._is_traced:
             self._is_traced = True
-            self._modes.enter_context(
+            self._trace_modes.enter_context(
                 TracedOperations(
-                    lambda: (self._inside[-1] if self._inside else "", self._in_backward),
+                    lambda: (self._inside[-1] if self._inside else "", self._phase()),
                     lambda operation: self._step.operations.append(operation),
                 )
             )
 
+    def _phase(self) -> str:
+        if self._in_backward:
+            return BACKWARD
+        return UPDATE if self._has_passed else FORWARD
+
+    def _note_call(self, model: nn.Module) -> None:
+        """Note where a model of the script is called, and whether a wrapper reduces for it."""
+        number = next(at for at, known in enumerate(self._models) if known is model)
+        prefix = self._prefixes.get(number)
+        if prefix is None:
+            return
+        places = self.record.places
+        line = own_line()
+        if line:
+            places.models[prefix] = line
+        if isinstance(model, DistributedDataParallel | FullyShardedDataParallel | FSDPModule):
+            places.wrapped.add(prefix)
+
     def _begin_pass(self) -> dict[str, Any]:
         """Return the generators' states, and change how this pass draws and rounds if told so."""
         states = values.generator_states()
+        self._has_passed = False
+        self._seeds_pass = True
         self._trace()
         if self.task.mean_draws:
             random.seed(0)
@@ -344,6 +400,7 @@ class _ScriptObserver:
             self._modes.enter_context(FullPrecision())  # type: ignore[no-untyped-call]
         if self.task.keyed_passes:
             torch.manual_seed(self.rank * 1_000_003 + self._passes)
+        self._seeds_pass = False
         return states
 
     def _after_forward(self, module: nn.Module, args: Any, *rest: Any) -> None:
@@ -370,6 +427,9 @@ class _ScriptObserver:
         parameters = dict(model.named_parameters())
         is_new = not any(id(parameter) in self._names for parameter in parameters.values())
         number = f"{len(self._models)}:" if self._models and is_new else ""
+        if is_new or not self._models:
+            self._prefixes[len(self._models)] = number
+            self.record.places.made[number] = self._line_that_made(model)
         self._models.append(model)
         kinds = {kind.__name__ for inner in model.modules() for kind in type(inner).__mro__}
         if any(isinstance(inner, _STATISTICS) for inner in model.modules()):
@@ -401,6 +461,15 @@ class _ScriptObserver:
                 ):
                     parameter.copy_(with_other_last_bits(parameter, generator))
 
+    def _line_that_made(self, model: nn.Module) -> str:
+        """Return the line that made the innermost of a model's modules; empty if none is known."""
+        lines = []
+        for part in model.modules():
+            known, line = self._modules_made.get(id(part), (None, ""))
+            if known is not None and known() is part and line:
+                lines.append(line)
+        return lines[-1] if lines else ""
+
     def _name_of_module(self, name: str) -> str:
         """Return the name that the ranks have for a module of this process."""
         return (self.task.prefix + name).rstrip(".")
@@ -416,6 +485,7 @@ class _ScriptObserver:
             self._step.losses.append(
                 sum(float(local(loss).detach().double().sum()) for loss in losses)
             )
+            self._step.note_backward(own_line(), losses[0])
             self._record_draws()
             self._checks.backward(first)
         self._in_backward = True
@@ -427,9 +497,11 @@ class _ScriptObserver:
                 self._checks.backward_done()
                 self._end_pass()
 
-    def _around_schedule(self, call: Any, _schedule: Any) -> Any:
+    def _around_schedule(self, call: Any, schedule: Any) -> Any:
         """Take a pipeline's step, with the passes of all its micro-batches, as one pass."""
         # A pipeline's step, with the passes of all its micro-batches, is taken as one pass.
+        self.record.places.loss = line_of_definition(script_patches.loss_of_schedule(schedule))
+        self._step.calls.append((BACKWARD, own_line()))
         self._states = self._begin_pass()
         self._called_with = values.generator_states()
         self._in_schedule = True
@@ -459,7 +531,7 @@ class _ScriptObserver:
 
     def _end_pass(self) -> None:
         self._modes.close()
-        self._is_traced = False
+        self._has_passed = True
         if self.task.mean_draws and self._states is not None:
             random.setstate(self._states["python"])
             np.random.set_state(self._states["numpy"])
@@ -478,6 +550,7 @@ class _ScriptObserver:
     def _around_clipping(self, call: Any, parameters: Any) -> Any:
         tensors = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         self._checks.clipped(tensors)
+        self._step.calls.append((CLIP, own_line()))
         self._step.unclipped.update(self._gradients(tensors))
         return call()
 
@@ -506,6 +579,9 @@ class _ScriptObserver:
 
     def _begin_update(self, optimizer: torch.optim.Optimizer) -> None:
         """Record gradients and settings, and put the task's in their place."""
+        self._trace_modes.close()
+        self._is_traced = False
+        self._step.calls.append((UPDATE, own_line()))
         self._checks.begin_update(optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         for position, parameter in enumerate(parameters):

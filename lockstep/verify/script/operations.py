@@ -22,8 +22,17 @@ from torch import Tensor
 from lockstep.parallel.divergence import fingerprint
 from lockstep.torch_compat.dispatch_mode import TorchDispatchMode
 from lockstep.torch_compat.pytree import tree_leaves
+from lockstep.verify.places import is_reading, own_line
 from lockstep.verify.recorded_flow import line_of_code
 
+FORWARD = "forward"
+BACKWARD = "backward"
+UPDATE = "update"  # between the last backward pass and the optimizer's step
+_PHASES = {
+    FORWARD: "",
+    BACKWARD: ", in the backward pass",
+    UPDATE: ", between backward pass and update",
+}
 _MOST = 100_000  # operations of a step
 _WITHOUT_VALUES = ("empty", "new_empty")  # what they return is written later
 _ROUNDING = 1e-5  # relative difference of a sum of magnitudes that is rounding
@@ -36,22 +45,33 @@ class TracedOperation:
     name: str  # linear, mul …
     module: str  # that runs; empty: the loop itself
     line: str  # of the code that calls it
-    backward: bool  # whether it belongs to a backward pass
+    phase: str  # FORWARD, BACKWARD or UPDATE
     given: float  # sum of the magnitudes of what it was given
     returned: float  # and of what it returned
     bits: int  # fingerprint of what it returned
+    own: str = ""  # line of the user's own code that is nearest to it
+    memory: int = 0  # address of what it returned
+
+
+@dataclass(frozen=True)
+class OperationDifference:
+    """The first operation that differs: a clause on it, and the user's own line."""
+
+    text: str
+    line: str
+    is_update: bool = False  # whether it comes between a backward pass and the update
 
 
 class TracedOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Traces operations while it is entered.
 
     Args:
-        where: returns the module that runs, and whether a backward pass does.
+        where: returns the module that runs, and the phase of the step.
         note: is given each operation.
     """
 
     def __init__(
-        self, where: Callable[[], tuple[str, bool]], note: Callable[[TracedOperation], None]
+        self, where: Callable[[], tuple[str, str]], note: Callable[[TracedOperation], None]
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._where = where
@@ -65,18 +85,34 @@ class TracedOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = func.overloadpacket.__name__
         has_values = _is_plain(result) and not name.startswith(_WITHOUT_VALUES)
         if func.namespace == "aten" and has_values and self._count < _MOST:
-            line = line_of_code()
+            line = "" if is_reading() else line_of_code()
             if line:
                 self._count += 1
-                module, backward = self._where()
+                module, phase = self._where()
                 bits = int(fingerprint(result.detach()))
                 returned = _magnitude(result)
-                self._note(TracedOperation(name, module, line, backward, given, returned, bits))
+                self._note(
+                    TracedOperation(
+                        name,
+                        module,
+                        line,
+                        phase,
+                        given,
+                        returned,
+                        bits,
+                        own_line(),
+                        _memory(result),
+                    )
+                )
         return result
 
 
 def _is_plain(value: Any) -> bool:
     return type(value) in (Tensor, torch.nn.Parameter) and not value.is_meta
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.data_ptr() if tensor.layout == torch.strided else 0
 
 
 def _magnitude(tree: Any) -> float:
@@ -91,35 +127,50 @@ def first_operation(
     mine: Sequence[TracedOperation],
     right: Sequence[TracedOperation],
     other: str = "one process",
-) -> str:
-    """Return a clause on the first operation that differs from those of the `other`.
+) -> OperationDifference | None:
+    """Return the first operation that differs from those of the `other`; None if none does.
 
-    Empty if none does. Operations of modules that only one side calls, as a wrapper's, are left
-    out.
+    Operations of modules that only one side calls, as a wrapper's, are left out. Between a backward
+    pass and the update ranks have other gradients, so that only the names are compared there.
     """
     both = {operation.module for operation in mine} & {operation.module for operation in right}
     mine = [operation for operation in mine if operation.module in both]
     right = [operation for operation in right if operation.module in both]
     for here, there in zip(mine, right, strict=False):
         if here.name != there.name:
-            return f"{_place(here)}: {here.name} where {other} calls {there.name}"
+            return _difference(here, f"{here.name} where {other} calls {there.name}")
+        if here.phase == UPDATE:
+            continue
         if here.bits != there.bits and _differ(here.returned, there.returned):
             if _differ(here.given, there.given):
-                return f"{_place(here)}: {here.name} is given something else, made before"
-            return f"{_place(here)}: {here.name} returns something else"
+                return _difference(here, f"{here.name} is given something else, made before")
+            return _difference(here, f"{here.name} returns something else")
     if len(mine) > len(right):
         extra = mine[len(right)]
-        return f"{_place(extra)}: {extra.name}, which {other} does not call"
+        return _difference(extra, f"{extra.name}, which {other} does not call")
     if len(right) > len(mine):
         extra = right[len(mine)]
-        return f"{_place(extra)}: {extra.name} is left out, which {other} calls"
-    return ""
+        return _difference(extra, f"{extra.name} is left out, which {other} calls")
+    return None
 
 
-def _place(operation: TracedOperation) -> str:
+def line_of_loss(operations: Sequence[TracedOperation], loss: Tensor) -> str:
+    """Return the user's own line that computed a loss; empty if it was not traced.
+
+    Where a library divides it, the line before that.
+    """
+    memory = _memory(loss) if _is_plain(loss) else 0
+    forward = [operation for operation in operations if operation.phase == FORWARD]
+    made = [at for at, one in enumerate(forward) if one.memory == memory and one.name != "detach"]
+    before = forward[: made[-1] + 1] if memory and made else []
+    return next((one.own for one in reversed(before) if one.own and one.own == one.line), "")
+
+
+def _difference(operation: TracedOperation, text: str) -> OperationDifference:
     module = f" in {operation.module}" if operation.module else ""
-    backward = ", in the backward pass" if operation.backward else ""
-    return f"{operation.line}{module}{backward}"
+    phase = _PHASES[operation.phase]
+    where = f"{operation.line}{module}{phase}"
+    return OperationDifference(f"{where}: {text}", operation.own, operation.phase == UPDATE)
 
 
 def _differ(mine: float, right: float) -> bool:

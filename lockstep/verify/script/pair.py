@@ -489,7 +489,8 @@ class _Pair(ScriptComparison):
             here = self.runs.world(self.ranks, "B, with each operation traced", **told)[1]
             rank = left.ranks[0]
             mine, theirs = (records[rank].steps[left.step] for records in (here, there))
-            operation = first_operation(mine.operations, theirs.operations, "A")
+            differs = first_operation(mine.operations, theirs.operations, "A")
+            operation = "" if differs is None else differs.text
         except LockstepError as error:  # what is compiled may not be traced
             operation = f"operations can't be traced: {first_line(error)}"
         if operation:

@@ -48,7 +48,14 @@ def loop_causes(records: Sequence[ScriptRecord]) -> list[Cause]:
             by = "the loop's own calls, gradients and updates"
             found.setdefault(
                 finding["kind"],
-                Cause(finding["kind"], text, [by], fix=finding["fix"], column="loop"),
+                Cause(
+                    finding["kind"],
+                    text,
+                    [by],
+                    fix=finding["fix"],
+                    column="loop",
+                    line=finding["line"],
+                ),
             )
     return list(found.values())
 
@@ -121,10 +128,10 @@ def _same_samples(world: World) -> Cause | None:
         every = (
             "all ranks" if len(alike) == len(flat) - 1 else f"ranks 0, {', '.join(map(str, alike))}"
         )
-        text = (
-            f"the loader is not sharded: {every} train on the same {len(flat[0])} samples in"
-            f" {steps} steps"
-        )
+        same = f"{every} train on the same {len(flat[0])} samples in {steps} steps"
+        text = f"the loader is not sharded: {same}"
+        if leaders[0].training_loader is None:
+            text = f"the loop gives ranks no samples of their own: {same}"
         return script_cause("samples", text, _BY_SAMPLES, framework)
     loader = leaders[0].training_loader
     read, held = leaders[0].lengths.get(-1 if loader is None else loader, (0, 0))
@@ -236,9 +243,8 @@ def _other_first_values(world: World) -> Cause | None:
     text = (
         f"ranks start from different weights: {listed(names, 5)} on rank {other[0]} and on rank 0"
     )
-    return script_cause(
-        "first values", text, "the parameters before the first step", world.records[0].framework
-    )
+    by = "the parameters before the first step"
+    return script_cause("first values", text, by, world.records[0].framework, parameters=names)
 
 
 def _other_precision(world: World) -> Cause | None:

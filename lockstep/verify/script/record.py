@@ -15,8 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lockstep.torch_compat.script_patches import COLLECTIVES
+from lockstep.verify.places import ScriptPlaces
 from lockstep.verify.script.draws import BatchKey, Draws, LoopDraw
-from lockstep.verify.script.operations import TracedOperation
+from lockstep.verify.script.operations import BACKWARD, TracedOperation, line_of_loss
 
 Tensors = dict[str, Tensor]
 _TASK = "task.pt"  # file in the folder of a task
@@ -27,6 +29,7 @@ LIGHTNING = "Lightning"
 TRANSFORMERS = "transformers"
 DEEPSPEED = "DeepSpeed"
 LOCKSTEP = "Lockstep"
+CLIP = "clip"  # a call of a step
 
 # Whose code calls the optimizer, by the names of modules; the first that calls it, if several do.
 _FRAMEWORKS = {
@@ -204,6 +207,10 @@ class RecordedStep:
     own: Pieces = field(default_factory=dict)
     operations: list[TracedOperation] = field(default_factory=list)  # where they are traced
     losses: list[float] = field(default_factory=list)  # what each backward pass started from
+    # line at which the last of these was computed, where operations are traced
+    loss_line: str = ""
+    # what the script itself calls, and its line: backward, collectives, clip, update
+    calls: list[tuple[str, str]] = field(default_factory=list)
     # of each pass of a whole model, prints of its rows
     inputs: list[list[str]] = field(default_factory=list)
     # what tells the elements of these inputs from others, in whatever order: it adds up over ranks
@@ -228,6 +235,25 @@ class RecordedStep:
         """Note the inputs of a pass of an entire model."""
         self.inputs.append(rows)
         self.elements = (self.elements + elements) % 2**64
+
+    def note_backward(self, line: str, loss: Tensor) -> None:
+        """Note a backward pass that begins, and where its loss was computed."""
+        self.calls.append((BACKWARD, line))
+        self.loss_line = line_of_loss(self.operations, loss) or self.loss_line
+
+    def line_of(self, call: str) -> str:
+        """Return the last line of the script that makes such a call in the step; or empty."""
+        return next((line for name, line in reversed(self.calls) if name == call), "")
+
+    def lines_of_collectives(self) -> list[str]:
+        """Return the script's own collectives that come after a backward pass of the step."""
+        found: list[str] = []
+        begun = False
+        for name, line in self.calls:
+            begun |= name == BACKWARD
+            if begun and name in COLLECTIVES:
+                found.append(line)
+        return found
 
     def begin_update(
         self,
@@ -276,6 +302,7 @@ class ScriptRecord:
     draws: list[LoopDraw] = field(default_factory=list)  # what the loop drew, in order
     # places of draws for which the ranks' numbers could not be given to this process
     unkeyed: list[str] = field(default_factory=list)
+    places: ScriptPlaces = field(default_factory=ScriptPlaces)  # lines of the script
     # communication hooks of DistributedDataParallel: name, and whether torch offers it
     hooks: list[tuple[str, bool]] = field(default_factory=list)
 

@@ -76,7 +76,8 @@ def reduction_cause(evidence: GradientEvidence) -> Cause | None:
     names = apart[mistake]
     which = "" if len(names) == len(evidence.sizes) else f" of {listed(names, 5)}"
     by = f"{BY_PARTS}: added up so, they are the ranks' gradient"
-    return script_cause(mistake.kind, mistake.text.format(which=which), by, evidence.framework)
+    text = mistake.text.format(which=which)
+    return script_cause(mistake.kind, text, by, evidence.framework, parameters=names)
 
 
 def _mistake(final: Sequence[Values], own: Sequence[Values]) -> _Mistake | None:

@@ -21,6 +21,7 @@ from lockstep.parallel.parallel_model import local
 from lockstep.torch_compat import script_patches
 from lockstep.torch_compat.pytree import tree_leaves, tree_map_only
 from lockstep.verify.comparisons import shard_like
+from lockstep.verify.places import order_of, own_line
 from lockstep.verify.script.draws import BatchKey
 from lockstep.verify.script.record import ScriptRecord, ScriptTask, TensorPiece, batch_file
 from lockstep.verify.trace import bytes_of
@@ -196,6 +197,7 @@ class ObservedLoaders:
         if isinstance(loader.collate_fn, _Collate):
             return
         loader.collate_fn = _Collate(loader.collate_fn, self, self._made)
+        self._record.places.loaders[self._made] = order_of(loader) or own_line()
         self._made += 1
 
     def samples_of(self, loader: int, index: int, own: Any) -> Any:
@@ -204,6 +206,7 @@ class ObservedLoaders:
         Where a run is fed nothing, the script's own are stored.
         """
         self._read()
+        self._record.places.reads[loader] = own_line()
         samples = own
         task = self._task
         self.last = (loader, index)

@@ -1,0 +1,140 @@
+"""Names the script's own line for each cause: where it shows, or where what is missing belongs.
+
+    cause                        line
+    samples                      the loader, or the script's own sampler or stream
+    random numbers, first values the seed that is alike, or not; where the model is made
+    computation of a rank        the first operation that differs
+    loss normalisation           where the loss is computed, or its backward pass begins
+    gradient synchronisation     the script's own collective; the call of a model without a wrapper
+
+A cause for which nothing of this was seen has no line: none is better than a wrong one.
+
+Tests: tests/verify/test_places.py, tests/verify/test_script.py
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from lockstep.verify.outcome import UNKNOWN, Cause, Outcome
+from lockstep.verify.places import seed_that_agrees, seed_that_differs
+from lockstep.verify.script.fixes import NORMALISATION
+from lockstep.verify.script.gradients import NOT_SYNCHRONISED, SUM
+from lockstep.verify.script.operations import BACKWARD, UPDATE, OperationDifference
+from lockstep.verify.script.record import CLIP, RecordedStep, ScriptRecord
+
+
+@dataclass
+class LineEvidence:
+    """What was seen of a script's lines."""
+
+    records: Sequence[ScriptRecord]  # of the ranks
+    step: int = 0  # that differs
+    differs: OperationDifference | None = None  # the first operation that differs
+    traced: Sequence[ScriptRecord] = field(default_factory=list)  # ranks whose operations were
+
+    @property
+    def last_step(self) -> RecordedStep:
+        """The step that differs, of rank 0, or the last before it."""
+        steps = self.records[0].steps
+        return steps[min(self.step, len(steps) - 1)] if steps else RecordedStep()
+
+    @property
+    def loss(self) -> str:
+        """Where the loss is computed; where that was not traced, where its backward pass begins."""
+        places = self.records[-1].places
+        steps = [record.steps[self.step :] for record in self.traced]
+        traced = [step[0].loss_line for step in steps if step]
+        found = next(filter(None, traced), "") or places.loss
+        return found or self.last_step.line_of(BACKWARD)
+
+
+def name_lines(outcome: Outcome, evidence: LineEvidence) -> None:
+    """Set the line of each cause that has none, where one is known."""
+    for cause in outcome.causes:
+        if not cause.line and evidence.records:
+            cause.line = _line(cause, evidence)
+
+
+def _line(cause: Cause, evidence: LineEvidence) -> str:
+    """Return the script's own line for a cause; empty if none was seen."""
+    record = evidence.records[0]
+    places = record.places
+    step = evidence.last_step
+    if cause.kind == "samples":
+        return _line_of_samples(evidence)
+    if cause.kind == "random numbers":
+        return seed_that_agrees([each.places for each in evidence.records])
+    if cause.kind == "first values":
+        seed = seed_that_differs([each.places for each in evidence.records])
+        return seed or _of_parameters(cause, places.made, record)
+    if cause.kind in ("computation of a rank", UNKNOWN):
+        return "" if evidence.differs is None else evidence.differs.line
+    if cause.kind == SUM:
+        return _line_of_sum(cause, evidence)
+    if cause.kind in (NORMALISATION, "coupled samples", "gradient accumulation"):
+        return evidence.loss
+    if cause.kind == NOT_SYNCHRONISED:
+        return _line_of_synchronisation(cause, evidence)
+    if cause.kind == "precision":
+        return _of_parameters(cause, places.models, record)
+    found = {
+        "clipping": step.line_of(CLIP),
+        "communication hook": places.hook,
+        "learning rate schedule": places.schedule,
+        "uneven steps": places.reads.get(record.training_loader or 0, ""),
+        "replicas": step.line_of(UPDATE),
+    }
+    if cause.column == "settings" and cause.kind not in found:
+        first = record.steps[0].settings if record.steps else []
+        scheduled = places.schedule and first == step.settings and evidence.step
+        return places.schedule if scheduled else next(iter(places.optimizers), "")
+    return found.get(cause.kind, "")
+
+
+def _of_parameters(cause: Cause, lines: dict[str, str], record: ScriptRecord) -> str:
+    """Return the line of the model whose parameters a cause is about; else of the first model."""
+    name = next(iter(cause.parameters), next(iter(record.first), ""))
+    return record.places.of_parameter(lines, name)
+
+
+def _line_of_samples(evidence: LineEvidence) -> str:
+    """Return where the loader is made; without one, what makes ranks draw the same samples."""
+    record = evidence.records[0]
+    if record.training_loader is not None:
+        return record.places.loaders.get(record.training_loader, "")
+    seed = seed_that_agrees([each.places for each in evidence.records])
+    drawn = [draw.line for draw in record.draws if draw.outside]
+    return seed or next(iter(reversed(drawn)), "")
+
+
+def _line_of_sum(cause: Cause, evidence: LineEvidence) -> str:
+    """Return where gradients are added up: the script's own collective, or else its loss.
+
+    Where only some parameters are concerned, ranks exchange tensors before the loss.
+    """
+    step = evidence.last_step
+    reduced = step.lines_of_collectives()
+    if reduced:
+        return reduced[-1]
+    is_partial = bool(cause.parameters) and set(cause.parameters) < set(step.gradients)
+    if is_partial and evidence.differs is not None:
+        return evidence.differs.line
+    return evidence.loss
+
+
+def _line_of_synchronisation(cause: Cause, evidence: LineEvidence) -> str:
+    """Return where the gradients that are not synchronised leave those of other ranks."""
+    record = evidence.records[0]
+    step = evidence.last_step
+    if evidence.differs is not None and evidence.differs.is_update:
+        return evidence.differs.line
+    reduced = step.lines_of_collectives()
+    if reduced:
+        names = [name for name, _ in step.calls]
+        last = max(at for at, (_, line) in enumerate(step.calls) if line == reduced[-1])
+        added_later = BACKWARD in names[last + 1 :]
+        return step.line_of(BACKWARD) if added_later else reduced[-1]
+    name = next(iter(cause.parameters), next(iter(step.gradients), ""))
+    if record.places.is_wrapped(name):
+        return step.line_of(BACKWARD)
+    return record.places.of_parameter(record.places.models, name)

@@ -1,0 +1,154 @@
+"""Lines of the user's own code are found, and each cause gets the line at which it shows."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Sampler, TensorDataset
+
+from lockstep.verify import places
+from lockstep.verify.outcome import UNKNOWN, Cause, Outcome
+from lockstep.verify.places import ScriptPlaces, own_line, seed_that_agrees, seed_that_differs
+from lockstep.verify.script.fixes import NORMALISATION
+from lockstep.verify.script.gradients import NOT_SYNCHRONISED, SUM
+from lockstep.verify.script.lines import LineEvidence, name_lines
+from lockstep.verify.script.operations import (
+    BACKWARD,
+    FORWARD,
+    UPDATE,
+    OperationDifference,
+    TracedOperation,
+    TracedOperations,
+    line_of_loss,
+)
+from lockstep.verify.script.record import CLIP, RecordedStep, ScriptRecord
+
+HERE = "tests/verify/test_places.py"
+
+
+def line_with(text: str) -> str:
+    """Return this file's only line that ends with a text, as verify names it."""
+    lines = Path(__file__).read_text().splitlines()
+    (number,) = [at for at, line in enumerate(lines, start=1) if line.endswith(text)]
+    return f"{HERE}:{number}"
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = places.line_outside_of_modules()
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+
+
+class Reversed(Sampler[int]):
+    def __iter__(self):  # type: ignore[no-untyped-def]  # orders samples
+        return iter(range(3, -1, -1))
+
+
+def test_own_lines() -> None:
+    assert places.code_at(own_line()).startswith("assert places.code_at(own_line())")
+    assert not places.is_own(nn.__file__)
+    assert not places.is_own(places.__file__)
+    assert places.is_own(__file__)
+    # a library calls this: the line is that which calls the library
+    found = [own_line() for _ in sorted([1], key=lambda _: 0)]
+    assert found == [line_with("key=lambda _: 0)]")]
+
+
+def test_a_module_is_made_outside_of_the_constructors_of_others() -> None:
+    model = Model()  # here it is made
+    assert model.block.line == line_with("# here it is made")
+
+
+def test_the_scripts_own_sampler_orders_a_loader() -> None:
+    data = TensorDataset(torch.ones(4))
+    assert places.order_of(DataLoader(data)) == ""
+    loader = DataLoader(data, sampler=Reversed())
+    assert places.order_of(loader) == line_with("# orders samples")
+
+
+def test_seeds_of_ranks() -> None:
+    alike = [ScriptPlaces(seeds=[("a.py:1", "0"), ("a.py:9", "7")]) for _ in range(2)]
+    assert seed_that_agrees(alike) == "a.py:9"
+    assert seed_that_differs(alike) == ""
+    apart = [ScriptPlaces(seeds=[("a.py:1", "0"), ("a.py:9", str(rank))]) for rank in range(2)]
+    assert seed_that_agrees(apart) == ""
+    assert seed_that_differs(apart) == "a.py:9"
+    assert seed_that_agrees([ScriptPlaces(), ScriptPlaces()]) == ""
+
+
+def test_the_line_that_computes_a_loss() -> None:
+    found: list[TracedOperation] = []
+    x = torch.ones(3)
+    with TracedOperations(lambda: ("", FORWARD), found.append):
+        loss = x.mean() / 2  # the loss
+        loss.detach()
+        x.sum()
+    assert line_of_loss(found, loss) == line_with("# the loss")
+    assert line_of_loss([], loss) == ""
+    assert line_of_loss(found, Tensor()) == ""
+
+
+def step(*calls: tuple[str, str], loss_line: str = "") -> RecordedStep:
+    return RecordedStep(calls=list(calls), losses=[1.0], loss_line=loss_line)
+
+
+def lines_of(
+    kind: str,
+    *calls: tuple[str, str],
+    places: ScriptPlaces | None = None,
+    differs: OperationDifference | None = None,
+    traced: str = "",
+    parameters: tuple[str, ...] = (),
+    column: str = "gradients",
+) -> str:
+    """Return the line that a cause of a kind gets."""
+    known = ScriptPlaces() if places is None else places
+    records = [ScriptRecord(steps=[step(*calls)], places=known) for _ in range(2)]
+    ranks = [ScriptRecord(steps=[step(loss_line=traced)])] if traced else []
+    outcome = Outcome("2 ranks", 2)
+    outcome.causes = [Cause(kind, "", column=column, parameters=list(parameters))]
+    name_lines(outcome, LineEvidence(records, 0, differs, ranks))
+    return outcome.causes[0].line
+
+
+BACK = (BACKWARD, "t.py:20")
+REDUCE = ("all_reduce", "t.py:30")
+STEP = (UPDATE, "t.py:40")
+
+
+def test_the_line_of_a_loss() -> None:
+    assert lines_of(NORMALISATION, BACK, STEP) == "t.py:20"
+    assert lines_of(NORMALISATION, BACK, STEP, traced="t.py:18") == "t.py:18"
+    stages = ScriptPlaces(loss="t.py:3")
+    assert lines_of(SUM, BACK, STEP, places=stages) == "t.py:3"
+
+
+def test_the_line_of_a_reduction() -> None:
+    """It is the script's own collective, unless a backward pass adds to what it has reduced."""
+    assert lines_of(SUM, BACK, REDUCE, STEP) == "t.py:30"
+    assert lines_of(SUM, REDUCE, BACK, STEP) == "t.py:20"  # counts are summed before
+    assert lines_of(NOT_SYNCHRONISED, BACK, REDUCE, STEP) == "t.py:30"
+    assert lines_of(NOT_SYNCHRONISED, BACK, REDUCE, BACK, STEP) == "t.py:20"
+    plain = ScriptPlaces(models={"": "t.py:15", "1:": "t.py:16"}, wrapped={""})
+    parameters = ("1:head.weight",)
+    assert lines_of(NOT_SYNCHRONISED, BACK, places=plain, parameters=parameters) == "t.py:16"
+    assert lines_of(NOT_SYNCHRONISED, BACK, places=plain, parameters=("head.bias",)) == "t.py:20"
+    later = OperationDifference("mul_", "t.py:25", is_update=True)
+    assert lines_of(NOT_SYNCHRONISED, BACK, differs=later, places=plain) == "t.py:25"
+
+
+def test_lines_of_other_causes() -> None:
+    found = OperationDifference("mul", "t.py:11")
+    assert lines_of("computation of a rank", BACK, differs=found) == "t.py:11"
+    assert lines_of(UNKNOWN, BACK) == ""  # none is better than a wrong one
+    assert lines_of("clipping", BACK, (CLIP, "t.py:35")) == "t.py:35"
+    assert lines_of("learning rate schedule", places=ScriptPlaces(schedule="t.py:41")) == "t.py:41"
+    made = ScriptPlaces(optimizers=["t.py:8"], made={"": "t.py:7"})
+    assert lines_of("learning rate", STEP, places=made, column="settings") == "t.py:8"
+    assert lines_of("first values", places=made, parameters=("head.weight",)) == "t.py:7"
