@@ -210,7 +210,7 @@ class JudgedIdiom:
         kinds: of the causes that are errors.
         text: of the first of them, or why it was not judged.
         where: the first operation that differs.
-        at: the line that is named with the first cause.
+        at: the line that is named with the first cause; None: it was judged before causes had one.
         seconds: for the verdict.
     """
 
@@ -221,7 +221,7 @@ class JudgedIdiom:
     text: str
     where: str
     seconds: float
-    at: str = ""
+    at: str | None = None
 
     @property
     def right(self) -> bool:
@@ -322,6 +322,7 @@ def main() -> None:
     sound = [judged for judged in found if judged.idiom.sound]
     faults = [judged for judged in found if not judged.idiom.sound]
     named = [judged for judged in faults if judged.kinds and judged.kinds[0] != UNKNOWN]
+    lined = [judged for judged in faults if judged.at is not None]
     goals = {
         "scripts that this page holds": f"{len(found)} of {len(IDIOMS)}",
         "no alarm on a sound script": f"{sum(bool(j.kinds) for j in sound)} of {len(sound)}",
@@ -331,6 +332,9 @@ def main() -> None:
         "causes wrong, none": f"{sum(not j.right for j in named)}",
         "faults whose line lies in the function where it was planted, ≥ 80 %": (
             f"{sum(j.is_in_function for j in faults)} of {len(faults)}"
+        ),
+        "the same, of those judged since causes have lines": (
+            f"{sum(j.is_in_function for j in lined)} of {len(lined)}"
         ),
     }
     words = [

@@ -38,6 +38,10 @@ class Cause:
     line: str = ""
     parameters: list[str] = field(default_factory=list)  # that it is about; empty: all, or none
 
+    def place_at(self, line: str) -> None:
+        """Note the script's own line at which the cause shows."""
+        self.line = line
+
 
 @dataclass
 class Difference:

@@ -109,6 +109,18 @@ class ScriptPlaces:
     hook: str = ""  # where a communication hook was registered
     seeds: list[tuple[str, str]] = field(default_factory=list)  # line and seed, in order
 
+    def note_schedule(self, line: str) -> None:
+        """Note where a learning rate schedule is stepped."""
+        self.schedule = line
+
+    def note_loss(self, line: str) -> None:
+        """Note where a pipeline's loss is defined."""
+        self.loss = line
+
+    def note_hook(self, line: str) -> None:
+        """Note where a communication hook is registered."""
+        self.hook = line
+
     def of_parameter(self, lines: dict[str, str], name: str) -> str:
         """Return the line that is kept for the model of a parameter."""
         begins = [prefix for prefix in lines if name.startswith(prefix)]

@@ -2,11 +2,15 @@
 of its own.
 """
 
+import inspect
 import multiprocessing
+import random
 from multiprocessing.queues import Queue
 from typing import Any
 
+import numpy as np
 import torch
+from torch.distributed.pipelining import schedules
 from torch.nn.utils import clip_grad_value_
 from torch.utils.data import DataLoader
 
@@ -46,3 +50,36 @@ def _observed(seen: "Queue[Any]") -> None:
     torch.nn.utils.clip_grad_value_(model.parameters(), clip_value=1.0)
     assert len(next(iter(DataLoader([1, 2, 3], 1)))) == 2  # type: ignore[arg-type]
     seen.put(found)
+
+
+def test_modules_modes_seeds_and_schedules_are_seen_and_put_back() -> None:
+    found: list[Any] = []
+    undo = [
+        script_patches.patch_modules(lambda module: found.append(type(module).__name__)),
+        script_patches.patch_modes(lambda module: found.append(("eval", type(module).__name__))),
+        script_patches.patch_seeds(found.append),
+        script_patches.patch_schedules(lambda schedule: found.append(schedule.last_epoch)),
+    ]
+    try:
+        model = torch.nn.Sequential(torch.nn.Linear(1, 1))
+        model.eval().train()
+        torch.manual_seed(3)
+        random.seed()
+        np.random.seed(seed=4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        optimizer.step()
+        schedule.step()
+    finally:
+        for one in undo:
+            one()
+    torch.manual_seed(5)
+    # the parts of a module that is put into evaluation mode are not reported by themselves
+    expected = ["Linear", "Sequential", ("eval", "Sequential"), (3,), (), (4,), 0, 1]
+    assert found == expected
+
+
+def test_the_loss_of_a_schedule() -> None:
+    """Of torch's private names this is the one that a pipeline's line is taken from."""
+    assert "_loss_fn" in inspect.getsource(schedules._PipelineSchedule.__init__)
+    assert script_patches.loss_of_schedule(object()) is None

@@ -52,7 +52,7 @@ def name_lines(outcome: Outcome, evidence: LineEvidence) -> None:
     """Set the line of each cause that has none, where one is known."""
     for cause in outcome.causes:
         if not cause.line and evidence.records:
-            cause.line = _line(cause, evidence)
+            cause.place_at(_line(cause, evidence))
 
 
 def _line(cause: Cause, evidence: LineEvidence) -> str:

@@ -287,7 +287,7 @@ class _ScriptObserver:
     def _schedule_stepped(self, schedule: LRScheduler) -> None:
         self._checks.schedule_stepped(schedule)
         if schedule.last_epoch > 0:  # else it is made
-            self.record.places.schedule = own_line()
+            self.record.places.note_schedule(own_line())
 
     def _seeded(self, seed: Any) -> None:
         begun = self.record.batches or self.record.steps
@@ -302,7 +302,7 @@ class _ScriptObserver:
 
     def _hook_registered(self, name: str, of_torch: bool) -> bool:
         self.record.hooks.append((name, of_torch))
-        self.record.places.hook = own_line()
+        self.record.places.note_hook(own_line())
         return not self.task.plain_reduction
 
     def _sources(self) -> list[BatchKey]:
@@ -500,7 +500,8 @@ class _ScriptObserver:
     def _around_schedule(self, call: Any, schedule: Any) -> Any:
         """Take a pipeline's step, with the passes of all its micro-batches, as one pass."""
         # A pipeline's step, with the passes of all its micro-batches, is taken as one pass.
-        self.record.places.loss = line_of_definition(script_patches.loss_of_schedule(schedule))
+        loss = script_patches.loss_of_schedule(schedule)
+        self.record.places.note_loss(line_of_definition(loss))
         self._step.calls.append((BACKWARD, own_line()))
         self._states = self._begin_pass()
         self._called_with = values.generator_states()
