@@ -1,7 +1,7 @@
 """What a rank holds while a folder of Hugging Face becomes its shard: the peak of its memory beside
 the file's size, and whether it stays below a limit that the model itself does not fit into.
 
-    python -m benchmarks.weights_in_pieces [--megabytes 128] [--topologies fsdp:2,…] [--write]
+    python -m benchmarks.weights_in_pieces [--megabytes 256] [--topologies fsdp:2,…] [--write]
 
 A Llama of so many megabytes of float32, all of whose layers are alike. `peak`: the most that the
 rank's memory grew (`VmHWM`, which counts files that are mapped, too) from before the model is
@@ -137,7 +137,7 @@ def row(name: str, topology: str, size: int, in_pieces: bool) -> str:
     if fits:
         limited = on_ranks(ranks, name, topology, in_pieces, int(LIMIT * size))
         failures = [each["failed"] for each in limited if "failed" in each]
-        told = failures[0].split(":")[0] if failures else "below it"
+        told = "fails" if failures else "below it"
     least = most["shard"] + most["largest"]
     read = "all" if most["read"] is None else f"{most['read'] / MB:.0f}"
     return (
@@ -151,7 +151,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--megabytes", type=int, default=128)
+    parser.add_argument("--megabytes", type=int, default=256)
     parser.add_argument("--topologies", default=",".join(TOPOLOGIES))
     parser.add_argument("--write", action="store_true")
     asked = parser.parse_args()

@@ -13,6 +13,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,8 @@ from lockstep.models.stored import (
     ComputedPart,
     FilePart,
     JoinedPart,
-    Part,
     StackedPart,
+    StoredPart,
     StoredWeights,
     SwappedPart,
     all_of,
@@ -63,8 +64,8 @@ def stored_weights(model: Any, folder: Path) -> tuple[StoredWeights, list[str]]:
     counted = BytesRead()
     parts = dict(_in_files(files_of_weights(folder), counted))
     wanted = model.state_dict()
-    found: dict[str, Part] = {}
-    for target in _targets(model, parts, wanted):
+    found: dict[str, StoredPart] = {}
+    for target in _stored_of(model, parts, wanted):
         found |= target.parts(model)
     for name, part in found.items():
         if name in wanted and tuple(wanted[name].shape) != tuple(part.shape):
@@ -86,7 +87,7 @@ def stored_weights(model: Any, folder: Path) -> tuple[StoredWeights, list[str]]:
     return StoredWeights(found, counted), missing
 
 
-def _in_files(files: Sequence[Path], counted: BytesRead) -> Iterator[tuple[str, Part]]:
+def _in_files(files: Sequence[Path], counted: BytesRead) -> Iterator[tuple[str, StoredPart]]:
     """Yield the tensors of files, of which the headers alone are read."""
     from safetensors import SafetensorError, safe_open
 
@@ -103,14 +104,16 @@ def _in_files(files: Sequence[Path], counted: BytesRead) -> Iterator[tuple[str, 
 
 
 @dataclass
-class _Target:
+class _StoredWeight:
     """A weight of the model, or several that are made of the same tensors."""
 
     name: str  # of the first one
     converter: Any = None  # of the library; None: the tensor has only another name
-    sources: dict[str, list[Part]] = field(default_factory=dict)  # by the converter's patterns
+    sources: dict[str, list[StoredPart]] = field(
+        default_factory=dict
+    )  # by the converter's patterns
 
-    def parts(self, model: Any) -> dict[str, Part]:
+    def parts(self, model: Any) -> dict[str, StoredPart]:
         """Return the parts of these weights by name."""
         if self.converter is None:
             return {self.name: self.sources[""][0]}
@@ -143,9 +146,11 @@ class _Target:
         tensors = {pattern: [all_of(each) for each in its] for pattern, its in self.sources.items()}
         return self._made(model, tensors)[name]
 
-    def _followed(self) -> Part | None:
+    def _followed(self) -> StoredPart | None:
         """Return the part that the operations make, if they only join, stack or swap."""
-        held: dict[str, list[Part]] = {key: list(parts) for key, parts in self.sources.items()}
+        held: dict[str, list[StoredPart]] = {
+            key: list(parts) for key, parts in self.sources.items()
+        }
         for operation in self.converter.operations:
             kind = type(operation)
             if kind is core_model_loading.MergeModulelist:
@@ -167,9 +172,9 @@ def _same(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _targets(
-    model: Any, parts: Mapping[str, Part], wanted: Mapping[str, Tensor]
-) -> Iterator[_Target]:
+def _stored_of(
+    model: Any, parts: Mapping[str, StoredPart], wanted: Mapping[str, Tensor]
+) -> Iterator[_StoredWeight]:
     """Yield the weights of a model with the tensors of which each is made.
 
     The loop is that of the library's `convert_and_load_state_dict_in_model`.
@@ -183,7 +188,7 @@ def _targets(
         base_model_prefix=model.base_model_prefix,
         meta_state_dict=wanted,
     )
-    found: dict[str, _Target] = {}
+    found: dict[str, _StoredWeight] = {}
     for key in sorted(parts, key=core_model_loading.dot_natural_key):
         name, pattern = rename(key, renamings, converters)
         if name not in wanted and key in wanted:
@@ -191,14 +196,13 @@ def _targets(
         if name not in wanted:
             continue  # of another head, or of an earlier version of the library
         converter = None if pattern is None else by_pattern[pattern]
-        target = found.setdefault(name, _Target(name, converter))
+        target = found.setdefault(name, _StoredWeight(name, converter))
         target.sources.setdefault(pattern or "", []).append(parts[key])
     return iter(found.values())
 
 
 def fill_buffers(model: nn.Module) -> None:
     """Give the buffers of a model the values that no file has, as the library does it."""
-    of_library: Any = model
     for module in model.modules():
         if any(True for _ in module.buffers(recurse=False)):
-            of_library._init_weights(module)
+            methodcaller("_init_weights", module)(model)  # of transformers, not torch's
