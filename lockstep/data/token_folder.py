@@ -76,7 +76,7 @@ def read_header(folder: Path) -> dict[str, Any]:
         header = json.loads((folder / HEADER).read_text())
     except FileNotFoundError:
         fix = f"lockstep data prepare SOURCE --out {quote(str(folder))}"
-        raise UsageError(f"there is no {folder}", where="data.args.path", fix=fix) from None
+        raise UsageError(f"{folder} has no {HEADER}", where="data.args.path", fix=fix) from None
     except (OSError, ValueError) as error:
         raise _damaged(folder, f"{HEADER}: {error}") from None
     if not isinstance(header, dict) or header.get("format") != FORMAT:
