@@ -188,7 +188,7 @@ class ObservedLoaders:
                 arguments["batch_size"] = self._task.sizes[loader]
 
     def _after(self, loader: Any) -> None:
-        """Number a loader, note what is known of it, and let it give batches through `_Collate`."""
+        """Give a loader a number, and let it give its batches through `_Collate`."""
         number = loader.collate_fn.loader if isinstance(loader.collate_fn, _Collate) else self._made
         with suppress(Exception):  # streams have no length
             size = loader.batch_size or loader.batch_sampler.batch_size
