@@ -26,8 +26,8 @@ from lockstep.models.stored import (
     ComputedPart,
     FilePart,
     JoinedPart,
+    ReadablePart,
     StackedPart,
-    StoredPart,
     StoredWeights,
     SwappedPart,
     all_of,
@@ -64,7 +64,7 @@ def stored_weights(model: Any, folder: Path) -> tuple[StoredWeights, list[str]]:
     counted = BytesRead()
     parts = dict(_in_files(files_of_weights(folder), counted))
     wanted = model.state_dict()
-    found: dict[str, StoredPart] = {}
+    found: dict[str, ReadablePart] = {}
     for target in _stored_of(model, parts, wanted):
         found |= target.parts(model)
     for name, part in found.items():
@@ -87,7 +87,7 @@ def stored_weights(model: Any, folder: Path) -> tuple[StoredWeights, list[str]]:
     return StoredWeights(found, counted), missing
 
 
-def _in_files(files: Sequence[Path], counted: BytesRead) -> Iterator[tuple[str, StoredPart]]:
+def _in_files(files: Sequence[Path], counted: BytesRead) -> Iterator[tuple[str, ReadablePart]]:
     """Yield the tensors of files, of which the headers alone are read."""
     from safetensors import SafetensorError, safe_open
 
@@ -109,11 +109,11 @@ class _StoredWeight:
 
     name: str  # of the first one
     converter: Any = None  # of the library; None: the tensor has only another name
-    sources: dict[str, list[StoredPart]] = field(
+    sources: dict[str, list[ReadablePart]] = field(
         default_factory=dict
     )  # by the converter's patterns
 
-    def parts(self, model: Any) -> dict[str, StoredPart]:
+    def parts(self, model: Any) -> dict[str, ReadablePart]:
         """Return the parts of these weights by name."""
         if self.converter is None:
             return {self.name: self.sources[""][0]}
@@ -146,9 +146,9 @@ class _StoredWeight:
         tensors = {pattern: [all_of(each) for each in its] for pattern, its in self.sources.items()}
         return self._made(model, tensors)[name]
 
-    def _followed(self) -> StoredPart | None:
+    def _followed(self) -> ReadablePart | None:
         """Return the part that the operations make, if they only join, stack or swap."""
-        held: dict[str, list[StoredPart]] = {
+        held: dict[str, list[ReadablePart]] = {
             key: list(parts) for key, parts in self.sources.items()
         }
         for operation in self.converter.operations:
@@ -173,7 +173,7 @@ def _same(tensor: Tensor) -> Tensor:
 
 
 def _stored_of(
-    model: Any, parts: Mapping[str, StoredPart], wanted: Mapping[str, Tensor]
+    model: Any, parts: Mapping[str, ReadablePart], wanted: Mapping[str, Tensor]
 ) -> Iterator[_StoredWeight]:
     """Yield the weights of a model with the tensors of which each is made.
 

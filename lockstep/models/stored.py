@@ -21,7 +21,7 @@ from torch import Tensor
 Ranges = Sequence[range]  # what is wanted of each dim
 
 
-class StoredPart(Protocol):
+class ReadablePart(Protocol):
     """Something from which a part of a tensor can be read."""
 
     @property
@@ -69,7 +69,7 @@ class FilePart:
 class JoinedPart:
     """Parts one after another along a dim."""
 
-    parts: Sequence[StoredPart]
+    parts: Sequence[ReadablePart]
     dim: int
 
     @property
@@ -101,7 +101,7 @@ class JoinedPart:
 class StackedPart:
     """Parts of one shape, one above another along a new dim."""
 
-    parts: Sequence[StoredPart]
+    parts: Sequence[ReadablePart]
     dim: int
 
     @property
@@ -127,7 +127,7 @@ class StackedPart:
 class SwappedPart:
     """A part of which two dims are swapped."""
 
-    part: StoredPart
+    part: ReadablePart
     dims: tuple[int, int]
 
     def _swapped(self, values: Sequence[Any]) -> list[Any]:
@@ -159,13 +159,13 @@ class ComputedPart:
         return found.clone()
 
 
-def _nothing(part: StoredPart, ranges: Ranges) -> Tensor:
+def _nothing(part: ReadablePart, ranges: Ranges) -> Tensor:
     """Return an empty tensor of a part's type."""
     empty = part.read([range(0) for _ in part.shape])
     return empty.new_empty([len(each) for each in ranges])
 
 
-def all_of(part: StoredPart) -> Tensor:
+def all_of(part: ReadablePart) -> Tensor:
     """Return all of a part."""
     return part.read([range(size) for size in part.shape])
 
@@ -182,7 +182,9 @@ class StoredTensor:
         ranges: the piece; unset: all.
     """
 
-    def __init__(self, part: StoredPart, dtype: torch.dtype, ranges: Ranges | None = None) -> None:
+    def __init__(
+        self, part: ReadablePart, dtype: torch.dtype, ranges: Ranges | None = None
+    ) -> None:
         self._part = part
         self.dtype = dtype
         self._ranges = [range(size) for size in part.shape] if ranges is None else list(ranges)
@@ -251,7 +253,7 @@ class StoredWeights:
     is placed.
     """
 
-    def __init__(self, parts: Mapping[str, StoredPart], counted: BytesRead) -> None:
+    def __init__(self, parts: Mapping[str, ReadablePart], counted: BytesRead) -> None:
         self._parts = dict(parts)
         self.counted = counted
 

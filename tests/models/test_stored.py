@@ -12,8 +12,8 @@ from lockstep.models.stored import (
     ComputedPart,
     FilePart,
     JoinedPart,
+    ReadablePart,
     StackedPart,
-    StoredPart,
     StoredTensor,
     StoredWeights,
     SwappedPart,
@@ -30,7 +30,9 @@ def tensors(tmp_path: Path) -> tuple[dict[str, Tensor], dict[str, FilePart], Byt
     return made, parts, counted
 
 
-def made_of(parts: dict[str, FilePart], made: dict[str, Tensor]) -> list[tuple[StoredPart, Tensor]]:
+def made_of(
+    parts: dict[str, FilePart], made: dict[str, Tensor]
+) -> list[tuple[ReadablePart, Tensor]]:
     a, b, c, d = (parts[name] for name in "abcd")
     ta, tb, tc, td = (made[name] for name in "abcd")
     stacked = StackedPart([a, b], 0)
