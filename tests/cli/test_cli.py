@@ -428,6 +428,8 @@ def test_a_script_sets_keys_itself(refused: Refused) -> None:
                 "2",
                 "--image",
                 "i",
+                "--claim",
+                "runs",
                 "--request",
                 "cpu",
             ],

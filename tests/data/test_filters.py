@@ -18,6 +18,7 @@ def test_reasons_are_counted() -> None:
     filters = Filters(min_tokens=3, max_tokens=9, keep=f"{__name__}:is_english")
     assert filters.takes({"language": "en"}, "a")
     assert not filters.takes({"language": "de"}, "b")
+    filters.refuse()
     assert [filters.fits(tokens) for tokens in (0, 2, 3, 9, 10)] == [
         False,
         False,

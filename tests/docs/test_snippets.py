@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
+from contextlib import chdir
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +94,9 @@ def _check_config(block: Block, folder: Path) -> None:
     path.write_text(block.body)
     config = load_config(path)
     if config.model.name is not None and config.data.name is not None:
-        require_runnable(config)
+        (folder / "text.txt").write_text("Any text file will do.")
+        with chdir(folder):
+            require_runnable(config)
 
 
 @pytest.mark.full
