@@ -26,7 +26,7 @@ VERDICTS = Path(__file__).parent / "results/silent_bugs_idioms.md"
 
 
 class Programs:
-    """Annotated steps; each is checked as it should be, and with its fault."""
+    """Holds annotated steps; each is checked as it should be, and with its fault."""
 
     def __init__(self, spmd: Any, group: Any) -> None:
         self.spmd = spmd

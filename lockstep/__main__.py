@@ -9,12 +9,12 @@ import sys
 
 from lockstep import signals
 from lockstep.errors import EXIT_PREEMPTED
-from lockstep.output import open_what_is_closed
+from lockstep.output import prepare_streams
 
 
 def run() -> int:
     """Run `main` in a process of its own, which ends with it."""
-    open_what_is_closed()
+    prepare_streams()
     if sys.argv[1:2] in (["train"], ["launch"]) and "LOCKSTEP_LAUNCHER_PID" not in os.environ:
         signals.listen(_leave)  # Lockstep's launcher starts ranks with signals blocked
     from lockstep.launch import warm  # after the line above: importing takes a while

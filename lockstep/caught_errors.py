@@ -69,7 +69,7 @@ def _watch(ranks: int) -> None:
         error = error or _of_one_alone(beat, ranks, seconds, alone_since)
         if error is not None:
             flush_both()
-            with suppress(AttributeError, OSError):  # closed
+            with suppress(AttributeError, OSError, ValueError):  # it is closed
                 sys.stderr.write(f"lockstep: {printable(str(error))}\n")
             flush_both()
             os._exit(1)

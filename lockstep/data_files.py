@@ -10,6 +10,7 @@ import gzip
 import importlib
 import io
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -18,6 +19,8 @@ from itertools import islice
 from pathlib import Path
 from shlex import quote
 from typing import IO, Any
+
+import yaml
 
 from lockstep.errors import UsageError, listed
 from lockstep.paths import local_path
@@ -42,7 +45,7 @@ _MAGIC = {  # what files begin with, and the ending of their names
 
 
 class Kind(Enum):
-    """What a file of data holds."""
+    """Names what a file of data holds."""
 
     TEXT = "text"
     LINES = "an object of JSON on each line"
@@ -113,7 +116,7 @@ def _of_json(file: Path, head: bytes) -> Kind | None:
     with file.open("rb") as opened:
         lines = iter(lambda: opened.readline(LONGEST_LINE), b"")
         first_two = list(islice((line for line in lines if line.strip()), 2))
-    with suppress(ValueError):
+    with suppress(ValueError, RecursionError):
         if len(first_two) == 2 and all(isinstance(json.loads(line), dict) for line in first_two):
             return Kind.LINES
     return None
@@ -121,7 +124,10 @@ def _of_json(file: Path, head: bytes) -> Kind | None:
 
 @contextmanager
 def opened_lines(file: Path) -> Iterator[IO[bytes]]:
-    """Open a file of lines to read, which may be compressed; an OSError if it is damaged."""
+    """Open a file of lines to read, which may be compressed.
+
+    Who reads it gets an OSError or EOFError if it is damaged or cut off.
+    """
     name = file.name.lower()
     if name.endswith(".zst"):
         with file.open("rb") as packed:
@@ -133,7 +139,7 @@ def opened_lines(file: Path) -> Iterator[IO[bytes]]:
 
 
 class _Unpacked(io.RawIOBase):
-    """What a file holds that zstandard has packed.
+    """Reads what a file holds that zstandard has packed.
 
     The library's own reader passes over the end of a file that is cut off.
     """
@@ -224,8 +230,7 @@ def require_text(file: Path, where: str = "data.args.path") -> None:
             f"{file} holds {kind.value}, not text",
             where=where,
             why="its brackets, keys and numbers would be trained as they stand",
-            fix=f"write data: {{name: documents, args: {{sources: [{source_of(file)}]}}}}"
-            + _or_as_text(file, kind),
+            fix=f"write {as_documents(source_of(file))}" + _or_as_text(file, kind),
         )
     require_read(file, where)
 
@@ -236,25 +241,26 @@ def require_read(file: Path, where: str) -> None:
     if kind in READ:
         return
     fix = "convert it to text, JSON lines or parquet, or move it out of the folder"
-    name = quote(str(file))
-    lines = quote(str(file.with_suffix(".jsonl")))
+    path = json.dumps(str(file))
+    lines = file.with_suffix(".jsonl")
     if kind is Kind.JSON_ARRAY:
-        code = f'import json; [print(json.dumps(row)) for row in json.load(open("{file}"))]'
-        fix = f"write a row on each line: python -c '{code}' > {lines}"
+        code = f"import json; [print(json.dumps(row)) for row in json.load(open({path}))]"
+        fix = f"write a row on each line: python -c {quote(code)} > {quote(str(lines))}"
     elif kind is Kind.COLUMNS:
-        code = f'import datasets; datasets.Dataset.from_csv("{file}").to_json("{lines}")'
-        fix = f"make JSON lines of it: python -c '{code}'"
+        read = f"datasets.Dataset.from_csv({path})"
+        code = f"import datasets; {read}.to_json({json.dumps(str(lines))})"
+        fix = f"make JSON lines of it: python -c {quote(code)}"
     elif kind is Kind.COMPRESSED:
         fix = "unpack it; compressed files of JSON lines are read, .jsonl.gz and .jsonl.zst"
     elif found := _by_magic(file):
-        fix = f"it is a {found} file: name it so, mv {name} {quote(str(file.with_suffix(found)))}"
+        names = f"{quote(str(file))} {quote(str(file.with_suffix(found)))}"
+        fix = f"it is a {found} file: name it so, mv {names}"
     elif file.suffix == ".bin":
         tokens = file.with_suffix(".npy")
-        code = f'import numpy as np; np.save("{tokens}", np.fromfile("{file}", np.uint16))'
-        fix = (
-            f"of tokens in 16 bits make an array, python -c '{code}', and write"
-            f" data: {{name: documents, args: {{sources: [{tokens}]}}}}"
-        )
+        read = f"np.fromfile({path}, np.uint16)"
+        code = f"import numpy as np; np.save({json.dumps(str(tokens))}, {read})"
+        fix = f"of tokens in 16 bits make an array, python -c {quote(code)}, and write"
+        fix += f" {as_documents(str(tokens))}"
     raise UsageError(f"{file} holds {kind.value}", where=where, fix=fix + _or_as_text(file, kind))
 
 
@@ -270,18 +276,27 @@ def _by_magic(file: Path) -> str | None:
     return next((ending for magic, ending in _MAGIC.items() if head.startswith(magic)), None)
 
 
-def source_of(file: Path) -> str:
-    """Return what a config writes for a file of records as a source of `documents`."""
+def as_documents(source: str | Mapping[str, str]) -> str:
+    """Return the line of a config that trains on the documents of a source."""
+    data = {"name": "documents", "args": {"sources": [source]}}
+    flow = yaml.safe_dump(
+        data, default_flow_style=True, sort_keys=False, allow_unicode=True, width=math.inf
+    )
+    return f"data: {flow.strip()}"
+
+
+def source_of(file: Path) -> str | dict[str, str]:
+    """Return what a config has for a file of records as a source of `documents`."""
     row = first_row(file)
     if not row or isinstance(row.get("text"), str):
         return str(file)
     chats = [key for key, value in row.items() if is_conversation(value)]
     if chats:
         found = "messages" if "messages" in chats else chats[0]
-        return f"{{path: {file}, messages_field: {found}}}"
+        return {"path": str(file), "messages_field": found}
     texts = [key for key, value in row.items() if isinstance(value, str)]
     named = max(texts, key=lambda key: len(row[key])) if texts else "NAME"
-    return f"{{path: {file}, text_field: {named}}}"
+    return {"path": str(file), "text_field": str(named)}
 
 
 def is_conversation(value: Any) -> bool:

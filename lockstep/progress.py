@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TextIO
 
-from lockstep.output import is_terminal
+from lockstep.output import flush, is_terminal
 
 PATIENCE_SECONDS = 2.0  # before the first line
 # seconds between lines
@@ -60,9 +60,9 @@ def progress_of(
         )
         text = f"lockstep: {what}: {shares}, {left // 60}:{left % 60:02d} left"
         written = f"\r{text}\x1b[K" if terminal else f"{text}\n"
-        with suppress(AttributeError, OSError):  # a stream that is closed, or that can't be flushed
+        with suppress(AttributeError, OSError, ValueError):  # it is closed, or on a full disk
             out.write(written)
-            out.flush()
+            flush(out)
         shown = True
         due = now + (_EVERY_ON_TERMINAL if terminal else _EVERY_IN_PIPE)
 

@@ -5,6 +5,7 @@ what to write instead, and before ranks start.
 import gzip
 import json
 import re
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,14 @@ from lockstep.config import Config, DataConfig
 from lockstep.data import build_data, check_data
 from lockstep.data.document_files import Field, records_of
 from lockstep.data.prepare import prepare
-from lockstep.data_files import Kind, check_named_files, kind_of, require_read, source_of
+from lockstep.data_files import (
+    Kind,
+    check_named_files,
+    kind_of,
+    require_read,
+    require_text,
+    source_of,
+)
 from lockstep.errors import UsageError
 from lockstep.evaluate.subject import _on
 
@@ -132,34 +140,59 @@ def test_what_to_write_instead_trains(tmp_path: Path) -> None:
 
 def test_the_field_to_name_is_found(tmp_path: Path) -> None:
     chat = write(tmp_path, "chat.jsonl", lines(CHAT))
-    assert source_of(chat) == f"{{path: {chat}, messages_field: messages}}"
+    assert source_of(chat) == {"path": str(chat), "messages_field": "messages"}
     rows = write(tmp_path, "rows.jsonl.gz", gzip.compress(lines(ROW)))
-    assert source_of(rows) == f"{{path: {rows}, text_field: body}}"
+    assert source_of(rows) == {"path": str(rows), "text_field": "body"}
     texts = write(tmp_path, "texts.jsonl", lines({"text": "a"}))
     assert source_of(texts) == str(texts)
-    assert "NAME" in source_of(write(tmp_path, "numbers.jsonl", lines({"n": 1})))
+    numbers = source_of(write(tmp_path, "numbers.jsonl", lines({"n": 1})))
+    assert isinstance(numbers, dict)
+    assert numbers["text_field"] == "NAME"
 
 
 def test_the_field_of_a_table_is_found(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     file = tmp_path / "a.parquet"
     datasets.Dataset.from_list([ROW]).to_parquet(file)
-    assert source_of(file) == f"{{path: {file}, text_field: body}}"
+    assert source_of(file) == {"path": str(file), "text_field": "body"}
 
 
-@pytest.mark.parametrize("name", ["array.json", "train.bin"])
-def test_the_code_of_an_advice_makes_what_it_says(name: str, tmp_path: Path) -> None:
-    file = write(tmp_path, name, FILES[name][0])
+@pytest.mark.parametrize("folder", ["plain", 'it\'s, a {folder}: of "mine"'])
+@pytest.mark.parametrize("name", ["array.json", "train.bin", "a.csv"])
+def test_the_code_of_an_advice_makes_what_it_says(name: str, folder: str, tmp_path: Path) -> None:
+    """A shell gives Python the code as it is written, whatever the path has in it."""
+    (tmp_path / folder).mkdir()
+    file = write(tmp_path / folder, name, FILES[name][0])
     with pytest.raises(UsageError) as caught:
         require_read(file, "here")
-    code = re.search(r"python -c '([^']*)'", caught.value.fix or "")
-    assert code is not None
+    fix = caught.value.fix or ""
+    command = re.search(r"python -c .*?(?=$|, and write data|; to train)", fix)
+    assert command is not None
+    code = shlex.split(command[0])[2]
+    if name == "a.csv":
+        pytest.importorskip("datasets")
     said: list[str] = []
-    exec(code[1], {"print": said.append})
+    exec(code, {"print": said.append})
     if name == "array.json":
         assert [json.loads(line) for line in said] == [ROW, ROW]
+    elif name == "a.csv":
+        assert file.with_suffix(".jsonl").read_text().count("\n") == 1
     else:
-        assert np.load(tmp_path / "train.npy").tolist() == list(range(50))
+        assert np.load(file.with_suffix(".npy")).tolist() == list(range(50))
+        written = yaml.safe_load(fix[fix.index("data: ") :])
+        assert written["data"]["args"]["sources"] == [str(file.with_suffix(".npy"))]
+
+
+def test_the_line_of_an_advice_is_read_as_it_is_meant(tmp_path: Path) -> None:
+    folder = tmp_path / "it's, a {folder}: #1"
+    folder.mkdir()
+    file = write(folder, "a.jsonl", lines(ROW))
+    with pytest.raises(UsageError) as caught:
+        require_text(file)
+    line = re.search(r"data: .*(?=; to train)", caught.value.fix or "")
+    assert line is not None
+    source = {"path": str(file), "text_field": "body"}
+    assert yaml.safe_load(line[0])["data"] == {"name": "documents", "args": {"sources": [source]}}
 
 
 def test_json_that_is_named_text_is_trained_with_a_word(

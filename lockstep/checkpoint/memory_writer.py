@@ -39,7 +39,6 @@ from lockstep.checkpoint.manifest import (
     MODEL,
     STATE,
     Manifest,
-    dtype_name,
     raw_file,
 )
 from lockstep.checkpoint.memory import MemoryStorage
@@ -50,11 +49,11 @@ from lockstep.checkpoint.snapshot import (
     Part,
     Snapshot,
     Staged,
-    TensorBlock,
     merge,
     stage,
 )
 from lockstep.checkpoint.storage import FileInfo, step_name
+from lockstep.checkpoint.write import padded, raw_header
 from lockstep.torch_compat import foreach
 
 _ALIGNED = 64  # bytes: where a block may begin in a file
@@ -69,7 +68,7 @@ Share = dict[str, list[str]]  # by part: the names of the blocks that a rank wri
 
 @dataclass(frozen=True)
 class _Facts:
-    """What has to be the same at each copy, so that its files and its plan are."""
+    """Keeps what has to be the same at each copy, so that its files and its plan are."""
 
     held: Held
     aliases: Mapping[str, tuple[str, ...]]
@@ -87,7 +86,7 @@ class _Facts:
 
 @dataclass
 class _Folder:
-    """One of the two folders, and this rank's files in it."""
+    """Holds one of the two folders, and this rank's files in it."""
 
     name: str  # now; on rank 0
     share: Share
@@ -99,14 +98,16 @@ class _Folder:
         sizes = {}
         for part, names in self.share.items():
             blocks = {name: parts[part].blocks[name] for name in names}
-            header, at = _header(blocks)
+            header, begins = raw_header(blocks, _ALIGNED)
             file = raw_file(part, rank)
-            size = len(header) + sum(_padded(block.tensor.nbytes) for block in blocks.values())
+            size = len(header) + sum(
+                padded(block.tensor.nbytes, _ALIGNED) for block in blocks.values()
+            )
             mapped = storage.make_mapped(self.name, file, size)
             mapped[: len(header)] = header
             content = torch.frombuffer(mapped, dtype=torch.uint8)
             for name, block in blocks.items():
-                begin = len(header) + at[name]
+                begin = len(header) + begins[name]
                 place = content[begin : begin + block.tensor.nbytes]
                 self.places.append(place.view(block.tensor.dtype).view(block.tensor.shape))
             sizes[file] = size
@@ -317,27 +318,3 @@ def _with_options(kept: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
     both = zip(kept["groups"], now["groups"], strict=True)
     groups = [{**group, "options": own["options"]} for group, own in both]
     return {"groups": groups, "values": kept["values"]}
-
-
-def _padded(size: int) -> int:
-    return -(-size // _ALIGNED) * _ALIGNED
-
-
-def _header(blocks: Mapping[str, TensorBlock]) -> tuple[bytes, dict[str, int]]:
-    """Return the head of a file, and where each block begins behind it (`LocalReader`)."""
-    header: dict[str, Any] = {}
-    at: dict[str, int] = {}
-    position = 0
-    for name, block in blocks.items():
-        at[name] = position
-        header[name] = {
-            "dtype": dtype_name(block.tensor.dtype),
-            "shape": list(block.shape),
-            "offset": list(block.offset),
-            "block": list(block.tensor.shape),
-            "at": position,
-        }
-        position += _padded(block.tensor.nbytes)
-    text = json.dumps(header).encode()
-    text += b" " * (_padded(8 + len(text)) - 8 - len(text))
-    return len(text).to_bytes(8, "little") + text, at

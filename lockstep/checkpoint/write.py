@@ -18,7 +18,7 @@ Tests: tests/checkpoint/test_ranks.py, tests/checkpoint/test_background.py
 import json
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -302,22 +302,44 @@ class LocalWriter(FormatWriter):
         _require_seen(draft)
         files = {}
         for part, content in self.staged.parts.items():
-            header: dict[str, Any] = {}
-            position = 0
-            for name, block in content.blocks.items():
-                header[name] = {
-                    "dtype": dtype_name(block.tensor.dtype),
-                    "shape": list(block.shape),
-                    "offset": list(block.offset),
-                    "block": list(block.tensor.shape),
-                    "at": position,
-                }
-                position += block.tensor.nbytes
-            text = json.dumps(header).encode()
+            header, _ = raw_header(content.blocks)
             file = raw_file(part, self.ranks.rank)
             with draft.create(file) as stream:
-                stream.write(len(text).to_bytes(8, "little") + text)
+                stream.write(header)
                 for name in content.blocks:
                     stream.write(tensor_bytes(content.tensor(name)))
             files[file] = stream.info
         return WrittenFiles(files)
+
+
+def raw_header(blocks: Mapping[str, TensorBlock], aligned: int = 1) -> tuple[bytes, dict[str, int]]:
+    """Return the head of a raw file, which says where blocks lie, as `LocalReader` reads it.
+
+    Args:
+        blocks: by name, in the order in which they come after the head.
+        aligned: of how many bytes the head's length, and each block's room, is a multiple.
+
+    Returns:
+        (the head, where each block begins behind it)
+    """
+    described: dict[str, Any] = {}
+    begins: dict[str, int] = {}
+    position = 0
+    for name, block in blocks.items():
+        begins[name] = position
+        described[name] = {
+            "dtype": dtype_name(block.tensor.dtype),
+            "shape": list(block.shape),
+            "offset": list(block.offset),
+            "block": list(block.tensor.shape),
+            "at": position,
+        }
+        position += padded(block.tensor.nbytes, aligned)
+    text = json.dumps(described).encode()
+    text += b" " * (padded(8 + len(text), aligned) - 8 - len(text))
+    return len(text).to_bytes(8, "little") + text, begins
+
+
+def padded(size: int, aligned: int) -> int:
+    """Return the least multiple of `aligned` that is not below a size."""
+    return -(-size // aligned) * aligned

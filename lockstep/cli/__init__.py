@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from lockstep.cli.arguments import EPILOG
 from lockstep.cli.verbs import VERBS
 from lockstep.errors import EXIT_DONE, LockstepError, UsageError, did_you_mean
-from lockstep.output import flush_of
+from lockstep.output import flush
 
 _DESCRIPTION = "Distributed training for PyTorch in which every strategy takes the same step."
 
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.path.insert(0, here)
     try:
         code = _dispatch(arguments)
-        flush_of(sys.stdout)()
+        flush(sys.stdout)
         return code
     except BrokenPipeError:
         if not _stdout_is_closed():

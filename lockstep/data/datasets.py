@@ -21,7 +21,7 @@ from lockstep.config import DataConfig
 from lockstep.data.batches import CollatingDataset, Data
 from lockstep.data.language import TextOptions, Tokenizer, check_fraction, language_data
 from lockstep.data.mistakes import users_line
-from lockstep.data_files import check_named_files, source_of
+from lockstep.data_files import as_documents, check_named_files, source_of
 from lockstep.errors import LockstepError, UsageError
 from lockstep.registry import DATA_SETS, keywords_of, require_arguments
 
@@ -174,7 +174,7 @@ def _load(name: str, config: str | None) -> Any:
         raise UsageError(what, where="data.name", fix="pip install datasets") from None
     if Path(name).is_file():
         what = f"hf:{name} is a file: a folder of files is loaded, or a data set of the hub"
-        fix = f"write data: {{name: documents, args: {{sources: [{source_of(Path(name))}]}}}}"
+        fix = f"write {as_documents(source_of(Path(name)))}"
         raise UsageError(what, where="data.name", fix=f"{fix}; or hf:FOLDER")
     try:
         return datasets.load_dataset(name, config)

@@ -34,7 +34,7 @@ Piece = tuple[NDArray[Any], NDArray[np.bool_] | None]  # tokens, and which of th
 
 @dataclass(frozen=True)
 class Encoded:
-    """What a record becomes."""
+    """Holds what a record becomes."""
 
     pieces: list[Piece]  # of a text, one: the record's part of it; of a conversation, documents
     is_conversation: bool

@@ -181,7 +181,7 @@ class StreamSource:
 
 
 class PackedStream(IterableDataset[dict[str, Tensor]]):
-    """Sequences of packed documents of several streams; see the module.
+    """Yields sequences of packed documents of several streams; see the module.
 
     Args:
         sources: with the weights of all, or 0 of all: one after another.

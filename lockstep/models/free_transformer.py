@@ -153,7 +153,7 @@ class FreeTransformer(Decoder):
         kl = torch.where(valid, kl_from_fair_coins(z_logits), 0.0)
         excess = torch.where(valid, F.relu(kl - self.kappa), 0.0)
         return {
-            "cross_entropy": self.token_losses(logits, batch["targets"]).sum(),
+            "cross_entropy": self.token_losses.of(logits, batch["targets"]).sum(),
             "penalty": self.beta * excess.sum(),
             "kl": kl.detach().sum(),
         }

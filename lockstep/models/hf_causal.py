@@ -217,7 +217,7 @@ class GivenStates(nn.Module):
 
 
 class _DecoderOutput:
-    """What a decoder of the library returns, with nothing but the last hidden states in it."""
+    """Holds what a decoder of the library returns: nothing but the last hidden states."""
 
     def __init__(self, states: Tensor | None) -> None:
         self.last_hidden_state = states

@@ -105,7 +105,7 @@ def _in_files(files: Sequence[Path], counted: BytesRead) -> Iterator[tuple[str, 
 
 @dataclass
 class _StoredWeight:
-    """A weight of the model, or several that are made of the same tensors."""
+    """Describes a weight of the model, or several that are made of the same tensors."""
 
     name: str  # of the first one
     converter: Any = None  # of the library; None: the tensor has only another name

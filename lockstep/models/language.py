@@ -55,8 +55,7 @@ class LanguageModel(nn.Module):
 
     def loss(self, outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the cross entropy summed over the valid targets, in nats, float32."""
-        losses: Tensor = self.token_losses(outputs, batch["targets"])
-        return losses.sum()
+        return self.token_losses.of(outputs, batch["targets"]).sum()
 
     def count(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the number of valid targets.
@@ -139,7 +138,7 @@ class TokenTable(nn.Embedding):
 
 
 class OutputHead(nn.Module):
-    """The last segment of a decoder, which makes logits, or losses chunk by chunk."""
+    """Makes logits, or losses chunk by chunk, as the last segment of a decoder."""
 
     takes_targets = True  # an argument LOSS_TARGETS
     token_losses: "TokenLosses"  # the model's, where losses are computed by chunks
@@ -180,7 +179,7 @@ class TokenLosses(nn.Module):
 
     With `chunks` the output layer calls `by_chunks`, so that no more than the logits of one chunk
     are there at a time, forward and backward. The losses that this returns, [B, T], then stand in
-    the place of logits, and `forward` returns them as they are.
+    the place of logits among a model's outputs, where `of` takes them.
     """
 
     def __init__(self) -> None:
@@ -264,10 +263,15 @@ class TokenLosses(nn.Module):
         ]
         return torch.cat(found, 2).flatten(1)
 
+    def of(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return each target's loss, [B·T], from a model's logits, or from losses [B, T]."""
+        if outputs.ndim == 2:
+            return outputs.flatten()
+        found: Tensor = self(outputs, targets)
+        return found
+
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Return each target's loss in nats, with the terms of training while the module trains."""
-        if logits.ndim == 2:
-            return logits.flatten()  # losses, made by chunks
         smoothing, z_loss = self.terms
         rows = logits.flatten(0, 1).float()
         flat = targets.flatten()

@@ -141,7 +141,7 @@ class Mixture(Decoder):
         logits, (balance, router_z) = outputs
         count = self.count(batch)
         return {
-            "cross_entropy": self.token_losses(logits, batch["targets"]).sum(),
+            "cross_entropy": self.token_losses.of(logits, batch["targets"]).sum(),
             "balance": self.balance_weight * count * balance,
             "router_z": self.z_weight * count * router_z,
         }

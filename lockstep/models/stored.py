@@ -22,7 +22,7 @@ Ranges = Sequence[range]  # what is wanted of each dim
 
 
 class ReadablePart(Protocol):
-    """Something from which a part of a tensor can be read."""
+    """Reads parts of a tensor."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -40,7 +40,7 @@ class BytesRead:
 
 @dataclass(frozen=True)
 class FilePart:
-    """A tensor of a safetensors file."""
+    """Reads a tensor of a safetensors file."""
 
     file: Path
     key: str
@@ -67,7 +67,7 @@ class FilePart:
 
 @dataclass(frozen=True)
 class JoinedPart:
-    """Parts one after another along a dim."""
+    """Joins parts one after another along a dim."""
 
     parts: Sequence[ReadablePart]
     dim: int
@@ -99,7 +99,7 @@ class JoinedPart:
 
 @dataclass(frozen=True)
 class StackedPart:
-    """Parts of one shape, one above another along a new dim."""
+    """Stacks parts of one shape along a new dim."""
 
     parts: Sequence[ReadablePart]
     dim: int
@@ -125,7 +125,7 @@ class StackedPart:
 
 @dataclass(frozen=True)
 class SwappedPart:
-    """A part of which two dims are swapped."""
+    """Swaps two dims of a part."""
 
     part: ReadablePart
     dims: tuple[int, int]
@@ -147,7 +147,7 @@ class SwappedPart:
 
 @dataclass(frozen=True)
 class ComputedPart:
-    """What a function makes of files; all of it is made, whatever part is wanted."""
+    """Calls a function that makes a tensor of files: all of it, whatever part is wanted."""
 
     make: Callable[[], Tensor]
     shape: tuple[int, ...]
@@ -171,7 +171,7 @@ def all_of(part: ReadablePart) -> Tensor:
 
 
 class StoredTensor:
-    """A tensor in files, or a piece of one.
+    """Stands for a tensor in files, or a piece of one.
 
     It is cut like a torch.Tensor. Anything else that is asked of it is asked of the tensor, which
     is read for that.
@@ -247,7 +247,7 @@ def read(value: Any) -> Any:
 
 
 class StoredWeights:
-    """The weights of a model, by name, in files.
+    """Finds the weights of a model, by name, in files.
 
     A model on meta with this in its attribute `stored_weights` gets its values from there when it
     is placed.

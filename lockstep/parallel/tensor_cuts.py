@@ -329,8 +329,6 @@ def _vocabulary(module: nn.Module, cut: LayerCut) -> None:
 def _loss(module: nn.Module, cut: LayerCut) -> None:
     def forward(self: Any, logits: Tensor, targets: Tensor) -> Tensor:
         terms = self.terms if isinstance(self, TokenLosses) else (0.0, 0.0)
-        if logits.ndim == 2:
-            return logits.flatten()  # losses, made by chunks
         return cut_token_losses(logits, targets, cut, terms)
 
     if isinstance(module, TokenLosses) and cut.sequence and cut.blocks is not None:

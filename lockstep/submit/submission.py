@@ -8,12 +8,13 @@ import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from lockstep.paths import is_bucket_url
 from lockstep.run_mirror import local_folder
 
 
 @dataclass(frozen=True)
 class Submission:
-    """A run, and the machines that it needs."""
+    """Describes a run, and the machines that it needs."""
 
     config: Path  # the config file
     # the run directory, or the URL of a bucket; one folder that all machines share, unless
@@ -37,7 +38,7 @@ class Submission:
     @property
     def is_in_bucket(self) -> bool:
         """Return whether the run directory is a bucket."""
-        return "://" in self.output_dir
+        return is_bucket_url(self.output_dir)
 
     @property
     def folder(self) -> Path:

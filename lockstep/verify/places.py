@@ -94,7 +94,7 @@ def _line_of(frame: FrameType | None) -> str:
 
 @dataclass
 class ScriptPlaces:
-    """Lines of a script, in one process of it."""
+    """Keeps lines of a script, in one process of it."""
 
     # loader → where it is made, or where the script's own sampler or stream orders its samples
     loaders: dict[int, str] = field(default_factory=dict)

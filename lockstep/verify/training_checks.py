@@ -38,7 +38,7 @@ _DRAWS_OR_NORMALISES = (
 
 @dataclass(frozen=True)
 class LoopFinding:
-    """A mistake: short kind, what was seen, what to write instead, and the user's own line."""
+    """Describes a mistake: its kind, what was seen, what to write, and the user's own line."""
 
     kind: str
     text: str

@@ -25,7 +25,7 @@ from lockstep.verify.script.record import CLIP, RecordedStep, ScriptRecord
 
 @dataclass
 class LineEvidence:
-    """What was seen of a script's lines."""
+    """Holds what was seen of a script's lines."""
 
     records: Sequence[ScriptRecord]  # of the ranks
     step: int = 0  # that differs

@@ -55,7 +55,7 @@ class TracedOperation:
 
 @dataclass(frozen=True)
 class OperationDifference:
-    """The first operation that differs: a clause on it, and the user's own line."""
+    """Describes the first operation that differs: a clause, and the user's own line."""
 
     text: str
     line: str
