@@ -278,7 +278,12 @@ def _by_magic(file: Path) -> str | None:
 
 def as_documents(source: str | Mapping[str, str]) -> str:
     """Return the line of a config that trains on the documents of a source."""
-    data = {"name": "documents", "args": {"sources": [source]}}
+    return line_of_data("documents", sources=[source])
+
+
+def line_of_data(name: str, **args: Any) -> str:
+    """Return the line of a config that names a data set, whatever signs a path holds."""
+    data = {"name": name, "args": args}
     flow = yaml.safe_dump(
         data, default_flow_style=True, sort_keys=False, allow_unicode=True, width=math.inf
     )

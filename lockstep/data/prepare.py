@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from shlex import quote
 from typing import Any, NoReturn
 
 import numpy as np
@@ -42,7 +41,7 @@ from lockstep.data.token_folder import (
     TOKENS,
     TRAINED,
 )
-from lockstep.data_files import HEADER, files_of, told_of_json
+from lockstep.data_files import HEADER, as_documents, files_of, line_of_data, told_of_json
 from lockstep.errors import UsageError
 from lockstep.paths import local_path
 from lockstep.progress import Advance, progress_of
@@ -366,12 +365,12 @@ def prepare_command(argv: Sequence[str]) -> int:
     print(f"{given.out}: {num_tokens:,} tokens of {vocab_size:,} kinds, {filters.kept:,} documents")
     if line := told(filters.left_out):
         print(line)
-    path = quote(str(given.out))
+    path = str(given.out)
     if field.holds_messages:
-        print(f"use it with   data: {{name: documents, args: {{sources: [{path}]}}}}")
+        print(f"use it with   {as_documents(path)}")
         return 0
-    print(f"use it with   data: {{name: tokens, args: {{path: {path}}}}}")
-    print(f"or packed     data: {{name: documents, args: {{sources: [{path}]}}}}")
+    print(f"use it with   {line_of_data('tokens', path=path)}")
+    print(f"or packed     {as_documents(path)}")
     return 0
 
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from lockstep.data.batches import Data
 from lockstep.data.language import TextOptions, Tokenizer, language_data
 from lockstep.data.token_folder import TOKENS, TokenFile, read_header, tokenizer_of
-from lockstep.data_files import files_of, require_text, told_of_json
+from lockstep.data_files import as_documents, files_of, require_text, told_of_json
 from lockstep.environment import rank_facts
 from lockstep.errors import UsageError
 from lockstep.paths import local_path
@@ -139,7 +139,7 @@ def tokens(
     header = read_header(folder)
     if header.get("has_answers"):
         what = f"{path} holds conversations, and the data set tokens trains every token"
-        fix = f"write data: {{name: documents, args: {{sources: [{path}]}}}}"
+        fix = f"write {as_documents(path)}"
         raise UsageError(what, where="data.name", fix=fix)
     count = header["num_tokens"]
     dtype = header["dtype"]

@@ -42,7 +42,7 @@ from lockstep.data.packed import PackedDocuments
 from lockstep.data.packing import PACKINGS, PackingPlan, WholePlan
 from lockstep.data.permutation import permuted, round_keys
 from lockstep.data.sources import DescribedSource, described, draws_of, field_of, filters_of
-from lockstep.data_files import HEADER, files_of, told_of_json
+from lockstep.data_files import HEADER, as_documents, files_of, told_of_json
 from lockstep.errors import UsageError, did_you_mean, first_line
 from lockstep.paths import local_path
 
@@ -365,7 +365,7 @@ def _opened(source: DescribedSource, tokenizer: Tokenizer, notices: list[str]) -
     path = local_path(source.path, f"{source.where}.path")
     if (path / HEADER).exists():
         what = f"{source.path} is prepared, and its lengths are known"
-        fix = f"write data: {{name: documents, args: {{sources: [{source.path}]}}}}"
+        fix = f"write {as_documents(source.path)}"
         raise UsageError(what, where=f"{source.where}.path", fix=fix)
     for key in _MORE_KEYS:
         if key in source.settings:
