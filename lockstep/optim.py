@@ -153,14 +153,15 @@ def build_optimizer(
     device: torch.device,
     reproducible: bool,
     blocks: Sequence[str] = (),
+    splits: Mapping[str, tuple[int, Sequence[int]]] | None = None,
 ) -> Optimizer:
     """Build the config's optimizer, over parameters by their names.
 
     Or raise a UsageError if there is none, or it does not accept these arguments.
 
     Kernels are fused if the optimizer has them; with `reproducible` they are plain (see `unfuse`).
-    An optimizer with a method `groups_of` divides the parameters by their names, and by those of
-    the model's `blocks`.
+    An optimizer with a method `groups_of` divides the parameters by their names, those of the
+    model's `blocks`, and the `splits` of weights that hold several matrices.
     """
     if reproducible and args.get("fused"):
         what = (
@@ -173,7 +174,7 @@ def build_optimizer(
     accepted = inspect.signature(kind).parameters
     over = list(parameters.values())
     divided = getattr(kind, "groups_of", None)
-    groups: Any = over if divided is None else divided(parameters, blocks)
+    groups: Any = over if divided is None else divided(parameters, blocks, splits or {})
     fuses = (
         "fused" in accepted
         and device.type in _HAS_FUSED_KERNELS

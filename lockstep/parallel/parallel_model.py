@@ -9,6 +9,7 @@ Tests: tests/parallel/test_executor.py, tests/parity/test_law_one.py
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -189,6 +190,8 @@ class ParallelModel:
     adds_losses: bool = True
     # carries losses and counts with the gradients; None: they take an all-reduce of their own
     carried_figures: CarriedFigures | None = None
+    # groups of ranks that hold and train the same parameters, and the names of those they do not
+    replicas: Sequence[tuple[dist.ProcessGroup, AbstractSet[str]]] = ()
 
     def forward_backward(
         self, micro_batches: Sequence[MicroBatch], accumulator: LossAccumulator, factor: float
@@ -286,6 +289,13 @@ class ParallelModel:
     def named_aliases(self) -> dict[str, tuple[str, ...]]:
         return {
             name: tuple(others) for name, others in self.aliases.items() if name in self.parameters
+        }
+
+    def groups_alike(self) -> dict[Tensor, list[dist.ProcessGroup]]:
+        """Return parameter → the groups of ranks that hold the same of it."""
+        return {
+            parameter: [group for group, left_out in self.replicas if name not in left_out]
+            for name, parameter in self.parameters.items()
         }
 
     def gradients(self) -> list[Tensor]:

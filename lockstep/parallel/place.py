@@ -10,11 +10,13 @@ Tests: tests/parallel/test_foreign.py, tests/parity/test_foreign.py, tests/parit
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from typing import Any
 from weakref import WeakSet
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
@@ -118,6 +120,8 @@ def place(
     )
     if dry_run is None:
         same = [each for axis in site.axes.values() for each in axis.replicas(placed)]
+        if placed.local_training is None:
+            placed = replace(placed, replicas=[*same, *along_replicate(site)])
         divergence.guard_replicas(placed, config, site.mesh, same, site.spread)
         every = config.distributed.divergence_check_steps or 100
         side_effects.watch(placed, compiled=config.training.compile, looks_every=every)
@@ -146,6 +150,16 @@ def placed_on(site: Site) -> ParallelModel:
     if site.layout.world_size == 1 and strategy.name != SINGLE:
         site.log_lines.append(f"{strategy.name} on one rank: nothing to synchronise or to shard")
     return place_whole(site)
+
+
+def along_replicate(site: Site) -> list[tuple[dist.ProcessGroup, AbstractSet[str]]]:
+    """Return the group of this rank's replicas, and what they do not hold alike, if there are any.
+
+    Gradients are summed over them, so that they also make the same updates.
+    """
+    if site.mesh is None or site.mesh["replicate"].size() == 1:
+        return []
+    return [(site.mesh["replicate"].get_group(), site.spread)]
 
 
 def buffer_ways(facts: ModelFacts, loss: LossWeights | None, config: StepConfig) -> BufferWays:

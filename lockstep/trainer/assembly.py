@@ -134,7 +134,10 @@ def assemble(given: TrainerArguments, settings: Mapping[str, Any]) -> RunState:
         has_loss_fn=loss_fn is not None,
     )
     facts = facts_of(given.model, loss_fn)
-    before = optimizer_setup.Unplaced.of(facts, loss_fn)
+    split = None
+    if given.optimizer is None or isinstance(given.optimizer, str):
+        split = optimizer_setup.asked_split(config.training)
+    before = optimizer_setup.Unplaced.of(facts, loss_fn, split)
     trained = {p for p in (*given.model.parameters(), *before.of_loss) if p.requires_grad}
     num_trained = sum(p.numel() for p in trained if not is_lazy(p))  # `place` refuses lazy ones
     placed = place(

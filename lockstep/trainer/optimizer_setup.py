@@ -18,10 +18,13 @@ from lockstep.collectives import is_main_process
 from lockstep.config import Config, TrainingConfig
 from lockstep.errors import UsageError, did_you_mean, listed, warn_at_caller
 from lockstep.models.loss_modules import hidden_parameters
+from lockstep.muon import SPLITS, Muon
 from lockstep.optim import PlateauSchedule, Schedule, TorchSchedule
 from lockstep.parallel.facts import ModelFacts
+from lockstep.parallel.matrix_splits import Splits, splits_of
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parallel.strides import lay_states
+from lockstep.registry import OPTIMIZERS
 from lockstep.trainer.arguments import check_made
 
 MakeOptimizer = Callable[[Any], Optimizer]
@@ -36,16 +39,25 @@ class Unplaced:
     of_loss: list[nn.Parameter]  # those of the loss function
     hidden: list[nn.Parameter]  # that a loss function holds which is no module
     blocks: list[str]  # the names of the model's repeated blocks
+    splits: Splits  # of weights that the optimizer of a config splits into matrices
 
     @classmethod
-    def of(cls, facts: ModelFacts, loss_fn: Any) -> "Unplaced":
-        """Return those of a model and its loss function."""
+    def of(cls, facts: ModelFacts, loss_fn: Any, split: str | None = None) -> "Unplaced":
+        """Return those of a model and its loss function; `split`: see `asked_split`."""
         names = dict(facts.names)
         own = {} if facts.loss is None else facts.loss.weights
         hidden = [p for p in hidden_parameters(loss_fn) if id(p) not in names]
         blocks = [name for name, _ in facts.blocks]
         named = names | {id(p): name for name, p in own.items()}
-        return cls(named, list(own.values()), hidden, blocks)
+        splits = {} if split is None else splits_of(facts, split)
+        return cls(named, list(own.values()), hidden, blocks, splits)
+
+
+def asked_split(training: TrainingConfig) -> str | None:
+    """Return how a config's Muon splits weights into matrices; None: it does not."""
+    split = training.optimizer_args.get("split")
+    kind = OPTIMIZERS.load(training.optimizer) if split in SPLITS else None
+    return split if isinstance(kind, type) and issubclass(kind, Muon) else None
 
 
 def make_optimizer(
@@ -68,6 +80,7 @@ def make_optimizer(
             device=placed.random_state.device,
             reproducible=config.distributed.reproducible,
             blocks=before.blocks,
+            splits=before.splits,
         )
     elif isinstance(given, Optimizer):
         optim.rebind(optimizer := given, before.names, placed.parameters)
@@ -88,6 +101,8 @@ def make_optimizer(
         )
     if placed.layout.shard > 1:
         optim.check_shardable(optimizer)
+    if share := getattr(optimizer, "share_among", None):
+        share(placed.groups_alike())
     return optimizer, line
 
 

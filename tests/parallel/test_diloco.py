@@ -21,6 +21,7 @@ from tests.ranks import run_ranks
 
 INT8 = {"distributed.diloco.send_as": "int8", "distributed.diloco.fragments": 3}
 INT4 = {"distributed.diloco.send_as": "int4"}
+MUON = {"training.optimizer": "muon"}
 CASES: dict[str, tuple[Any, ...]] = {
     "two workers": ({},),
     "int8, fragments": (INT8,),
@@ -29,6 +30,7 @@ CASES: dict[str, tuple[Any, ...]] = {
         {"distributed.diloco.workers": 4},
     ),
     "running statistics": ({}, "normalised"),
+    "muon": (MUON,),
 }
 SAVED = (6, INT8)  # in the middle of a round of 4
 EXCHANGES = {
@@ -69,6 +71,7 @@ def test_four_workers_on_four_ranks(alone: dict[str, Run]) -> None:
     name = "four workers, of whom some get nothing at an epoch's end"
     four = {"distributed.diloco.workers": 4}
     cases = {name: CASES[name], "int8": ({**INT8, **four},), "int4": ({**INT4, **four},)}
+    cases["muon"] = ({**MUON, **INT8, **four},)
     here = on_ranks(cases)
     assert here[name] == alone[name]
     assert run_ranks(on_ranks, 4, cases) == [here] * 4
