@@ -20,7 +20,7 @@ import os
 import secrets
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import replace
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -40,11 +40,9 @@ from lockstep.checkpoint.manifest import (
     Manifest,
     config_text,
     dtype_name,
-    dtype_of,
     parse_json,
     read_manifest,
     read_state,
-    tensor_bytes,
     text_of,
     verified_manifest,
 )
@@ -54,8 +52,9 @@ from lockstep.checkpoint.read import check_block, open_part
 from lockstep.checkpoint.snapshot import Part, Snapshot, Staged, TensorBlock, stage
 from lockstep.checkpoint.storage import MANIFEST, Checkpoint, CheckpointPath, Location
 from lockstep.errors import UsageError, listed
-from lockstep.models.hf_folder import write_folder
+from lockstep.models.hf_folder import UnreadWeights, write_folder
 from lockstep.models.loss_modules import PREFIX
+from lockstep.models.safetensors_files import tensor_bytes, write_tensors
 from lockstep.paths import local_path
 from lockstep.progress import Advance, progress_of
 from lockstep.torch_compat.wrapper_names import WRAPPER_NAMES
@@ -68,20 +67,6 @@ _INDEX = "model.safetensors.index.json"
 _IN_FOLDERS = (_INDEX, "model.safetensors", "pytorch_model.bin")
 # keys of a checkpoint under which weights may be
 _WEIGHT_KEYS = ("state_dict", "model_state_dict", "model")
-_SAFETENSORS_DTYPES = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint8": "U8",
-    "bool": "BOOL",
-}
 
 
 def digest(path: Checkpoint) -> str:
@@ -122,8 +107,9 @@ def weights(path: Checkpoint) -> dict[str, Tensor]:
     manifest = verified_manifest(checkpoint, MODEL)
     _warn_of_own_form(checkpoint)
     model: dict[str, Tensor] = {}
-    for name, tensor in _evaluated_tensors(checkpoint, manifest, without=_of_loss(checkpoint)):
-        model |= dict.fromkeys((name, *manifest.parameters[name].aliases), tensor)
+    with _unread_weights(checkpoint, manifest) as (forms, read):
+        for name in forms:
+            model |= dict.fromkeys((name, *manifest.parameters[name].aliases), read(name))
     return model
 
 
@@ -177,17 +163,14 @@ def export_safetensors(path: Checkpoint, output: str | Path) -> Path:
     checkpoint = locate(path)
     target = local_path(output, "the file to write")
     manifest = verified_manifest(checkpoint, MODEL)
-    of_loss = _of_loss(checkpoint)
-    of_model = {name: info for name, info in manifest.parameters.items() if name not in of_loss}
     _warn_of_own_form(checkpoint)
-    header = _safetensors_header(replace(manifest, parameters=of_model))
-
-    def write(file: BinaryIO) -> None:
-        file.write(header)
-        for _, tensor in _evaluated_tensors(checkpoint, manifest, without=of_loss):
-            file.write(tensor_bytes(tensor))
-
-    return _write_at_once(target, write)
+    metadata = {"format": "pt", "step": str(manifest.step)}
+    of_loss = _of_loss(checkpoint)
+    with _unread_weights(checkpoint, manifest) as (forms, read):
+        aliases = {name: of for name, of in _aliases(manifest).items() if name not in of_loss}
+        if aliases:
+            metadata["aliases"] = json.dumps(aliases)
+        return _write_at_once(target, lambda file: write_tensors(file, forms, read, metadata))
 
 
 def export_hugging_face(
@@ -212,7 +195,13 @@ def export_hugging_face(
             where="--to",
             fix="run `lockstep checkpoint export PATH`, which writes one safetensors file",
         )
-    return target, write_folder(described, weights(checkpoint), target, adapter=adapter)
+    manifest = verified_manifest(checkpoint, MODEL)
+    _warn_of_own_form(checkpoint)
+    with _unread_weights(checkpoint, manifest) as (forms, read):
+        home = {alias: name for name, of in _aliases(manifest).items() for alias in of}
+        tied = {alias: forms[name] for alias, name in home.items() if name in forms}
+        unread = UnreadWeights({**forms, **tied}, lambda name: read(home.get(name, name)))
+        return target, write_folder(described, unread, target, adapter=adapter)
 
 
 def export_torch(path: Checkpoint, output: str | Path) -> Path:
@@ -256,21 +245,31 @@ def _complete_tensors(
                 yield name, model.tensor(name)
 
 
-def _evaluated_tensors(
-    checkpoint: Location, manifest: Manifest, *, without: Collection[str] = ()
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of the model that the run evaluates, in the order of their names.
+@contextmanager
+def _unread_weights(
+    checkpoint: Location, manifest: Manifest
+) -> Iterator[tuple[dict[str, Tensor], Callable[[str], Tensor]]]:
+    """Yield the tensors that the run evaluates, on meta and by name, and what reads one of them.
 
-    They are those of the average of the weights, if the run has one.
+    They are the model's, or those of the average of the weights, if the run has one; without those
+    of a loss function.
     """
-    part = f"extra/{read_state(checkpoint).get('evaluated')}"
-    if part not in manifest.parts:
-        yield from _complete_tensors(checkpoint, manifest, without=without)
-        return
-    verified_manifest(checkpoint, part)
-    average = _unread_part(checkpoint, manifest, part, lambda _size: None)
-    for name, tensor in _complete_tensors(checkpoint, manifest, without=without):
-        yield name, average.tensor(name) if name in average.blocks else tensor
+    of_loss = _of_loss(checkpoint)
+    size = sum(manifest.files[file].size for file in manifest.files_of(MODEL))
+    with progress_of(f"reading {checkpoint.name}", size) as advance:
+        model = _unread_part(checkpoint, manifest, MODEL, advance)
+        average = Part()
+        part = f"extra/{read_state(checkpoint).get('evaluated')}"
+        if part in manifest.parts:
+            verified_manifest(checkpoint, part)
+            average = _unread_part(checkpoint, manifest, part, advance)
+
+        def holder(name: str) -> Part:
+            return average if name in average.blocks else model
+
+        names = [name for name in model.blocks if name not in of_loss]
+        forms = {name: holder(name).blocks[name].tensor for name in names}
+        yield forms, lambda name: holder(name).tensor(name)
 
 
 def _unread_part(checkpoint: Location, manifest: Manifest, part: str, advance: Advance) -> Part:
@@ -292,36 +291,6 @@ def _unread_part(checkpoint: Location, manifest: Manifest, part: str, advance: A
 
 def _aliases(manifest: Manifest) -> dict[str, tuple[str, ...]]:
     return {name: info.aliases for name, info in manifest.parameters.items() if info.aliases}
-
-
-def _safetensors_header(manifest: Manifest) -> bytes:
-    """Return a header of huggingface/safetensors: 8 bytes with its length, and JSON.
-
-    The tensors' bytes follow.
-    """
-    header: dict[str, object] = {}
-    metadata = {"format": "pt", "step": str(manifest.step)}
-    position = 0
-    for name, info in sorted(manifest.parameters.items()):
-        if info.dtype not in _SAFETENSORS_DTYPES:
-            what = f"{name} is {info.dtype}, which safetensors can't hold"
-            raise UsageError(
-                what,
-                fix=(
-                    "`lockstep checkpoint convert PATH --to torch`, or change its dtype before"
-                    " saving"
-                ),
-            )
-        size = torch.Size(info.shape).numel() * dtype_of(info.dtype).itemsize
-        dtype = _SAFETENSORS_DTYPES[info.dtype]
-        offsets = [position, position + size]
-        header[name] = {"dtype": dtype, "shape": list(info.shape), "data_offsets": offsets}
-        position += size
-    if aliases := _aliases(manifest):
-        metadata["aliases"] = json.dumps(aliases)
-    text = json.dumps({"__metadata__": metadata, **header}).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
 
 
 def _write_at_once(target: Path, write: Callable[[BinaryIO], object]) -> Path:

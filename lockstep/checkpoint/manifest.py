@@ -9,7 +9,6 @@ Tests: tests/checkpoint/test_hostile.py, tests/checkpoint/test_damage.py
 
 import json
 import re
-import sys
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -17,7 +16,6 @@ from math import prod
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
 
 from lockstep.checkpoint.posix import locate
 from lockstep.checkpoint.storage import MANIFEST, Checkpoint, FileInfo, Location, step_of
@@ -82,12 +80,6 @@ def dtype_of(name: str) -> torch.dtype:
     if not isinstance(dtype, torch.dtype) or dtype_name(dtype) != name:
         raise ValueError(f"{name!r} is not a dtype")
     return dtype
-
-
-def tensor_bytes(tensor: Tensor) -> memoryview:
-    """Return the elements of a tensor, row by row, as bytes; no copy if it is contiguous on CPU."""
-    assert sys.byteorder == "little"
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 FORMAT_VERSION = 1

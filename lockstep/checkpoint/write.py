@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
-from lockstep.checkpoint.manifest import METADATA, dtype_name, raw_file, tensor_bytes
+from lockstep.checkpoint.manifest import METADATA, dtype_name, raw_file
 from lockstep.checkpoint.ranks import Ranks, TensorSource, gather_tensor, held_blocks, sources_of
 from lockstep.checkpoint.snapshot import (
     CheckpointPlan,
@@ -44,6 +44,7 @@ from lockstep.checkpoint.snapshot import (
 )
 from lockstep.checkpoint.storage import ChecksumStream, FileInfo, Location
 from lockstep.errors import RunError
+from lockstep.models.safetensors_files import tensor_bytes
 
 Format = Literal["sharded", "full", "local"]
 

@@ -1,17 +1,25 @@
 """Describes a model of Hugging Face in a checkpoint, and writes it as a folder of its library.
 
 A checkpoint has tensors by name. With the description (the library's class, its config, the folder
-it came from, peft's config of adapters) the model is built again without values, on meta, and is
-given the checkpoint's tensors; then the libraries write themselves: files, their index, names on
-disk that differ from names in memory, tied weights once. Adapters are merged by peft.
+it came from, peft's config of adapters) the model is built again without values, on meta. The
+library says which tensors a folder has: names on disk that differ from names in memory, tied
+weights once, which file holds which. Then they are read, made and written one by one:
+
+    in memory     layers.0.mlp.experts.gate_up_proj [2, 8, 4]      is read, and written as
+    on disk       layers.0.mlp.experts.0.gate_proj.weight [4, 4]   and three more
+
+Adapters are merged by peft, layer by layer.
 
 Tests: tests/models/test_hf_folder.py
 """
 
+import copy
 import json
+import re
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +28,16 @@ from torch import Tensor, nn
 
 from lockstep.errors import UsageError, listed
 from lockstep.models.adapters import peft_package
+from lockstep.models.safetensors_files import write_tensors
+
+try:
+    from huggingface_hub import split_torch_state_dict_into_shards
+    from transformers.core_model_loading import revert_weight_conversion
+    from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+    CAN_WRITE_PIECES = True
+except ImportError:  # before transformers 5 names on disk were made by other rules
+    CAN_WRITE_PIECES = False
 
 _SHARD = "5GB"  # the most that a file of weights holds
 _OF_PEFT = "base_model.model."  # before names, where peft has wrapped a model
@@ -30,6 +48,22 @@ _INPUTS = (
     *("*.model", "*.tiktoken", "chat_template*", "preprocessor_config.json"),
     *("processor_config.json", "video_preprocessor_config.json"),
 )
+
+
+@dataclass(frozen=True)
+class UnreadWeights:
+    """The tensors of a model that lie in a checkpoint."""
+
+    forms: Mapping[str, Tensor]  # by name, on meta
+    read: Callable[[str], Tensor]  # returns the values of one of them
+
+    def all(self) -> dict[str, Tensor]:
+        """Return all of them; names of one tensor share memory."""
+        read: dict[int, Tensor] = {}
+        for name, form in self.forms.items():
+            if id(form) not in read:
+                read[id(form)] = self.read(name)
+        return {name: read[id(form)] for name, form in self.forms.items()}
 
 
 def description_of(model: nn.Module) -> dict[str, Any] | None:
@@ -67,7 +101,7 @@ def _plain(value: Any) -> Any:
 
 def write_folder(
     description: Mapping[str, Any],
-    weights: Mapping[str, Tensor],
+    weights: UnreadWeights,
     folder: Path,
     *,
     adapter: bool = False,
@@ -76,7 +110,7 @@ def write_folder(
 
     Args:
         description: as `description_of` returned it.
-        weights: all tensors of the model, by name.
+        weights: all tensors of the model.
         folder: where to write; it must not exist.
         adapter: whether to write the adapters alone, as peft does; else they are merged.
 
@@ -92,16 +126,15 @@ def write_folder(
         )
     if folder.exists():
         raise UsageError(f"{folder} exists already", fix="name another folder, or move it away")
-    model = _filled(description, weights)
+    model = _filled(description, weights.forms)
     draft = folder.with_name(f".{folder.name}.draft")
     shutil.rmtree(draft, ignore_errors=True)
     try:
         if adapter:
+            _read_adapters(model, weights)
             model.save_pretrained(draft, save_embedding_layers=False)
         else:
-            if description["adapters"]:
-                model = model.merge_and_unload(safe_merge=True)
-            model.save_pretrained(draft, max_shard_size=_SHARD)
+            _write_model(description, model, weights, draft)
             # As they were: the library reads settings that it refuses to write, such as a `top_k`
             # without `do_sample`, which models on the hub have.
             if description["generation"] is not None:
@@ -112,6 +145,169 @@ def write_folder(
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     return lines
+
+
+def _write_model(
+    description: Mapping[str, Any], model: Any, weights: UnreadWeights, folder: Path
+) -> None:
+    """Write the config and the weights of a model, with its adapters merged."""
+    adapted = bool(description["adapters"])
+    if not CAN_WRITE_PIECES or (adapted and not _merges_layer_by_layer(model)):
+        model = _filled(description, weights.all())
+        if adapted:
+            model = model.merge_and_unload(safe_merge=True)
+        model.save_pretrained(folder, max_shard_size=_SHARD)
+        return
+    values = weights.read
+    if adapted:
+        values = _Merged(model, weights).read
+        # On meta, where merging computes nothing: it takes the adapters off.
+        model = _filled(description, weights.forms).merge_and_unload()
+    model.save_pretrained(folder, state_dict={})
+    for empty in folder.glob("*.safetensors*"):
+        empty.unlink()
+    _write_weights(model, values, folder)
+
+
+def _write_weights(model: Any, values: Callable[[str], Tensor], folder: Path) -> None:
+    """Write the weights of a model on meta into files, and their index if there are several.
+
+    Args:
+        model: of the library.
+        values: returns the tensor of a name in memory.
+        folder: where to write.
+    """
+    ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
+    state = {name: each for name, each in model.state_dict().items() if name not in ignored}
+    state = remove_tied_weights_from_state_dict(state, model)
+    on_disk = revert_weight_conversion(model, dict(state))
+    source = {name: group for group in _groups(model, state, on_disk) for name in group[1]}
+    split = split_torch_state_dict_into_shards(
+        on_disk, filename_pattern="model{suffix}.safetensors", max_shard_size=_SHARD
+    )
+    held: dict[str, Tensor] = {}  # what the latest group has made
+
+    def read(name: str) -> Tensor:
+        """Return a tensor on disk, made of those in memory."""
+        if name not in held:
+            held.clear()
+            read_in = {each: values(each) for each in source[name][0]}
+            held.update(revert_weight_conversion(model, read_in))
+        return held.pop(name)
+
+    for file, names in split.filename_to_tensors.items():
+        with (folder / file).open("xb") as opened:
+            forms = {name: on_disk[name] for name in names}
+            write_tensors(opened, forms, read, {"format": "pt"})
+        held.clear()
+    if split.is_sharded:
+        metadata = {"total_parameters": model.num_parameters(), **split.metadata}
+        index = {"metadata": metadata, "weight_map": split.tensor_to_filename}
+        text = json.dumps(index, indent=2, sort_keys=True)
+        (folder / "model.safetensors.index.json").write_text(text + "\n", encoding="utf-8")
+
+
+Group = tuple[list[str], list[str]]
+"""Names in memory, and the names on disk that are made of them."""
+
+
+def _groups(model: Any, state: Mapping[str, Tensor], on_disk: Mapping[str, Tensor]) -> list[Group]:
+    """Return which tensors in memory make which on disk: one alone, those of a layer, or all.
+
+    A group is right if the library makes of it alone what it makes of it among all.
+    """
+    found: list[Group] = []
+    left = list(state)
+    shapes = {name: tensor.shape for name, tensor in on_disk.items()}
+    by_layer = re.compile(r".*?\.\d+\.|")
+    for key_of in (str, lambda name: by_layer.match(name)[0], lambda _name: ""):  # type: ignore[index]
+        groups: dict[str, list[str]] = {}
+        for name in left:
+            groups.setdefault(key_of(name), []).append(name)
+        left = []
+        for names in groups.values():
+            made = _made_alone(model, {name: state[name] for name in names})
+            if made and all(shapes.get(key) == shape for key, shape in made.items()):
+                found.append((names, list(made)))
+            else:
+                left += names
+    assert {name for _, those in found for name in those} == set(on_disk), "a weight is left out"
+    return found
+
+
+def _made_alone(model: Any, tensors: dict[str, Tensor]) -> dict[str, torch.Size]:
+    """Return the shapes of what the library makes of tensors on meta; empty: they are too few."""
+    try:
+        made = revert_weight_conversion(model, tensors)
+    except Exception:  # whatever an operation says of a part of its tensors
+        return {}
+    return {name: tensor.shape for name, tensor in made.items()}
+
+
+def _merges_layer_by_layer(model: Any) -> bool:
+    """Return whether peft changes the model in layers of `LoraLayer` alone.
+
+    Complete copies of modules, trained tokens and adapters of parameters are merged by peft with
+    the model in memory.
+    """
+    from peft.tuners.lora import LoraLayer
+    from peft.tuners.lora.layer import ParamWrapper
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    for module in model.modules():
+        if isinstance(module, AuxiliaryTrainingWrapper | ParamWrapper):
+            return False
+        if isinstance(module, BaseTunerLayer) and not isinstance(module, LoraLayer):
+            return False
+    return True
+
+
+class _Merged:
+    """Reads the weights of a model with its adapters merged into them."""
+
+    def __init__(self, wrapped: Any, weights: UnreadWeights) -> None:
+        from peft.tuners.lora import LoraLayer
+
+        self._weights = weights
+        base = wrapped.get_base_model()
+        self._layers = {
+            name: module for name, module in base.named_modules() if isinstance(module, LoraLayer)
+        }
+        self._latest = ""
+        self._merged: dict[str, Tensor] = {}  # of the latest layer
+
+    def read(self, name: str) -> Tensor:
+        """Return a weight by its name in the model without adapters."""
+        layer, _, own = name.rpartition(".")
+        if layer not in self._layers:
+            return self._weights.read(name)
+        if layer != self._latest:
+            self._merged = {}
+            self._latest = layer
+            self._merged = self._merge(layer)
+        return self._merged[own]
+
+    def _merge(self, name: str) -> dict[str, Tensor]:
+        layer: Any = copy.deepcopy(self._layers[name])
+        named = {key: self._weights.read(f"{name}.{key}") for key in layer.state_dict()}
+        layer.load_state_dict(named, assign=True)
+        layer.merge(safe_merge=True)
+        return dict(layer.get_base_layer().state_dict())
+
+
+def _read_adapters(model: Any, weights: UnreadWeights) -> None:
+    """Give a model on meta the values of its adapters, and of what is trained beside them."""
+    tuned = ("lora_", "modules_to_save", "trainable_tokens")
+    biases = any(each.bias != "none" for each in model.peft_config.values())
+    wanted = [
+        name
+        for name in weights.forms
+        if any(part.startswith(tuned) for part in name.split("."))
+        or (biases and name.endswith("bias"))
+    ]
+    values = {_OF_PEFT + name: weights.read(name) for name in wanted}
+    model.load_state_dict(values, strict=False, assign=True)
 
 
 def _filled(description: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Any:

@@ -2,13 +2,15 @@
 
 import copy
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from lockstep.checkpoint import commands, export_hugging_face
+from lockstep.checkpoint import commands, convert, export_hugging_face
 from lockstep.data import Data
 from lockstep.errors import UsageError
 from lockstep.models import build_model, hf_folder
@@ -87,9 +89,10 @@ def test_plain_transformers_computes_the_same_bits(family: str, tmp_path: Path) 
     assert (tmp_path / "out/tokenizer.json").read_text() == TOKENIZER
 
 
-def test_a_folder_goes_in_and_out_unchanged(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_a_folder_goes_in_and_out_unchanged(family: str, tmp_path: Path) -> None:
     """In files with an index, and in again; tied weights are in one of them."""
-    name = base_of(tmp_path / "base")
+    name = base_of(tmp_path / "base", family)
     trainer = trainer_of(name, "single", {"model.lora": None})
     saved = trainer.save_checkpoint(tmp_path / "step-00000000")
     with pytest.MonkeyPatch.context() as patch:
@@ -98,12 +101,51 @@ def test_a_folder_goes_in_and_out_unchanged(tmp_path: Path) -> None:
     assert said.endswith(f"→ {tmp_path / 'out'}")
     index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
     assert "model.embed_tokens.weight" in index["weight_map"]
-    assert "lm_head.weight" not in index["weight_map"]
+    assert ("lm_head.weight" in index["weight_map"]) == (family != "llama")
+    for file in {*index["weight_map"].values()}:
+        there = load_file(tmp_path / "out" / file)
+        assert {*there} == {key for key, of in index["weight_map"].items() if of == file}
     before = build_model(config_of(name).model).state_dict()
     after = build_model(config_of(f"hf:{tmp_path / 'out'}").model).state_dict()
     assert before.keys() == after.keys()
     for key, value in before.items():
         assert torch.equal(value, after[key]), key
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "phi3", "adapted"])
+def test_one_tensor_is_in_memory_at_a_time(family: str, tmp_path: Path) -> None:
+    """Those of a layer, where adapters are merged: the base's weight and the adapters on it."""
+    if family == "adapted":
+        pytest.importorskip("peft")
+        name = base_of(tmp_path / "base")
+        _, saved = trained(name, tmp_path, **{"model.lora": LORA})
+    else:
+        _, saved = trained(base_of(tmp_path / "base", family), tmp_path)
+    alive: list[weakref.ref[torch.Tensor]] = []
+    sizes: list[int] = []
+    most = 0
+    unread = hf_folder.UnreadWeights
+
+    def counted(forms: Any, read: Any) -> Any:
+        def counts(of: str) -> torch.Tensor:
+            nonlocal most
+            value: torch.Tensor = read(of)
+            alive.append(weakref.ref(value))
+            held = [tensor for each in alive if (tensor := each()) is not None]
+            sizes.append(value.nbytes)
+            most = max(most, sum(tensor.nbytes for tensor in held))
+            return value
+
+        return unread(forms, counts)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(convert, "UnreadWeights", counted)
+        export_hugging_face(saved, tmp_path / "out")
+    state = load_file(tmp_path / "out/model.safetensors")
+    written = sum(tensor.nbytes for tensor in state.values())
+    assert sum(sizes) >= written  # a tied weight is read once
+    assert len(sizes) > 5
+    assert most <= (2.5 if family == "adapted" else 2) * max(sizes) < written / 2
 
 
 def test_another_class_is_written_as_itself(tmp_path: Path) -> None:
@@ -151,8 +193,9 @@ def test_what_can_not_be_written_is_refused(tmp_path: Path) -> None:
         commands.run("export", saved, to="onnx")
     described = hf_folder.description_of(model)
     assert described is not None
+    other = hf_folder.UnreadWeights({"other": torch.ones(1, device="meta")}, torch.ones)
     with pytest.raises(UsageError, match="the tensors are not those of a LlamaForCausalLM"):
-        hf_folder.write_folder(described, {"other": torch.ones(1)}, tmp_path / "out")
+        hf_folder.write_folder(described, other, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     assert hf_folder.description_of(torch.nn.Linear(2, 2)) is None
 
