@@ -8,6 +8,7 @@ The name is of a data set that ships (text has `text.py`), `hf:NAME`, or `packag
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,13 @@ from torch import Tensor
 
 from lockstep.config import DataConfig
 from lockstep.data.batches import CollatingDataset, Data
-from lockstep.data.language import TextOptions, Tokenizer, check_fraction, language_data
+from lockstep.data.language import (
+    DocumentEncoder,
+    TextOptions,
+    Tokenizer,
+    check_fraction,
+    language_data,
+)
 from lockstep.data.mistakes import users_line
 from lockstep.data_files import as_documents, check_named_files, source_of
 from lockstep.errors import LockstepError, UsageError
@@ -108,6 +115,7 @@ def hugging_face(
     validation_fraction: float = 0.1,
     tokenizer: str = "bytes",
     documents: bool = False,
+    special_tokens: bool = False,
 ) -> Data:
     """Return the data set of this name, or the folder's, or raise a UsageError.
 
@@ -115,7 +123,8 @@ def hugging_face(
     the data set has it; else `validation_fraction` of `split` is held out. Rows of `text_field` are
     joined, each ending its line; with `documents`, a row is a document, padded to `block_size`.
     With `columns` samples are rows of these instead, as tensors where they are numbers. `tokenizer`
-    is `bytes` or the path of a `tokenizer.json`.
+    is `bytes` or the path of a `tokenizer.json`. With `special_tokens`, the text of a special token
+    becomes that token.
     """
     options = TextOptions(block_size, stride, validation_fraction)
     loaded = _load(name, config)
@@ -148,18 +157,20 @@ def hugging_face(
         held_out = train.select(range(border, len(train))) if border < len(train) else None
         return Data(train.select(range(border)), held_out, {"source": source})
     chosen = Tokenizer(tokenizer)
+    encoder = DocumentEncoder(chosen, special_tokens)
 
     def encoded(rows: Iterable[str]) -> Any:
         if documents:
-            return [chosen.encode_array(row) for row in rows]
+            return [encoder.encode(row) for row in rows]
         lines = (row + "\n" if row and not row.endswith("\n") else row for row in rows)
-        return np.concatenate([np.empty(0, dtype=chosen.dtype), *map(chosen.encode_array, lines)])
+        return np.concatenate([np.empty(0, dtype=chosen.dtype), *map(encoder.encode, lines)])
 
     whole = encoded(train[text_field])
     first, last = (
         options.split(whole) if validation is None else (whole, encoded(validation[text_field]))
     )
-    return language_data(first, last, options, source, chosen, documents=documents)
+    made = language_data(first, last, options, source, chosen, documents=documents)
+    return replace(made, notices=[*made.notices, *encoder.notices(source)])
 
 
 def _load(name: str, config: str | None) -> Any:

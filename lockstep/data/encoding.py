@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from lockstep.data.conversations import ChatTemplate
 from lockstep.data.document_files import Record
 from lockstep.data.filters import Filters
-from lockstep.data.language import Tokenizer
+from lockstep.data.language import DocumentEncoder, Tokenizer
 from lockstep.errors import RunError, UsageError
 
 BATCH_BYTES = 1 << 20  # of records that are handed to a worker at once
@@ -40,7 +40,7 @@ class Encoded:
     is_conversation: bool
     refused: bool = False  # by the user's function
     ends: bool = True  # the document ends with it
-    notes: Counter[str] = field(default_factory=Counter)  # of the chat template
+    notes: Counter[str] = field(default_factory=Counter)  # what is worth telling, counted
 
 
 class Encoder:
@@ -49,11 +49,19 @@ class Encoder:
     Args:
         filters: whose function of the user's decides about rows.
         template: by which rows are rendered that are conversations.
+        special_tokens: whether the text of a special token, in a document that is none, becomes
+            that token.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, filters: Filters, template: ChatTemplate | None = None
+        self,
+        tokenizer: Tokenizer,
+        filters: Filters,
+        template: ChatTemplate | None = None,
+        *,
+        special_tokens: bool = False,
     ) -> None:
+        self._documents = DocumentEncoder(tokenizer, special_tokens)
         self._tokenizer = tokenizer
         self._filters = filters
         self._template = template
@@ -63,8 +71,10 @@ class Encoder:
         if not self._filters.takes(record.row, record.where):
             return Encoded([], False, refused=True, ends=record.ends)
         if not isinstance(record.content, list):
+            self._documents.notes.clear()
             tokens = self._tokens_of(record.content, record.where)
-            return Encoded([(tokens, None)], False, ends=record.ends)
+            notes = Counter(self._documents.notes)
+            return Encoded([(tokens, None)], False, ends=record.ends, notes=notes)
         assert self._template is not None
         self._template.notes.clear()
         tools = (record.row or {}).get("tools")
@@ -75,7 +85,7 @@ class Encoder:
     def _tokens_of(self, content: str | NDArray[Any], where: str) -> NDArray[Any]:
         """Return the tokens of a record; a UsageError if the tokenizer has no such tokens."""
         if isinstance(content, str):
-            return self._tokenizer.encode_array(content)
+            return self._documents.encode(content)
         size = self._tokenizer.vocab_size
         wrong = content[(content < 0) | (content >= size)]
         if len(wrong):

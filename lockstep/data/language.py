@@ -5,11 +5,13 @@ These are tokenizers, the split into training and validation, and windows of tok
 A sample is `{"input_ids", "targets"}`, both int64 [block_size]; `targets[t]` is the token after
 `input_ids[t]`: targets are shifted here and nowhere else. −100 marks a target that does not count.
 
-Tests: tests/data/test_datasets.py
+Tests: tests/data/test_datasets.py, tests/data/test_special_tokens.py
 """
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -74,6 +76,23 @@ class Tokenizer:
         finally:
             self._model.encode_special_tokens = before
 
+    def encode_document(self, text: str, *, special_tokens: bool) -> tuple[NDArray[Any], bool]:
+        """Return the tokens of a document, and whether it holds the text of a special token.
+
+        That is encoded as text, as nanoGPT and Llama do it: who writes `<|im_end|>` into a page
+        ends nothing. With `special_tokens` it becomes the token.
+        """
+        tokens = self.encode_array(text)
+        if self._model is None or not np.isin(tokens, self._special).any():
+            return tokens, False
+        as_text = self.encode_as_text(text)
+        holds = not np.array_equal(tokens, as_text)  # else it is what stands for unknown words
+        return (tokens if special_tokens else as_text), holds
+
+    @cached_property
+    def _special(self) -> NDArray[np.int64]:
+        return np.array(sorted(self.special_tokens().values()), np.int64)
+
     def special_tokens(self) -> dict[str, int]:
         """Return text → number of special tokens, such as the one that ends a turn."""
         added = {} if self._model is None else self._model.get_added_tokens_decoder()
@@ -131,6 +150,40 @@ def _load(path: Path) -> Any:
         raise UsageError(
             f"{path} is not a Hugging Face tokenizer.json", where=where, why=str(error)
         ) from None
+
+
+def note_of_special(special_tokens: bool) -> str:
+    """Return what is told, after their number, of texts that hold the text of a special token."""
+    if special_tokens:
+        return "texts hold the text of a special token, which becomes that token"
+    return (
+        "texts hold the text of a special token, which is encoded as text"
+        " (special_tokens: true makes it that token)"
+    )
+
+
+@dataclass
+class DocumentEncoder:
+    """Encodes the documents of a data set, and counts what is worth telling of them.
+
+    Args:
+        special_tokens: whether the text of a special token becomes that token.
+    """
+
+    tokenizer: Tokenizer
+    special_tokens: bool = False
+    notes: Counter[str] = field(default_factory=Counter)
+
+    def encode(self, text: str) -> NDArray[Any]:
+        """Return the tokens of a document, or of a part of it."""
+        tokens, holds = self.tokenizer.encode_document(text, special_tokens=self.special_tokens)
+        if holds:
+            self.notes[note_of_special(self.special_tokens)] += 1
+        return tokens
+
+    def notices(self, source: str) -> list[str]:
+        """Return lines on what was counted."""
+        return [f"{source}: {count:,} {note}" for note, count in sorted(self.notes.items())]
 
 
 IGNORED = -100  # torch's cross entropy skips targets of this value

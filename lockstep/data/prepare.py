@@ -58,6 +58,7 @@ def prepare(
     *,
     field: Field = TEXT,
     filters: Filters | None = None,
+    special_tokens: bool = False,
     workers: int = 0,
     advance: Advance = lambda _bytes: None,
     say: Callable[[str], None] = lambda _line: None,
@@ -66,7 +67,8 @@ def prepare(
 
     `source` is a file, a folder of them, or `python-docs`.
 
-    `workers` processes make tokens (0: this one); the files are the same, whatever their number.
+    With `special_tokens`, the text of a special token in a document becomes that token. `workers`
+    processes make tokens (0: this one); the files are the same, whatever their number.
     `advance` gets the bytes of each piece, and `say` a line where earlier work is continued. Return
     the number of tokens, and the size of the vocabulary.
     """
@@ -80,11 +82,13 @@ def prepare(
         )
     files = [] if str(source) == "python-docs" else files_of(local_path(source, "SOURCE"))
     begun_with = _facts(files, source, chosen, field, filters, template)
+    if special_tokens:
+        begun_with["special_tokens"] = True
     temporary = out.with_name(f".{out.name}.preparing")
     try:
         with _only_one(temporary, out) as lock:
             draft = _Draft(temporary, begun_with, chosen, filters, has_answers=template is not None)
-            encoder = Encoder(chosen, filters, template)
+            encoder = Encoder(chosen, filters, template, special_tokens=special_tokens)
             _write(
                 draft,
                 partial(encoded, encoder=encoder, workers=workers, lock=lock),
@@ -324,6 +328,8 @@ def prepare_command(argv: Sequence[str]) -> int:
     only.add_argument("--text-field", metavar="NAME", default="text", help=text)
     text = "the one that holds the messages of conversations; --tokenizer has their chat template"
     only.add_argument("--messages-field", metavar="NAME", help=text)
+    text = "make the text of a special token in documents that token; else it is text"
+    parser.add_argument("--special-tokens", action="store_true", help=text)
     text = "leave out documents of fewer tokens"
     parser.add_argument("--min-tokens", metavar="N", type=int, default=1, help=text)
     parser.add_argument(
@@ -358,6 +364,7 @@ def prepare_command(argv: Sequence[str]) -> int:
             given.tokenizer,
             field=field,
             filters=filters,
+            special_tokens=given.special_tokens,
             workers=workers,
             advance=advance,
             say=print,

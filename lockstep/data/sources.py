@@ -37,7 +37,8 @@ from lockstep.progress import progress_of
 _FILTERS = {"min_tokens": int, "max_tokens": int, "keep": str}
 _SHARES = {"weight": (int, float), "epochs": (int, float)}
 _FIELDS = {"text_field": str, "messages_field": str}
-_KEYS: dict[str, Any] = {"path": str, **_FIELDS, **_SHARES, **_FILTERS}
+_SPECIAL = "special_tokens"
+_KEYS: dict[str, Any] = {"path": str, **_FIELDS, _SPECIAL: bool, **_SHARES, **_FILTERS}
 _EXAMPLE = "write sources: [{path: pages.jsonl, weight: 0.7}, {path: notes, weight: 0.3}]"
 
 
@@ -89,8 +90,8 @@ def _one(entry: Any, where: str, keys: Mapping[str, Any]) -> DescribedSource:
         if key not in keys:
             what = f"a source takes no {key!r}{did_you_mean(str(key), keys)}"
             raise UsageError(what, where=f"{where}.{key}", fix=f"it takes {', '.join(keys)}")
-        if not isinstance(value, keys[key]) or isinstance(value, bool):
-            kind = "a text" if keys[key] is str else "a number"
+        if not isinstance(value, keys[key]) or isinstance(value, bool) != (keys[key] is bool):
+            kind = {str: "a text", bool: "true or false"}.get(keys[key], "a number")
             what = f"a source's {key} is {value!r}, which is not {kind}"
             raise UsageError(what, where=f"{where}.{key}", fix=_EXAMPLE)
     if "path" not in entry:
@@ -98,6 +99,11 @@ def _one(entry: Any, where: str, keys: Mapping[str, Any]) -> DescribedSource:
     if all(key in entry for key in _FIELDS):
         what = "a source has both a text_field and a messages_field"
         raise UsageError(what, where=where, fix="keep the one that holds what is trained")
+    if "messages_field" in entry and _SPECIAL in entry:
+        what = "special_tokens beside a messages_field"
+        why = "in conversations the chat template writes special tokens, and messages hold text"
+        fix = "leave special_tokens out"
+        raise UsageError(what, where=f"{where}.{_SPECIAL}", why=why, fix=fix)
     for key in _SHARES:
         if not 0 <= entry.get(key, 0) < float("inf"):
             what = f"a source has the {key} {entry[key]}"
@@ -154,7 +160,7 @@ def opened(source: DescribedSource, tokenizer: str | None) -> Source:
     gathered = Gathered()
     notes: Counter[str] = Counter()
     gatherer = Gatherer(gathered, filters, notes=notes)
-    encoder = Encoder(chosen, filters, template)
+    encoder = Encoder(chosen, filters, template, special_tokens=special_tokens_in(source.settings))
     files = files_of(path, where=f"{source.where}.path")
     size = sum(file.stat().st_size for file in files)
     # every rank tokenizes
@@ -184,6 +190,11 @@ def filters_of(settings: Mapping[str, Any]) -> Filters:
     return Filters(**{key: settings[key] for key in _FILTERS if key in settings})
 
 
+def special_tokens_in(settings: Mapping[str, Any]) -> bool:
+    """Return whether the text of special tokens in documents becomes those tokens."""
+    return bool(settings.get(_SPECIAL, False))
+
+
 def field_of(settings: Mapping[str, Any]) -> Field:
     """Return which field of a row holds the document."""
     if "messages_field" in settings:
@@ -192,13 +203,13 @@ def field_of(settings: Mapping[str, Any]) -> Field:
 
 
 def noted(notes: Mapping[str, int]) -> list[str]:
-    """Return lines on what was noted while conversations were rendered."""
+    """Return lines on what was noted while documents were encoded."""
     return [f"{count:,} {note}" for note, count in sorted(notes.items())]
 
 
 def _prepared(source: DescribedSource, folder: Path, tokenizer: str | None) -> Source:
     """Open a folder of tokens."""
-    for key in (*_FILTERS, *_FIELDS):
+    for key in (*_FILTERS, *_FIELDS, _SPECIAL):
         if key in source.settings:
             what = f"{key} beside {source.path}, whose documents are tokens already"
             option = key.replace("_", "-")

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.data.batches import Data
-from lockstep.data.language import TextOptions, Tokenizer, language_data
+from lockstep.data.language import DocumentEncoder, TextOptions, Tokenizer, language_data
 from lockstep.data.token_folder import TOKENS, TokenFile, read_header, tokenizer_of
 from lockstep.data_files import as_documents, files_of, require_text, told_of_json
 from lockstep.environment import rank_facts
@@ -35,16 +35,18 @@ def text(
     validation_fraction: float = 0.1,
     tokenizer: str = "bytes",
     documents: bool = False,
+    special_tokens: bool = False,
 ) -> Data:
     """Return the text of a file, or of all files in a folder, sorted by name.
 
     Raise a UsageError if it can't be used.
 
     With `documents`, each file of a folder, or each line of a single file, is a document, padded to
-    `block_size`.
+    `block_size`. With `special_tokens`, the text of a special token becomes that token.
     """
     options = TextOptions(block_size, stride, validation_fraction)
     chosen = Tokenizer(tokenizer)
+    encoder = DocumentEncoder(chosen, special_tokens)
     files = files_of(local_path(path, "data.args.path"))
     for file in files:
         require_text(file)
@@ -52,26 +54,26 @@ def text(
     if documents:
         if Path(path).is_file():
             lines = (line for chunk in read_chunks(files[0]) for line in chunk.splitlines())
-            pieces = [chosen.encode_array(line) for line in lines if line.strip()]
+            pieces = [encoder.encode(line) for line in lines if line.strip()]
         else:
-            pieces = [chosen.encode_array("".join(read_chunks(file))) for file in files]
+            pieces = [encoder.encode("".join(read_chunks(file))) for file in files]
         data = language_data(*options.split(pieces), options, path, chosen, documents=True)
-        return replace(data, notices=notices)
+        return replace(data, notices=[*notices, *encoder.notices(path)])
     size = sum(file.stat().st_size for file in files)
     # every rank tokenizes
     with progress_of(f"tokens of {path}", size, shows=rank_facts().is_main) as advance:
-        tokens = np.concatenate(list(token_pieces(files, chosen, advance)))
+        tokens = np.concatenate(list(token_pieces(files, encoder, advance)))
     data = language_data(*options.split(tokens), options, path, chosen)
-    return replace(data, notices=notices)
+    return replace(data, notices=[*notices, *encoder.notices(path)])
 
 
 def token_pieces(
-    files: list[Path], tokenizer: Tokenizer, advance: Advance
+    files: list[Path], encoder: DocumentEncoder, advance: Advance
 ) -> Iterator[NDArray[Any]]:
     """Yield the tokens of text files in pieces, and call `advance` with the bytes of each."""
     for file in files:
         for chunk in read_chunks(file):
-            yield tokenizer.encode_array(chunk)
+            yield encoder.encode(chunk)
             advance(len(chunk.encode()))
 
 

@@ -41,9 +41,17 @@ from lockstep.data.language import Tokenizer, at_least_one
 from lockstep.data.packed import PackedDocuments
 from lockstep.data.packing import PACKINGS, PackingPlan, WholePlan
 from lockstep.data.permutation import permuted, round_keys
-from lockstep.data.sources import DescribedSource, described, draws_of, field_of, filters_of
+from lockstep.data.sources import (
+    DescribedSource,
+    described,
+    draws_of,
+    field_of,
+    filters_of,
+    special_tokens_in,
+)
 from lockstep.data_files import HEADER, as_documents, files_of, told_of_json
-from lockstep.errors import UsageError, did_you_mean, first_line
+from lockstep.environment import rank_facts
+from lockstep.errors import UsageError, did_you_mean, first_line, warn_at_caller
 from lockstep.paths import local_path
 
 _OF_THE_HUB = "hf:"
@@ -132,6 +140,7 @@ class StreamSource:
         self._reader = reader
         self._encoder = encoder
         self._filters = filters
+        self._told: set[str] = set()
         self.begin(None)
 
     def begin(self, state: Mapping[str, Any] | None) -> None:
@@ -172,12 +181,21 @@ class StreamSource:
                 self.passes += 1
                 self._found = 0
                 return []
-            gatherer.take(self._encoder.encode(record))
+            found = self._encoder.encode(record)
+            self._tell(found.notes, record.where)
+            gatherer.take(found)
             pieces = kept.documents() if record.ends else []
             if pieces:
                 self._found += len(pieces)
                 self.tokens += sum(len(tokens) for tokens, _ in pieces)
                 return pieces
+
+    def _tell(self, notes: Mapping[str, int], where: str) -> None:
+        """Warn of what is worth knowing where it is met for the first time; nothing is counted."""
+        for note in notes:
+            if note not in self._told and rank_facts().is_main:
+                warn_at_caller(f"{self.name}: {note} (the first: {where})")
+            self._told.add(note)
 
 
 class PackedStream(IterableDataset[dict[str, Tensor]]):
@@ -358,7 +376,8 @@ def _opened(source: DescribedSource, tokenizer: Tokenizer, notices: list[str]) -
     field = field_of(source.settings)
     template = ChatTemplate(tokenizer) if field.holds_messages else None
     weight = float(source.settings.get("weight", 0))
-    encoder = Encoder(tokenizer, filters, template)
+    special = special_tokens_in(source.settings)
+    encoder = Encoder(tokenizer, filters, template, special_tokens=special)
     if source.path.startswith(_OF_THE_HUB):
         reader: RecordReader = HubReader(_rows_of(source), source.path, field)
         return StreamSource(source.path, reader, encoder, filters, weight)
