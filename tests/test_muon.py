@@ -68,8 +68,8 @@ def test_a_plain_list_is_divided_by_dims() -> None:
         ({"momentum": 1.0}, "there is no Muon with momentum=1.0"),
         ({"ns_steps": 0}, "ns_steps=0"),
         ({"adjust_lr_fn": "mine"}, "no adjust_lr_fn 'mine'"),
-        ({"split": "rows"}, "can't split weights by 'rows'"),
-        ({"split": "heads"}, "split: heads is of a config"),
+        ({"split": "rows"}, "Muon can't split weights by 'rows'"),
+        ({"split": "heads"}, "split: heads is of a config, where the model says"),
     ],
 )
 def test_arguments_without_sense_are_refused(arguments: dict[str, Any], expected: str) -> None:

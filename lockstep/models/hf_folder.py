@@ -20,6 +20,7 @@ import shutil
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -177,7 +178,7 @@ def _write_weights(model: Any, values: Callable[[str], Tensor], folder: Path) ->
         values: returns the tensor of a name in memory.
         folder: where to write.
     """
-    ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
+    ignored = attrgetter("_keys_to_ignore_on_save")(model) or ()  # of transformers, not torch's
     state = {name: each for name, each in model.state_dict().items() if name not in ignored}
     state = remove_tied_weights_from_state_dict(state, model)
     on_disk = revert_weight_conversion(model, dict(state))

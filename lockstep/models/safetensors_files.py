@@ -3,7 +3,7 @@
 A file is 8 bytes with the length of a header, the header as JSON, and the tensors' bytes. The
 library itself writes tensors that are all in memory.
 
-Tests: tests/checkpoint/test_commands.py, tests/models/test_hf_folder.py
+Tests: tests/models/test_safetensors_files.py, tests/models/test_hf_folder.py
 """
 
 import json
@@ -64,6 +64,7 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
 
 
 def _header(forms: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
+    """Return what comes before the tensors: where each begins and ends among their bytes."""
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     position = 0
     for name, form in forms.items():
