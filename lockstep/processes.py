@@ -75,7 +75,7 @@ def _stat(process: Path) -> list[str]:
         return []
 
 
-def die_with_this_process() -> None:
-    """Ask the kernel to kill this new process when its parent dies (Linux)."""
+def die_with_this_process(number: int = signal.SIGKILL) -> None:
+    """Ask the kernel to send this new process a signal when its parent dies (Linux)."""
     if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)

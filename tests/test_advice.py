@@ -34,6 +34,7 @@ from lockstep.config import Config, load_config
 from lockstep.config.keys import all_keys
 from lockstep.errors import UsageError
 from lockstep.launch import spawn
+from lockstep.submit import SCHEDULERS
 from tests.advice import HOLE, Advice, all_advice
 from tests.docs.commands import commands_in, parse
 
@@ -63,7 +64,7 @@ OPTIONAL = re.compile(r"\[[^\]]*\]")
 def flags() -> set[str]:
     """The options of all verbs, as their help shows them."""
     verbs = [(verb,) for verb in VERBS]
-    verbs += [("submit", scheduler) for scheduler in ("slurm", "kubernetes")]
+    verbs += [("submit", scheduler) for scheduler in SCHEDULERS]
     return set(re.findall(r"--[a-z][a-z-]+", "\n".join(map(help_of, verbs))))
 
 

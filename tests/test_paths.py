@@ -84,6 +84,7 @@ COMMANDS = [
     "init URL",
     "init x --data URL",
     f"submit kubernetes {CONFIG} --mount-path URL",
+    f"submit ray {CONFIG} --working-dir URL",
     "data prepare URL --out x",
     "data prepare python-docs --out URL",
     "data prepare URL --out x --tokenizer URL",
@@ -111,8 +112,9 @@ def test_every_argument_that_is_a_path_is_tried(monkeypatch: pytest.MonkeyPatch)
         if verb != "data":  # has a parser of its own
             with pytest.raises(UsageError):
                 VERBS[verb][0](["slurm", "x"] if verb == "submit" else ["x"])
-    with pytest.raises(UsageError):
-        VERBS["submit"][0](["kubernetes", "x"])
+    for scheduler in ("kubernetes", "ray"):
+        with pytest.raises(UsageError):
+            VERBS["submit"][0]([scheduler, "x"])
     assert len(seen) >= len(VERBS)
     names = ("DIR", "FILE", "PATH", "FILE.svg", "RUN", "RUN_DIR")
     # those that end in "|URL" may be a bucket, and `bucket_url` looks at them

@@ -30,6 +30,7 @@ from lockstep.checkpoint.convert import (
     read_weights,
     weights,
 )
+from lockstep.checkpoint.host_disks import HostDisks
 from lockstep.checkpoint.keep import (
     copy_to_hosts,
     list_checkpoints,
@@ -82,6 +83,7 @@ __all__ = [
     "CheckpointPath",
     "DamagedError",
     "Directory",
+    "HostDisks",
     "Location",
     "MemoryStorage",
     "MemoryWriter",

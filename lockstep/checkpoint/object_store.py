@@ -56,7 +56,11 @@ class ObjectStorage(Storage):
     """
 
     def __init__(self, url: str, *, retry_seconds: float = RETRY_SECONDS, **options: Any) -> None:
-        self._client = ObjectClient(url, retry_seconds=retry_seconds, **options)
+        self._use(ObjectClient(url, retry_seconds=retry_seconds, **options))
+
+    def _use(self, client: ObjectClient) -> None:
+        """Keep the checkpoints in the objects of a client."""
+        self._client = client
         self._begun: set[str] = set()  # the drafts of this object, which `sweep` spares
         self._pool = ThreadPoolExecutor(_IN_FLIGHT, "object-store")
         self._cache: LocalCache | None = None

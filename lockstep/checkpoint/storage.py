@@ -99,6 +99,10 @@ class Storage(ABC):
         A checkpoint is whole or invisible even if this is interrupted.
         """
 
+    def meet(self) -> None:
+        """Find the other ranks' storages, where there is something to find; all ranks call it."""
+        return None
+
     def check(self) -> None:
         """Raise a LockstepError if a run could not use the storage; rank 0 asks at its start."""
         return None

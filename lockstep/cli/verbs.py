@@ -774,17 +774,17 @@ def warm(argv: list[str]) -> int:
 
 
 def submit(argv: list[str]) -> int:
-    """Run `lockstep submit slurm|kubernetes CONFIG [KEY=VALUE …] [--dry-run]`."""
+    """Run `lockstep submit slurm|kubernetes|ray CONFIG [KEY=VALUE …] [--dry-run]`."""
     from lockstep.submit import SCHEDULERS, add_options, run
 
     if argv[:1] in (["-h"], ["--help"]):
         description = "Make a job of a run; `lockstep submit slurm --help` lists the options."
         example = "lockstep submit slurm run.yaml --nproc-per-node 8 --nnodes 2 --dry-run"
         overview = Parser("submit", description, [example])
-        overview.add_argument("scheduler", metavar="slurm|kubernetes", help="the scheduler")
+        overview.add_argument("scheduler", metavar="slurm|kubernetes|ray", help="the scheduler")
         overview.parse(argv)
     if not argv or argv[0] not in SCHEDULERS:
-        fix = "lockstep submit slurm|kubernetes CONFIG [KEY=VALUE …] [--dry-run]"
+        fix = "lockstep submit slurm|kubernetes|ray CONFIG [KEY=VALUE …] [--dry-run]"
         raise UsageError("no scheduler is given", fix=fix)
     parser = Parser(f"submit {argv[0]}", "Make a job of a run, and submit it to the scheduler.")
     add_config(parser)
@@ -818,15 +818,19 @@ def submit(argv: list[str]) -> int:
 def jobs(argv: list[str]) -> int:
     """Run `lockstep jobs status|logs|cancel JOB`."""
     from lockstep.submit import jobs as submitted
+    from lockstep.submit.ray_job import add_address
 
-    subverbs = {name: (text, ("job", "namespace")) for name, text in submitted.VERBS.items()}
+    subverbs = {
+        name: (text, ("job", "namespace", "address")) for name, text in submitted.VERBS.items()
+    }
     text = "Ask for a job that was submitted, or end it."
     parser = Parser("jobs", text, ["lockstep jobs status slurm:4711"], subverbs)
     parser.add_argument("verb", metavar="|".join(subverbs))
     parser.add_argument(
-        "job", metavar="JOB", help="slurm:NUMBER, kubernetes:job|jobset|trainjob/NAME"
+        "job", metavar="JOB", help="slurm:NUMBER, kubernetes:job|jobset|trainjob/NAME, ray:ID"
     )
     parser.add_argument("--namespace", help="of Kubernetes; default: kubectl's own")
+    add_address(parser)
     given = parser.parse(argv)
     print(submitted.run(given.verb, given.job, given))
     return EXIT_DONE
@@ -855,7 +859,7 @@ VERBS: dict[str, Verb] = {
     "plan": (plan, "predict the memory and time of a run, and which layout is best"),
     "doctor": (doctor, "check machines, network and ranks before a run"),
     "warm": (warm, "leave a prepared process, so that later commands start at once"),
-    "submit": (submit, "submit a run as a job of Slurm or Kubernetes"),
+    "submit": (submit, "submit a run as a job of Slurm, Kubernetes or Ray"),
     "jobs": (jobs, "show, read or end jobs that were submitted"),
     "config": (config, "show, check or list configs"),
     "checkpoint": (

@@ -30,6 +30,8 @@ from lockstep.registry import LOSSES, SINKS
 
 # The class that keeps checkpoints in a bucket, for which its URL is short.
 OBJECT_STORAGE = "lockstep.checkpoint:ObjectStorage"
+_HOST_DISKS = "lockstep.checkpoint:HostDisks"
+_DISKS = "disks:"
 SinkName = Annotated[str, Named(SINKS)]
 
 
@@ -55,9 +57,10 @@ class CheckpointConfig(Section):
     """`sharded`: every rank writes its part, any number of ranks can load it; `full`: one file of
     whole tensors; `local`: every rank's part as it is, for the same topology only."""
     storage: ObjectSpec | None = key(None)
-    """The bucket that keeps the checkpoints, `s3://BUCKET/PREFIX`, `gs://…` or `az://…`; or a
-    `lockstep.checkpoint.Storage` of your own, `package.module:Name`, or with `args`; unset: the
-    folder `checkpoints/` of the run directory."""
+    """The bucket that keeps the checkpoints, `s3://BUCKET/PREFIX`, `gs://…` or `az://…`; or
+    `disks:FOLDER`, a folder on each host's own disk, where hosts share none: each file is on two
+    hosts; or a `lockstep.checkpoint.Storage` of your own, `package.module:Name`, or with `args`;
+    unset: the folder `checkpoints/` of the run directory."""
     local_cache: str | None = key(None, min_length=1)
     """A folder on each machine's own disk that keeps the newest checkpoints of a bucket, too; a
     resume reads a file there if it is whole, else from the bucket. Unset: none."""
@@ -83,8 +86,11 @@ class CheckpointConfig(Section):
     @field_validator("storage", mode="before")
     @classmethod
     def _from_url(cls, value: Any) -> Any:
-        """Take the URL of a bucket, alone or as a name with further arguments."""
+        """Take the URL of a bucket, alone or as a name with further arguments; or hosts' disks."""
         spec = {"name": value} if isinstance(value, str) else value
+        if isinstance(spec, dict) and str(spec.get("name", "")).startswith(_DISKS):
+            folder = str(spec["name"]).removeprefix(_DISKS)
+            return {**spec, "name": _HOST_DISKS, "args": {"folder": folder}}
         if not isinstance(spec, dict) or "://" not in str(spec.get("name", "")):
             return value
         arguments = spec.get("args") or {}

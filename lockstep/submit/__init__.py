@@ -1,30 +1,31 @@
-"""Turns a run into a job of Slurm or of Kubernetes, which starts one launcher per machine.
+"""Turns a run into a job of Slurm, Kubernetes or Ray, which starts one launcher per machine.
 
 Nothing here loads torch.
 
-Tests: tests/submit/test_slurm.py, tests/submit/test_kubernetes.py, tests/submit/test_real_slurm.py
+Tests: tests/submit/test_slurm.py, tests/submit/test_kubernetes.py, tests/submit/test_real_slurm.py,
+tests/submit/test_ray.py
 """
 
 import argparse
 import shutil
 import subprocess
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import RunError, UsageError
 from lockstep.paths import bucket_url
-from lockstep.submit import kubernetes, slurm
+from lockstep.submit import kubernetes, ray_job, slurm
 from lockstep.submit.submission import Submission
 
 if TYPE_CHECKING:
     from lockstep.config import Config
 
-SCHEDULERS = ("slurm", "kubernetes")
+SCHEDULERS = ("slurm", "kubernetes", "ray")
 _OPTIONS = {
     "slurm": slurm.add_options,
     "kubernetes": kubernetes.add_options,
+    "ray": ray_job.add_options,
 }
 
 
@@ -65,8 +66,14 @@ def run(
         # "Submitted batch job 4711", with "on cluster …" where there are several
         number = next((word for word in said.split() if word.isdigit()), "")
         return f"{said}\n{what_next(f'slurm:{number}')}"
+    if scheduler == "ray":
+        plan = ray_job.planned(job, given, config.to_yaml())
+        if given.dry_run:
+            return plan.shown(given.address)
+        number = ray_job.submit(plan, given)
+        return f"submitted\n{what_next(f'ray:{number}', *ray_job.address_options(given))}"
     # The resolved config contains the overrides.
-    text = kubernetes.manifests(replace(job, overrides=()), given, config.to_yaml())
+    text = kubernetes.manifests(job.with_overrides(()), given, config.to_yaml())
     if given.dry_run:
         return text
     said = _run_scheduler(["kubectl", "apply", "-f", "-"], text, "the manifests")

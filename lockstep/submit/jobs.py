@@ -1,9 +1,10 @@
 """What became of a job that was submitted: its state, its output, and its end.
 
-A job is named as `lockstep submit` names it: `slurm:4711`, `kubernetes:job/small-run`. Slurm is
-asked. For Kubernetes the commands are returned, and not run.
+A job is named as `lockstep submit` names it: `slurm:4711`, `kubernetes:job/small-run`,
+`ray:raysubmit_xxxx`. Slurm and Ray are asked. For Kubernetes the commands are returned, and not
+run.
 
-Tests: tests/submit/test_jobs.py, tests/submit/test_real_slurm.py
+Tests: tests/submit/test_jobs.py, tests/submit/test_real_slurm.py, tests/submit/test_real_ray.py
 """
 
 import argparse
@@ -14,14 +15,14 @@ import subprocess
 from pathlib import Path
 
 from lockstep.errors import RunError, UsageError
-from lockstep.submit import kubernetes
+from lockstep.submit import kubernetes, ray_job
 
 VERBS = {
     "status": "print the state of a job",
     "logs": "print what a job has written",
     "cancel": "end a job; its ranks save before, as far as the scheduler lets them",
 }
-_FORMS = "slurm:NUMBER or kubernetes:job/NAME, as `lockstep submit` prints it"
+_FORMS = "slurm:NUMBER, kubernetes:job/NAME or ray:ID, as `lockstep submit` prints it"
 
 
 def run(verb: str, named: str, given: argparse.Namespace) -> str:
@@ -31,6 +32,8 @@ def run(verb: str, named: str, given: argparse.Namespace) -> str:
     scheduler, _, job = named.partition(":")
     if scheduler == "slurm" and re.fullmatch(r"[0-9]+(_[0-9]+)?", job):
         return _SLURM[verb](job)
+    if scheduler == "ray" and re.fullmatch(r"[A-Za-z0-9_.-]+", job):
+        return ray_job.VERBS[verb](job, given)
     kind, _, name = job.partition("/")
     if scheduler == "kubernetes" and kind in kubernetes.KINDS and name:
         return _of_kubernetes(verb, kind, name, given)

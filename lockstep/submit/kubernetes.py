@@ -21,7 +21,7 @@ import yaml
 
 from lockstep.errors import EXIT_PREEMPTED, EXIT_USAGE, UsageError
 from lockstep.network import DEFAULT_PORT
-from lockstep.submit.submission import Submission
+from lockstep.submit.submission import PlainDumper, Submission
 
 # What `kubectl` calls the kinds of job.
 KINDS = {"job": "job", "jobset": "jobset.jobset.x-k8s.io", "trainjob": "trainjob"}
@@ -104,21 +104,6 @@ def namespace_options(given: argparse.Namespace) -> tuple[str, ...]:
     return () if given.namespace is None else ("--namespace", given.namespace)
 
 
-class _Dumper(yaml.SafeDumper):
-    """Writes text of several lines as a block, and nothing by reference."""
-
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
-
-
-_Dumper.add_representer(
-    str,
-    lambda dumper, text: dumper.represent_scalar(
-        "tag:yaml.org,2002:str", text, style="|" if "\n" in text else None
-    ),
-)
-
-
 def manifests(job: Submission, given: argparse.Namespace, config_text: str) -> str:
     """Return all objects as YAML documents, in the order in which to create them.
 
@@ -141,7 +126,7 @@ def manifests(job: Submission, given: argparse.Namespace, config_text: str) -> s
     if given.queue:
         objects[-1]["spec"]["suspend"] = True  # Kueue ends that
     return "---\n".join(
-        yaml.dump(one, Dumper=_Dumper, sort_keys=False, width=110) for one in objects
+        yaml.dump(one, Dumper=PlainDumper, sort_keys=False, width=110) for one in objects
     )
 
 

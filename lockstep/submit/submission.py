@@ -5,8 +5,11 @@ Tests: tests/submit/test_slurm.py, tests/submit/test_kubernetes.py
 
 import re
 import shlex
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from lockstep.paths import is_bucket_url
 from lockstep.run_mirror import local_folder
@@ -45,6 +48,10 @@ class Submission:
         """The folder of a machine where the run writes its records, in a bucket's place, too."""
         return local_folder(self.output_dir) if self.is_in_bucket else Path(self.output_dir)
 
+    def with_overrides(self, overrides: tuple[str, ...]) -> "Submission":
+        """Return the same run with these overrides."""
+        return replace(self, overrides=overrides)
+
     def command(self, config: str, output_dir: str, *rendezvous: str) -> list[str]:
         """Return `python -m lockstep train …` for one machine.
 
@@ -55,3 +62,19 @@ class Submission:
         words += ["--max-restarts", str(self.max_restarts)] if self.max_restarts else []
         words += ["--resume", "auto"]
         return [*words, *(("--nnodes", str(self.nodes), *rendezvous) if self.nodes > 1 else ())]
+
+
+class PlainDumper(yaml.SafeDumper):
+    """Writes text of several lines as a block, and nothing by reference."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        """Return True: nothing is written by reference."""
+        return True
+
+
+PlainDumper.add_representer(
+    str,
+    lambda dumper, text: dumper.represent_scalar(
+        "tag:yaml.org,2002:str", text, style="|" if "\n" in text else None
+    ),
+)

@@ -73,6 +73,7 @@ class RunOutput:
         All ranks call it.
         """
         if isinstance(self.checkpoints, checkpoint.Storage):
+            self.checkpoints.meet()
             checkpoint.Ranks().broadcast(
                 f"{self.checkpoints} could not be checked", self.checkpoints.check
             )

@@ -41,7 +41,8 @@ def test_kubernetes_is_shown_and_not_run(
 
 
 @pytest.mark.parametrize(
-    "job", ["4711", "slurm:x", "slurm:", "ray:x", "kubernetes:pod/x", "kubernetes:x", "bus:3"]
+    "job",
+    ["4711", "slurm:x", "slurm:", "ray:", "ray:x/y", "kubernetes:pod/x", "kubernetes:x", "bus:3"],
 )
 def test_what_is_not_the_name_of_a_job(capsys: pytest.CaptureFixture[str], job: str) -> None:
     assert main(["jobs", "status", job]) == 2

@@ -1,0 +1,299 @@
+"""The objects on one disk of one host, and a server through which other hosts use them.
+
+An object is a file, created whole under a name that is used once:
+
+    FOLDER/data/step-00000100.tmp-HOST-PID-RANDOM/model/__0_0.distcp.part-00000
+    FOLDER/commits/step-00000100
+    FOLDER/.incoming/RANDOM        while it is written; a killed writer's stays, and is swept
+
+The server answers those who know the run's token, which rank 0 draws at each start of the ranks.
+
+Tests: tests/checkpoint/test_host_disks.py
+"""
+
+import hmac
+import http.client
+import json
+import os
+import re
+import secrets
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import suppress
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, unquote
+
+from lockstep.checkpoint.posix import ABANDONED_SECONDS, sync_folder
+from lockstep.run_files import open_file
+
+_SAFE = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._=+-]+")  # a part of a key
+_INCOMING = ".incoming"
+_SECONDS = 60.0  # for an answer
+_TRIES = 3  # of a request whose connection was lost
+_ERRORS = {404: FileNotFoundError, 409: FileExistsError}
+
+
+class Disk(ABC):
+    """The objects of one disk, by their keys.
+
+    Each method raises an OSError: FileNotFoundError and FileExistsError, as their names say.
+    """
+
+    name: str
+
+    @abstractmethod
+    def create(self, key: str, data: Any) -> None:
+        """Create an object, durably. One of the same bytes may be there, of an earlier try."""
+
+    @abstractmethod
+    def read(self, key: str, start: int = 0, length: int | None = None) -> bytes:
+        """Return bytes of an object; fewer than `length` where it ends."""
+
+    @abstractmethod
+    def stat(self, key: str) -> tuple[int, float]:
+        """Return the size of an object, and when it was created, in seconds since 1970."""
+
+    @abstractmethod
+    def inside(self, folder: str) -> list[str]:
+        """Return the names right below a folder."""
+
+    @abstractmethod
+    def below(self, folder: str) -> dict[str, float]:
+        """Return the keys of all objects below a folder, and when they were created."""
+
+    @abstractmethod
+    def delete(self, keys: Sequence[str]) -> None:
+        """Delete objects; one that is gone is passed over."""
+
+
+class OwnDisk(Disk):
+    """A folder on a disk of this host."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.name = str(root)
+
+    def create(self, key: str, data: Any) -> None:
+        """Write the object under another name, and link it to its own when it is on the disk."""
+        path = self._path(key)
+        _make_folders(path.parent)
+        incoming = self.root / _INCOMING
+        incoming.mkdir(exist_ok=True)
+        beside = incoming / secrets.token_hex(16)
+        try:
+            with beside.open("xb") as stream:
+                stream.write(data)
+                stream.flush()
+                os.fsync(stream.fileno())
+            try:
+                os.link(beside, path)
+            except FileExistsError:
+                if path.read_bytes() != bytes(data):
+                    raise
+        finally:
+            beside.unlink(missing_ok=True)
+        sync_folder(path.parent)
+
+    def read(self, key: str, start: int = 0, length: int | None = None) -> bytes:
+        self._path(key)
+        with open_file(self.root, *key.split("/")) as stream:
+            stream.seek(start)
+            return stream.read() if length is None else stream.read(length)
+
+    def stat(self, key: str) -> tuple[int, float]:
+        found = self._path(key).stat()
+        return found.st_size, found.st_mtime
+
+    def inside(self, folder: str) -> list[str]:
+        with suppress(FileNotFoundError):
+            return sorted(entry.name for entry in os.scandir(self._path(folder)))
+        return []
+
+    def below(self, folder: str) -> dict[str, float]:
+        found = {}
+        for path in sorted(self._path(folder).rglob("*")):
+            with suppress(FileNotFoundError):
+                if path.is_file():
+                    found[path.relative_to(self.root).as_posix()] = path.stat().st_mtime
+        return found
+
+    def delete(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            path = self._path(key)
+            path.unlink(missing_ok=True)
+            for folder in path.relative_to(self.root).parents:
+                if len(folder.parts) > 1:  # `data` and `commits` stay
+                    with suppress(OSError):  # it is not empty
+                        (self.root / folder).rmdir()
+
+    def sweep(self) -> None:
+        """Delete what killed writers were writing."""
+        for name in self.inside(_INCOMING):
+            path = self.root / _INCOMING / name
+            with suppress(FileNotFoundError):
+                if time.time() - path.stat().st_mtime > ABANDONED_SECONDS:
+                    path.unlink()
+
+    def _path(self, key: str) -> Path:
+        parts = key.split("/")
+        if not all(_SAFE.fullmatch(part) for part in parts):
+            raise OSError(f"{key!r} is not the name of an object")
+        return self.root.joinpath(*parts)
+
+
+class OtherDisk(Disk):
+    """A disk of another host, through its server."""
+
+    def __init__(self, name: str, address: str, port: int, token: str) -> None:
+        self.name = name
+        self._address = address
+        self._port = port
+        self._headers = {"Authorization": f"Bearer {token}"}
+        self._connections = threading.local()  # one for each thread
+
+    def create(self, key: str, data: Any) -> None:
+        self._ask("PUT", key, data=bytes(data))
+
+    def read(self, key: str, start: int = 0, length: int | None = None) -> bytes:
+        part = {} if length is None else {"Range": f"bytes={start}-{start + length - 1}"}
+        return b"" if length == 0 else self._ask("GET", key, part)
+
+    def stat(self, key: str) -> tuple[int, float]:
+        size, created = json.loads(self._ask("GET", f"?stat={key}"))
+        return size, created
+
+    def inside(self, folder: str) -> list[str]:
+        found: list[str] = json.loads(self._ask("GET", f"?inside={folder}"))
+        return found
+
+    def below(self, folder: str) -> dict[str, float]:
+        found: dict[str, float] = json.loads(self._ask("GET", f"?below={folder}"))
+        return found
+
+    def delete(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            self._ask("DELETE", key)
+
+    def _ask(
+        self, method: str, key: str, more: dict[str, str] | None = None, data: bytes | None = None
+    ) -> bytes:
+        """Send a request, again if its connection is lost, and return what is answered."""
+        target = f"/{quote(key, safe='/?=')}"
+        for left in reversed(range(_TRIES)):
+            connection = getattr(self._connections, "one", None)
+            if connection is None:
+                connection = http.client.HTTPConnection(self._address, self._port, timeout=_SECONDS)
+                self._connections.one = connection
+            try:
+                connection.request(method, target, data, {**self._headers, **(more or {})})
+                answer = connection.getresponse()
+                body = bytes(answer.read())
+                break
+            except (OSError, http.client.HTTPException) as error:
+                connection.close()
+                self._connections.one = None
+                if not left:
+                    what = f"{type(error).__name__}: {error}"
+                    raise OSError(f"{self.name} does not answer ({what})") from None
+        if answer.status >= HTTPStatus.BAD_REQUEST:
+            text = body.decode(errors="replace")
+            raise _ERRORS.get(answer.status, OSError)(f"{self.name}: {text}")
+        return body
+
+
+class DiskServer:
+    """Serves the disk of this host to the other hosts of a run, in threads of this process."""
+
+    def __init__(self, disk: OwnDisk, address: str, token: str) -> None:
+        handler = type("_Bound", (_Handler,), {"disk": disk, "token": token})
+        self._server = ThreadingHTTPServer((address, 0), handler)
+        self._server.daemon_threads = True
+        self.port: int = self._server.server_address[1]
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def close(self) -> None:
+        """Answer no more."""
+        self._server.shutdown()
+        self._server.server_close()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """Answers one request."""
+
+    disk: OwnDisk
+    token: str
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+
+    def do_GET(self) -> None:
+        """Send an object, a part of one, or what is known of some."""
+        question, separator, about = self._key().partition("=")
+        if separator and question in ("?stat", "?inside", "?below"):
+            look: Any = getattr(self.disk, question[1:])
+            self._answer(lambda: json.dumps(look(about)).encode())
+            return
+        asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+        start = int(asked[1]) if asked else 0
+        length = int(asked[2]) - start + 1 if asked else None
+        self._answer(lambda: self.disk.read(self._key(), start, length))
+
+    def do_PUT(self) -> None:
+        """Create an object."""
+        data = self.rfile.read(int(self.headers["Content-Length"]))
+
+        def create() -> bytes:
+            self.disk.create(self._key(), data)
+            return b""
+
+        self._answer(create)
+
+    def do_DELETE(self) -> None:
+        """Delete an object."""
+
+        def delete() -> bytes:
+            self.disk.delete([self._key()])
+            return b""
+
+        self._answer(delete)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Say nothing of requests."""
+
+    def _key(self) -> str:
+        return unquote(self.path.removeprefix("/"))
+
+    def _answer(self, work: Any) -> None:
+        """Do the work for whoever knows the token, and send what it returns, or its error."""
+        status = HTTPStatus.OK
+        given = self.headers.get("Authorization", "")
+        if not hmac.compare_digest(given.encode(), f"Bearer {self.token}".encode()):
+            status = HTTPStatus.UNAUTHORIZED
+            body = b"this is not the token of the run"
+        else:
+            try:
+                body = work()
+            except FileNotFoundError:
+                status = HTTPStatus.NOT_FOUND
+                body = f"there is no {self._key()}".encode()
+            except FileExistsError:
+                status = HTTPStatus.CONFLICT
+                body = f"{self._key()} exists already".encode()
+            except OSError as error:
+                status = HTTPStatus.INTERNAL_SERVER_ERROR
+                body = str(error).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+def _make_folders(path: Path) -> None:
+    if not path.is_dir():
+        _make_folders(path.parent)
+        path.mkdir(exist_ok=True)
+        sync_folder(path.parent)

@@ -1,0 +1,182 @@
+"""Keep checkpoints on the disks of the hosts, which share no folder: each file on two hosts.
+
+A bucket of our own (`object_store.py`), over one disk of each host:
+
+    host 0   data of ranks 0, 1   and of host 2's ranks   commits
+    host 1   data of ranks 2, 3   and of host 0's ranks   commits
+    host 2   data of ranks 4, 5   and of host 1's ranks   commits
+
+A rank writes an object to its own host's disk and, through a server there (`host_disk.py`), to that
+of the next host. The commit is written on all hosts, after all data are durable on two: so a
+checkpoint that any host knows of is complete as long as no two neighbours are gone. A rank reads
+from its own disk what is there, and from other hosts what is not.
+
+Tests: tests/checkpoint/test_host_disks.py
+"""
+
+import os
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+from lockstep.checkpoint.host_disk import Disk, DiskServer, OtherDisk, OwnDisk
+from lockstep.checkpoint.object_store import ObjectStorage
+from lockstep.checkpoint.ranks import Ranks
+from lockstep.errors import RunError
+from lockstep.network import address_towards
+from lockstep.object_client import ObjectClient
+from lockstep.output import say
+from lockstep.paths import local_path
+
+T = TypeVar("T")
+_EVERYWHERE = "commits/"  # what is written on all hosts
+
+
+class HostDisks(ObjectStorage):
+    """Keeps checkpoints on the hosts' own disks.
+
+    `checkpoint.storage: disks:FOLDER` is short for it.
+
+    Args:
+        folder: on a disk of each host.
+    """
+
+    def __init__(self, folder: str) -> None:
+        root = local_path(folder, "checkpoint.storage").absolute()
+        self._disks = DisksClient(OwnDisk(root))
+        self._server: DiskServer | None = None
+        self._use(self._disks)
+
+    def meet(self) -> None:
+        """Find the other hosts' disks; every rank calls it."""
+        if self._server is not None or len(self._disks.disks) > 1:
+            return
+        ranks = Ranks()
+        if ranks.size == 1:
+            say(f"warning: {self}: the checkpoints are on one host alone")
+            return
+        failure = f"the hosts' disks in {self} could not be connected"
+        own = self._disks.own
+        token = ranks.broadcast(failure, lambda: secrets.token_hex(16))
+        places = ranks.all_reduce(failure, lambda: _place_of(own), list)
+        hosts = list(dict.fromkeys(places))
+        here = hosts.index(places[ranks.rank])
+        address = address_towards(os.environ.get("MASTER_ADDR", "")) or "127.0.0.1"
+
+        def serve() -> tuple[str, int] | None:
+            """Start this host's server, in its first rank."""
+            if places.index(places[ranks.rank]) != ranks.rank or len(hosts) == 1:
+                return None
+            own.sweep()
+            self._server = DiskServer(own, address, token)
+            return address, self._server.port
+
+        served = ranks.all_reduce(failure, serve, list)
+        others: list[Disk] = []
+        for number in range(here + 1, here + len(hosts)):  # the next host first
+            first = places.index(hosts[number % len(hosts)])
+            found = served[first]
+            assert found is not None
+            others.append(OtherDisk(f"the disk of rank {first}'s host", *found, token))
+        self._disks.disks = [own, *others]
+        if ranks.is_main and not others:
+            say(f"warning: {self}: the checkpoints are on one host alone")
+
+
+class DisksClient(ObjectClient):
+    """The objects of all hosts; `disks` are this host's, the next one's, and the others'."""
+
+    def __init__(self, own: OwnDisk) -> None:
+        self.url = f"disks:{own.root}"
+        self.own = own
+        self.disks: list[Disk] = [own]
+
+    def put_new(self, key: str, data: Any) -> None:
+        """Create an object on this host's disk and on the next one's; a commit on all."""
+        for disk in self.disks if key.startswith(_EVERYWHERE) else self.disks[:2]:
+            disk.create(key, data)
+
+    def put(self, key: str, data: bytes) -> None:
+        """Refuse to overwrite: a checkpoint needs none of it."""
+        raise OSError(f"{self.url}/{key}: nothing is overwritten on hosts' disks")
+
+    def get(self, key: str) -> bytes:
+        return self._first(key, lambda disk: disk.read(key))
+
+    def get_range(self, key: str, start: int, length: int) -> bytes:
+        data = self._first(key, lambda disk: disk.read(key, start, length))
+        if len(data) != length:
+            raise OSError(f"{self.url}/{key} gave {len(data)} of {length} bytes")
+        return data
+
+    def size(self, key: str) -> int:
+        return self._first(key, lambda disk: disk.stat(key))[0]
+
+    def modified(self, key: str) -> float:
+        return self._first(key, lambda disk: disk.stat(key))[1]
+
+    def inside(self, folder: str) -> list[str]:
+        return sorted({name for disk in self.disks for name in disk.inside(folder)})
+
+    def below(self, folder: str) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for disk in self.disks:
+            found = disk.below(folder) | found
+        return found
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """Delete objects on all hosts that answer; the others' go when a run starts there."""
+        self.own.delete(keys)
+        for disk in self.disks[1:]:
+            with suppress(OSError):
+                disk.delete(keys)
+
+    def check(self) -> None:
+        """Write and delete a small object on all hosts."""
+        key = f"{_EVERYWHERE}.check-{secrets.token_hex(8)}"
+        with self._refused():
+            for disk in self.disks:
+                disk.create(key, b"here")
+                if disk.read(key) != b"here":
+                    raise OSError(f"{disk.name} does not give back what was written")
+            for disk in self.disks:
+                disk.delete([key])
+
+    def check_readable(self) -> None:
+        with self._refused():
+            self.inside("commits")
+
+    def _first(self, key: str, look: Callable[[Disk], T]) -> T:
+        """Return what the first disk that has the object says."""
+        failed: OSError | None = None
+        for disk in self.disks:
+            try:
+                return look(disk)
+            except FileNotFoundError:
+                continue
+            except OSError as error:  # another host may have it, too
+                failed = error
+        raise failed or FileNotFoundError(f"there is no {self.url}/{key}")
+
+    @contextmanager
+    def _refused(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise RunError(
+                f"{self.url} can't be used",
+                where="checkpoint.storage",
+                why=str(error),
+                fix="name a folder on a disk of each host, which this user may write to",
+            ) from None
+
+
+def _place_of(disk: OwnDisk) -> tuple[str, int, int]:
+    """Return what tells this disk's folder from those of other hosts."""
+    disk.root.mkdir(parents=True, exist_ok=True)
+    found = disk.root.stat()
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    machine = boot.read_text().strip() if boot.exists() else os.uname().nodename
+    return machine, found.st_dev, found.st_ino

@@ -1,0 +1,235 @@
+"""Hosts whose disks are all the storage there is: folders stand for them, with a server each."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from lockstep import checkpoint
+from lockstep.checkpoint import HostDisks, SaveOptions, Snapshot, Storage
+from lockstep.checkpoint.host_disk import DiskServer, OtherDisk, OwnDisk
+from lockstep.checkpoint.host_disks import DisksClient
+from lockstep.config import CheckpointConfig
+from lockstep.errors import RunError
+from lockstep.records import RunDirectory
+from tests.checkpoint.shared import CONFIG, known, snapshot
+from tests.ranks import REPOSITORY, free_port, run_ranks
+
+
+def two_disks(folder: Path, token: str = "secret") -> tuple[DisksClient, OwnDisk, DiskServer]:
+    """What a rank of the first host has of two, and the second host's own disk."""
+    second = OwnDisk(folder / "second")
+    server = DiskServer(second, "127.0.0.1", "secret")
+    client = DisksClient(OwnDisk(folder / "first"))
+    client.disks.append(OtherDisk("the second host", "127.0.0.1", server.port, token))
+    return client, second, server
+
+
+def test_an_object_is_on_two_disks_and_read_from_either(tmp_path: Path) -> None:
+    client, second, server = two_disks(tmp_path)
+    client.check()
+    assert client.below("commits") == {}
+    data = os.urandom(100_000)
+    client.put_new("data/draft/model/0", data)
+    assert second.read("data/draft/model/0") == data
+    client.put_new("data/draft/model/0", data)  # the answer to an earlier try was lost
+    with pytest.raises(FileExistsError):
+        client.put_new("data/draft/model/0", b"others")
+    shutil.rmtree(tmp_path / "first")
+    assert client.get("data/draft/model/0") == data
+    assert client.get_range("data/draft/model/0", 10, 5) == data[10:15]
+    assert client.get_range("data/draft/model/0", 10, 0) == b""
+    assert client.size("data/draft/model/0") == len(data)
+    assert client.inside("data") == ["draft"]
+    assert list(client.below("data")) == ["data/draft/model/0"]
+    with pytest.raises(OSError, match="gave 5 of 6 bytes"):
+        client.get_range("data/draft/model/0", len(data) - 5, 6)
+    client.delete(["data/draft/model/0", "data/none"])
+    assert second.below("data") == {}
+    assert not (tmp_path / "second/data/draft").exists()
+    with pytest.raises(FileNotFoundError):
+        client.get("data/draft/model/0")
+    server.close()
+    client.disks[1] = OtherDisk("the second host", "127.0.0.1", server.port, "secret")
+    with pytest.raises(OSError, match="the second host does not answer"):
+        client.put_new("data/draft/model/1", b"x")
+    with pytest.raises(RunError, match="can't be used"):
+        client.check()
+
+
+def test_a_server_answers_those_with_the_token_and_names_below_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "outside").write_text("mine")
+    client, second, server = two_disks(tmp_path, token="another")
+    with pytest.raises(OSError, match="not the token"):
+        client.put_new("commits/step-00000001", b"x")
+    assert second.below("commits") == {}
+    known_token = OtherDisk("it", "127.0.0.1", server.port, "secret")
+    for key in ("../outside", "data/../../outside", "data//x", "data/a b"):
+        with pytest.raises(OSError, match="is not the name of an object"):
+            known_token.read(key)
+        with pytest.raises(OSError, match="is not the name of an object"):
+            known_token.create(key, b"x")
+    (tmp_path / "second/data").mkdir(parents=True)
+    (tmp_path / "second/data/link").symlink_to(tmp_path / "outside")
+    with pytest.raises(OSError, match="link"):
+        known_token.read("data/link")
+    server.close()
+
+
+def hosts_of(folder: Path, rank: int) -> Path:
+    """Two ranks a host."""
+    return folder / f"host-{rank // 2}"
+
+
+def sharded(shift: float) -> dict[str, torch.Tensor]:
+    mesh = init_device_mesh("cpu", (4,))
+    return {
+        name: distribute_tensor(known(name, (8, 4)) + shift, mesh, [Shard(0)])
+        for name in ("a", "b", "c")
+    }
+
+
+def on_two_hosts(folder: Path) -> list[str]:
+    """Save twice; return what the storage has."""
+    rank = int(os.environ["RANK"])
+    storage = HostDisks(str(hosts_of(folder, rank)))
+    storage.meet()
+    assert checkpoint.is_shared(storage)
+    for step in (1, 2):
+        state = Snapshot(sharded(float(step)), {}, {"step": step})
+        checkpoint.save(storage, step, state, config_yaml=CONFIG, options=SaveOptions())
+    return sorted(storage.names())
+
+
+def on_three_ranks_after_a_loss(folder: Path) -> dict[str, Any]:
+    """Load on another number of ranks, of which the last is on a host with an empty disk."""
+    rank = int(os.environ["RANK"])
+    storage = HostDisks(str(folder / ("host-1" if rank < 2 else "new")))
+    storage.meet()
+    newest = checkpoint.newest(storage)
+    assert newest is not None
+    mesh = init_device_mesh("cpu", (3,))
+    blank = {
+        name: distribute_tensor(torch.zeros(8, 4), mesh, [Shard(0)]) for name in ("a", "b", "c")
+    }
+    state = checkpoint.load(newest, Snapshot(blank, {}, {}))
+    del state
+    return {
+        name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        for name, tensor in blank.items()
+    }
+
+
+def test_a_host_that_is_gone_for_good_takes_nothing_along(tmp_path: Path) -> None:
+    names = run_ranks(on_two_hosts, 4, tmp_path)
+    assert names == [["step-00000001", "step-00000002"]] * 4
+    shutil.rmtree(tmp_path / "host-0")  # rank 0's
+    alone = HostDisks(str(tmp_path / "host-1"))
+    assert [checkpoint.verify(alone.path(name)) for name in alone.names()] == [[], []]
+    for loaded in run_ranks(on_three_ranks_after_a_loss, 3, tmp_path):
+        for name, tensor in loaded.items():
+            assert torch.equal(tensor, known(name, (8, 4)) + 2.0)
+
+
+def test_what_no_host_has_is_no_checkpoint(tmp_path: Path) -> None:
+    """Both copies of a file are damaged or gone: an older checkpoint is taken."""
+    storage: Storage = HostDisks(str(tmp_path / "disk"))
+    for step in (1, 2):
+        checkpoint.save(storage, step, snapshot(), config_yaml=CONFIG, options=SaveOptions())
+    (file,) = (tmp_path / "disk/data").glob("step-00000002.*/model/*.distcp")
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    found = checkpoint.resume_point(storage)
+    assert found is not None
+    assert found.name == "step-00000001"
+
+
+def test_the_key_names_a_folder_of_each_host() -> None:
+    """As docs/how_to/checkpoints.md writes it."""
+    spec = CheckpointConfig(storage="disks:/scratch/first").storage  # type: ignore[arg-type]
+    assert spec is not None
+    assert checkpoint.build_storage(spec).__class__ is HostDisks
+    assert str(checkpoint.build_storage(spec)) == "disks:/scratch/first"
+
+
+CONFIG_OF_A_RUN = """
+model: {name: "tests.faults.tiny:Net"}
+data: {name: "tests.faults.tiny:Points"}
+training: {batch_size: 2, global_batch_size: 8}
+distributed: {device: cpu, strategy: fsdp}
+checkpoint: {save_steps: 10, storage: "disks:disk"}
+monitor: {log_steps: 1, sinks: [jsonl]}
+"""
+
+
+def launched(hosts: list[Path], steps: int) -> list[psutil.Popen]:
+    """A launcher of two ranks on each host, whose disk is its working directory."""
+    port = free_port()
+    started = []
+    for number, host in enumerate(hosts):
+        host.mkdir(exist_ok=True)
+        (host / "train.yaml").write_text(CONFIG_OF_A_RUN)
+        several = ["--nnodes", str(len(hosts)), "--node-rank", str(number)]
+        where = ["--master-addr", "127.0.0.1", "--master-port", str(port)]
+        options = ["--output-dir", "run", "--nproc-per-node", str(4 // len(hosts))]
+        options += [f"training.max_steps={steps}"]
+        options += [*several, *where] if len(hosts) > 1 else []
+        started.append(
+            psutil.Popen(
+                [sys.executable, "-m", "lockstep", "train", "train.yaml", *options],
+                cwd=host,
+                env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+                stdout=(host / "said").open("a"),
+                stderr=subprocess.STDOUT,
+            )
+        )
+    return started
+
+
+def ended(hosts: list[Path], steps: int) -> str:
+    """Train to the end; return the digest."""
+    codes = [process.wait() for process in launched(hosts, steps)]
+    assert codes == [0] * len(hosts), [(host / "said").read_text() for host in hosts]
+    newest = checkpoint.newest(HostDisks(str(hosts[0] / "disk")))
+    assert newest is not None
+    assert newest.name == f"step-{steps:08d}"
+    return checkpoint.digest(newest)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+@pytest.mark.fault(
+    "storage: on the hosts' own disks: a host is gone for good",
+    "`checkpoint.storage: disks:FOLDER`; all processes of a host die, and its disk is lost",
+    "the hosts that are left, or one with an empty disk in its place, go on from the newest"
+    " checkpoint, and end in the bits of a run without interruption",
+)
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_run_goes_on_without_a_host(tmp_path: Path, lost: int) -> None:
+    hosts = [tmp_path / f"host-{number}" for number in (0, 1)]
+    running = launched(hosts, 1_000_000)
+    disk = HostDisks(str(hosts[1 - lost] / "disk"))
+    while len(disk.names()) < 2:
+        assert all(process.poll() is None for process in running)
+        psutil.wait_procs(running, 0.5)
+    for process in running:
+        for one in [process, *process.children(recursive=True)]:
+            one.kill()
+    psutil.wait_procs(running)
+    shutil.rmtree(hosts[lost])
+    left = hosts[1 - lost]
+    reached = max(checkpoint.step_of(name) or 0 for name in disk.names())
+    alone = ended([left], reached + 10)
+    resumed = [e["step"] for e in RunDirectory(left / "run").read_events() if e["kind"] == "resume"]
+    assert resumed == [reached]
+    replaced = ended([left, tmp_path / "new"] if lost else [tmp_path / "new", left], reached + 20)
+    straight = [tmp_path / "straight"]
+    assert ended(straight, reached + 10) == alone
+    assert ended(straight, reached + 20) == replaced
