@@ -18,6 +18,7 @@ from tests.ranks import REPOSITORY
 
 KINDS = ("UsageError", "RunError", "DamagedError", "BadNumbersError")
 _SHORTEST = 10
+_SEPARATOR = "\0"  # in no string
 
 
 @dataclass
@@ -65,13 +66,39 @@ def sites() -> list[Site]:
 def with_tests() -> list[Site]:
     """The same, with the tests that provoke them."""
     found = sites()
+    of_package = _SEPARATOR.join(piece for site in found for piece in site.pieces)
     texts = {
-        str(path.relative_to(REPOSITORY)): _strings(path)
+        str(path.relative_to(REPOSITORY)): _Strings.of(_strings(path), of_package)
         for path in sorted((REPOSITORY / "tests").rglob("*.py"))
     }
     for site in found:
-        site.tests = [name for name, strings in texts.items() if _meets(site.pieces, strings)]
+        site.tests = [name for name, strings in texts.items() if strings.meet(site.pieces)]
     return found
+
+
+@dataclass(frozen=True)
+class _Strings:
+    """Strings of a file of tests.
+
+    Attributes:
+        joined: all of them.
+        parts: those that are part of some message of the package.
+    """
+
+    joined: str
+    parts: list[str]
+
+    @classmethod
+    def of(cls, strings: list[str], of_package: str) -> "_Strings":
+        parts = sorted({string for string in strings if string in of_package})
+        return cls(_SEPARATOR.join(strings), parts)
+
+    def meet(self, pieces: tuple[str, ...]) -> bool:
+        """Return whether one of them is part of a long piece of a message, or it of one."""
+        long = [piece.strip() for piece in pieces if len(piece.strip()) >= _SHORTEST]
+        return any(
+            piece in self.joined or any(part in piece for part in self.parts) for piece in long
+        )
 
 
 def _worded(what: ast.expr, assigned: list[ast.Assign]) -> ast.expr:
@@ -105,11 +132,6 @@ def _strings(path: Path) -> list[str]:
                 run.strip() for run in re.split(r"\.\*|\(\.\|\\n\)\*|\n|\\d\+?|\\S\+?", plain)
             ]
     return [run for run in found if len(run) >= _SHORTEST]
-
-
-def _meets(pieces: tuple[str, ...], strings: list[str]) -> bool:
-    long = [piece.strip() for piece in pieces if len(piece.strip()) >= _SHORTEST]
-    return any(piece in string or string in piece for piece in long for string in strings)
 
 
 def main(arguments: list[str]) -> int:

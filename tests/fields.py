@@ -7,12 +7,12 @@ package alone are known to have such a field.
 
 import ast
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import NamedTuple
 
-from tests.house import files, tree
+from tests.house import files, nodes, tree
 
 # Fields of others (torch, the standard library) that classes of the package have, too.
 _OF_OTHERS = {
@@ -93,14 +93,14 @@ def _owner(target: ast.Attribute, variables: Mapping[str, str | None], module: s
 def _classes() -> dict[str, _Class]:
     """Class name → what is known of it. Names of classes are unique, which a test holds."""
     found: dict[str, _Class] = {}
-    nodes = []
+    defined = []
     for module in files():
-        for node in ast.walk(tree(module)):
+        for node in nodes(module):
             if isinstance(node, ast.ClassDef):
                 bases = [ast.unparse(base).split("[")[0].split(".")[-1] for base in node.bases]
                 found[node.name] = _Class(module, bases)
-                nodes.append(node)
-    for node in nodes:
+                defined.append(node)
+    for node in defined:
         _read(node, found)
     return found
 
@@ -214,12 +214,22 @@ def _functions(parsed: ast.Module) -> Iterator[tuple[_Scope, list[ast.stmt]]]:
                 stack.append(((around, [*functions, node]), node.body))
 
 
-def _own(body: list[ast.stmt]) -> Iterator[ast.AST]:
+def _own(body: Sequence[ast.stmt]) -> list[ast.AST]:
     """Nodes of a body without those of the functions and classes in it, which come themselves."""
-    for node in body:
-        yield node
+    return _own_of(tuple(body))
+
+
+@cache
+def _own_of(body: tuple[ast.AST, ...]) -> list[ast.AST]:
+    """Return them in their order; those of a function are asked for once for each one in it."""
+    found: list[ast.AST] = []
+    waiting = list(reversed(body))
+    while waiting:
+        node = waiting.pop()
+        found.append(node)
         if not isinstance(node, ast.ClassDef | _Function):
-            yield from _own(list(ast.iter_child_nodes(node)))  # type: ignore[arg-type]
+            waiting += reversed(list(ast.iter_child_nodes(node)))
+    return found
 
 
 def _variables(scope: _Scope, body: list[ast.stmt]) -> dict[str, str | None]:

@@ -27,6 +27,13 @@ def tree(module: str) -> ast.Module:
     return ast.parse(files()[module].read_text())
 
 
+@cache
+def nodes(module: str) -> list[ast.AST]:
+    """All nodes of a module; to walk through its tree takes as long as to parse it."""
+    return list(ast.walk(tree(module)))
+
+
+@cache
 def imports(module: str, *, everywhere: bool = False) -> set[str]:
     """Modules of the package that a module imports as it is loaded.
 
@@ -35,8 +42,7 @@ def imports(module: str, *, everywhere: bool = False) -> set[str]:
             its types alone (`if TYPE_CHECKING:`).
     """
     found: set[str] = set()
-    nodes = ast.walk(tree(module)) if everywhere else _when_loaded(tree(module).body)
-    for node in nodes:
+    for node in nodes(module) if everywhere else _when_loaded(tree(module).body):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module is not None and node.level == 0:
@@ -101,7 +107,7 @@ def classes() -> dict[str, list[str]]:
     """Class name → modules that define one of that name, nested ones and private ones included."""
     found: dict[str, list[str]] = defaultdict(list)
     for module in files():
-        for node in ast.walk(tree(module)):
+        for node in nodes(module):
             if isinstance(node, ast.ClassDef):
                 found[node.name].append(module)
     return found

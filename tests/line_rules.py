@@ -42,18 +42,22 @@ class Breach(NamedTuple):
 
 def breaches(text: str) -> Iterator[Breach]:
     """Find the lines of a file that break a rule."""
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type == tokenize.COMMENT and _KEEPS_THE_FORMATTER_AWAY.search(token.string):
-            yield Breach("skipped", token.start[0])
+    if _KEEPS_THE_FORMATTER_AWAY.search(text):  # in a comment, or in a string
+        for token in tokenize.generate_tokens(io.StringIO(text).readline):
+            if token.type == tokenize.COMMENT and _KEEPS_THE_FORMATTER_AWAY.search(token.string):
+                yield Breach("skipped", token.start[0])
 
     tree = ast.parse(text)
-    for node in ast.walk(tree):
+    nodes = list(ast.walk(tree))
+    for node in nodes:
         if isinstance(node, ast.Assign) and any(_packs(target, node) for target in node.targets):
             yield Breach("packed", node.lineno)
 
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and _lacks_words(node):
             yield Breach("undocumented", node.lineno)
 
+    if not any(isinstance(node, ast.NamedExpr) for node in nodes):
+        return
     for condition in _outermost_conditions(tree):
         if any(isinstance(node, ast.NamedExpr) for node in ast.walk(condition)):
             yield Breach("walrus", condition.lineno)
@@ -61,9 +65,10 @@ def breaches(text: str) -> Iterator[Breach]:
 
 def _lacks_words(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     """Tell whether a function is long for one without a docstring."""
-    length = len(ast.unparse(function).splitlines())  # however the formatter lays it out
     is_special = function.name.startswith("__") and function.name.endswith("__")
-    return length >= LONG and not is_special and ast.get_docstring(function) is None
+    if is_special or ast.get_docstring(function) is not None:
+        return False
+    return len(ast.unparse(function).splitlines()) >= LONG  # however the formatter lays it out
 
 
 def _packs(target: ast.expr, assignment: ast.Assign) -> bool:

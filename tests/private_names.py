@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.house import imports, tree
+from tests.house import imports, nodes
 
 # Of the standard library, of named tuples, and of transformers.
 OTHERS = {
@@ -47,7 +47,7 @@ def found_in(module: str) -> list[tuple[int, str]]:
     """Return (line, what) of each private name of torch in a module of the package."""
     known = _defined(module).union(*map(_defined, imports(module, everywhere=True))) | OTHERS
     found = set()
-    for node in ast.walk(tree(module)):
+    for node in nodes(module):
         for name in _private_imports(node):
             found.add((node.lineno, name))
         if isinstance(node, ast.Attribute) and _is_private(node.attr):
@@ -95,7 +95,7 @@ def _defined(module: str) -> frozenset[str]:
     assigns to `self`.
     """
     found = set()
-    for node in ast.walk(tree(module)):
+    for node in nodes(module):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             found.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -110,7 +110,7 @@ def _of_torch(module: str) -> dict[str, Any]:
     stand for.
     """
     found: dict[str, Any] = {}
-    for node in ast.walk(tree(module)):
+    for node in nodes(module):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 if alias.name.split(".")[0] == "torch":
@@ -128,7 +128,7 @@ def _of_torch(module: str) -> dict[str, Any]:
 def _overridden(module: str) -> Iterator[tuple[int, str]]:
     """Private methods and attributes of torch's classes that a subclass defines or reads."""
     names = _of_torch(module)
-    for node in ast.walk(tree(module)):
+    for node in nodes(module):
         if not isinstance(node, ast.ClassDef):
             continue
         bases = [
@@ -156,7 +156,7 @@ def _private_of(base: Any) -> frozenset[str]:
 def _replaced(module: str) -> Iterator[tuple[int, str]]:
     """Assignments to attributes of torch's modules and classes."""
     names = _of_torch(module)
-    for node in ast.walk(tree(module)):
+    for node in nodes(module):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
             target = ast.unparse(node)
             if target.split(".")[0] in names and not target.startswith(_SETTINGS):

@@ -5,7 +5,7 @@ import re
 import tomllib
 
 from tests.fields import OF_LIBRARIES, assignments
-from tests.house import PACKAGE, circles, classes, files, tree
+from tests.house import PACKAGE, circles, classes, files, nodes, tree
 from tests.private_names import found_in
 from tests.ranks import REPOSITORY
 
@@ -81,8 +81,8 @@ def test_the_docstring_of_a_function_begins_with_what_it_does() -> None:
     of a verb begins.
     """
     found = []
-    for path in files().values():
-        for node in ast.walk(ast.parse(path.read_text())):
+    for module, path in files().items():
+        for node in nodes(module):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not _is_property(node):
                 first_line = (ast.get_docstring(node) or "").partition("\n")[0]
                 if _NO_SENTENCE.match(first_line):
@@ -152,7 +152,7 @@ def test_no_component_below_the_trainer_is_given_the_whole_config() -> None:
         f"{files()[module].relative_to(REPOSITORY)}:{node.lineno}"
         for module in files()
         if module.split(".")[1:2] and module.split(".")[1] in below
-        for node in ast.walk(tree(module))
+        for node in nodes(module)
         for annotation in _annotations(node)
         if re.search(r"\bConfig\b", ast.unparse(annotation))
     ]
@@ -174,7 +174,7 @@ def test_all_warnings_have_one_form() -> None:
     found = []
     calls = 0
     for module, path in files().items():
-        for node in ast.walk(tree(module)):
+        for node in nodes(module):
             if not (isinstance(node, ast.Call) and node.args):
                 continue
             called = ast.unparse(node.func)

@@ -60,7 +60,7 @@ def test_terms_that_the_code_introduces_are_explained() -> None:
 def _italics(module: str) -> list[str]:
     """Return the words in italics in the docstrings of a module."""
     kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-    nodes = [node for node in ast.walk(house.tree(module)) if isinstance(node, kinds)]
+    nodes = [node for node in house.nodes(module) if isinstance(node, kinds)]
     texts = [ast.get_docstring(node) or "" for node in nodes]
     found = re.findall(r"(?<![\w*`])\*([A-Za-z][\w-]+(?: [\w-]+)?)\*(?![\w*])", "\n".join(texts))
     return [term.lower() for term in found]

@@ -66,7 +66,7 @@ FILES = {
 def _words(module: str) -> set[str]:
     """Return the strings and names in a module's code, and attributes: `.attr`, `owner.attr`."""
     words: set[str] = set()
-    for node in ast.walk(house.tree(module)):
+    for node in house.nodes(module):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             words.add(repr(node.value))
         elif isinstance(node, ast.Name):
