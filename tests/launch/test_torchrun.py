@@ -269,6 +269,10 @@ def test_one_machine_of_one_to_two_is_enough(tmp_path: Path, launch: Launch) -> 
     """
     script(tmp_path, "say(world=os.environ['WORLD_SIZE'])\n")
     endpoint = f"127.0.0.1:{free_port()}"
-    conf = ("--rdzv-endpoint", endpoint, "--rdzv-conf", "timeout=6")
-    assert launch("--nnodes", "1:2", "--nproc-per-node", "1", *conf, "script.py").code == 0
-    assert launch("--nnodes", "2:3", "--nproc-per-node", "1", *conf, "script.py").code == 1
+
+    def meets(nnodes: str, seconds: int) -> bool:  # fewer than the 30 of torch's last call
+        conf = ("--rdzv-endpoint", endpoint, "--rdzv-conf", f"timeout={seconds}")
+        return launch("--nnodes", nnodes, "--nproc-per-node", "1", *conf, "script.py").code == 0
+
+    assert meets("1:2", 25)  # a busy machine takes some of them
+    assert not meets("2:3", 6)

@@ -158,7 +158,9 @@ def test_a_script_of_lightning(fault: tuple[str, ...], found: dict[str, bool]) -
 @pytest.mark.parametrize(
     "launcher",
     [
-        "-m torch.distributed.run --nproc-per-node {n} --standalone",
+        pytest.param(
+            "-m torch.distributed.run --nproc-per-node {n} --standalone", marks=pytest.mark.full
+        ),
         "-m lockstep launch --nproc-per-node {n}",
     ],
 )
