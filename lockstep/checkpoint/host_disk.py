@@ -244,10 +244,12 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_PUT(self) -> None:
         """Create an object."""
-        data = self.rfile.read(int(self.headers["Content-Length"]))
 
         def create() -> bytes:
-            self.disk.create(self._key(), data)
+            length = self.headers.get("Content-Length", "")
+            if not length.isdecimal():
+                raise OSError(f"Content-Length is {length!r}")
+            self.disk.create(self._key(), self.rfile.read(int(length)))
             return b""
 
         self._answer(create)
@@ -268,12 +270,16 @@ class _Handler(BaseHTTPRequestHandler):
         return unquote(self.path.removeprefix("/"))
 
     def _answer(self, work: Any) -> None:
-        """Do the work for whoever knows the token, and send what it returns, or its error."""
+        """Do the work for whoever knows the token, and send what it returns, or its error.
+
+        Of others not even what they send is read.
+        """
         status = HTTPStatus.OK
         given = self.headers.get("Authorization", "")
         if not hmac.compare_digest(given.encode(), f"Bearer {self.token}".encode()):
             status = HTTPStatus.UNAUTHORIZED
             body = b"this is not the token of the run"
+            self.close_connection = True  # what it sends would be taken for a request
         else:
             try:
                 body = work()

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -81,6 +82,14 @@ def test_a_server_answers_those_with_the_token_and_names_below_its_folder(tmp_pa
     (tmp_path / "second/data/link").symlink_to(tmp_path / "outside")
     with pytest.raises(OSError, match="link"):
         known_token.read("data/link")
+    server.close()
+
+
+def test_what_is_sent_without_the_token_is_not_read(tmp_path: Path) -> None:
+    _, _, server = two_disks(tmp_path)
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
+        connection.sendall(b"PUT /data/x HTTP/1.1\r\nContent-Length: 1000000000000\r\n\r\n")
+        assert b"401" in connection.recv(100)  # at once, without the bytes
     server.close()
 
 
