@@ -3,7 +3,7 @@
 Nothing here loads torch.
 
 Tests: tests/submit/test_slurm.py, tests/submit/test_kubernetes.py, tests/submit/test_real_slurm.py,
-tests/submit/test_ray.py
+tests/submit/test_ray.py, tests/submit/test_across_launchers.py
 """
 
 import argparse

@@ -66,6 +66,7 @@ def test_an_object_is_on_two_disks_and_read_from_either(tmp_path: Path) -> None:
         client.check()
 
 
+@pytest.mark.promise("names below the folder alone, to those who send a word of 128 random bits")
 def test_a_server_answers_those_with_the_token_and_names_below_its_folder(tmp_path: Path) -> None:
     (tmp_path / "outside").write_text("mine")
     client, second, server = two_disks(tmp_path, token="another")
