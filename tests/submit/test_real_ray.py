@@ -19,7 +19,8 @@ CONFIG = """
 model: {name: "tests.faults.tiny:Net"}
 data: {name: "tests.faults.tiny:Points"}
 training: {batch_size: 4, global_batch_size: 8}
-distributed: {device: cpu, strategy: ddp}
+# a rank has the same number of threads beside another one as alone: their number changes bits
+distributed: {device: cpu, strategy: ddp, env: {OMP_NUM_THREADS: "1"}}
 checkpoint: {save_steps: 20}
 monitor: {log_steps: 1, sinks: [jsonl]}
 """
