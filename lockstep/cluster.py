@@ -209,6 +209,16 @@ def cleanup() -> None:
     set_rank_facts(None)
 
 
+def count_worlds_anew() -> None:
+    """Forget how many worlds of several machines this process was in.
+
+    The next one has a store of its own, and ranks that enter it may have been in different numbers
+    of them.
+    """
+    global _worlds
+    _worlds = 0
+
+
 def environment(config: DistributedConfig) -> dict[str, str]:
     """Return the environment variables that a config sets on every rank.
 

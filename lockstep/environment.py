@@ -32,6 +32,9 @@ MEMORY = "LOCKSTEP_MEMORY"
 WORLD = "LOCKSTEP_WORLD"
 # How often ranks have died since all of them were started, in a rank that went on; unset: never.
 GENERATION = "LOCKSTEP_GENERATION"
+# The number of which each machine has a multiple of the ranks, in a rank that went on: machines may
+# have different numbers of them.
+PER_MACHINE = "LOCKSTEP_RANKS_PER_MACHINE"
 
 
 @dataclass(frozen=True)
@@ -167,6 +170,11 @@ def rank_facts(environ: Mapping[str, str] | None = None) -> RankFacts:
             )
         raise UsageError(what, where="the command", why=why, fix=fix)
     return facts or RankFacts()
+
+
+def ranks_per_machine(facts: RankFacts) -> int:
+    """Return the number of ranks of a machine by which layouts are made, the same on all ranks."""
+    return int(os.environ.get(PER_MACHINE, facts.local_world_size))
 
 
 def facts_for_group(

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lockstep.collectives import create_group, create_once, new_group
 from lockstep.config import DistributedConfig
-from lockstep.environment import RankFacts
+from lockstep.environment import RankFacts, ranks_per_machine
 from lockstep.layout import SAME_BATCH, Layout
 from lockstep.strategy import AUTO, REPLICAS, SINGLE, resolve
 
@@ -105,7 +105,7 @@ def layout_of(config: DistributedConfig, facts: RankFacts) -> Layout:
         config = config.model_copy(
             update={"strategy": REPLICAS if facts.world_size > 1 else SINGLE}
         )
-    return resolve(config, facts.world_size, facts.local_world_size)
+    return resolve(config, facts.world_size, ranks_per_machine(facts))
 
 
 def local_chunk(full: torch.Tensor, dim: int, size: int, coordinate: int) -> torch.Tensor:

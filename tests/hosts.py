@@ -55,7 +55,7 @@ class Host:
 
     def enter(self, name: str | None = None) -> None:
         """Bring this process, which must have one thread alone, to the host, as `ip netns exec`
-        does.
+        does, with shared memory of its own for it and its children.
 
         Args:
             name: what the host calls itself; unset: as the machine.
@@ -69,6 +69,8 @@ class Host:
         _system_call("umount2", b"/sys", _DETACH)
         # its interfaces are those of the host
         _system_call("mount", b"sysfs", b"/sys", b"sysfs", 0, None)
+        # neither is its shared memory that of another host
+        _system_call("mount", b"tmpfs", b"/dev/shm", b"tmpfs", 0, None)
 
     def sent(self) -> int:
         """Bytes that this host has put on its link."""

@@ -50,6 +50,7 @@ from lockstep.checkpoint.manifest import (
     verify,
 )
 from lockstep.checkpoint.memory import MemoryStorage, copies_of, save_newest
+from lockstep.checkpoint.memory_hosts import agree_on_copy, leads_host
 from lockstep.checkpoint.memory_writer import MemoryWriter
 from lockstep.checkpoint.object_store import ObjectStorage, in_bucket
 from lockstep.checkpoint.ranks import Ranks, gather, scatter
@@ -93,6 +94,7 @@ __all__ = [
     "Snapshot",
     "Storage",
     "add_missing_groups",
+    "agree_on_copy",
     "build_storage",
     "config_text",
     "copies_of",
@@ -105,6 +107,7 @@ __all__ = [
     "import_weights",
     "in_bucket",
     "is_shared",
+    "leads_host",
     "list_checkpoints",
     "load",
     "loss_weights",

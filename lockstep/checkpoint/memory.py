@@ -15,14 +15,15 @@ The way of the data, every `checkpoint.memory_steps` steps, after a step and bef
 
 So no recorded step is trained again where a copy is made at each. A rank that dies before all have
 written leaves a step that nobody has read of; rank 0, which dies between the record and the commit,
-a draft with a manifest, whose step the records have come to: it is shown then (`adopt`).
+a draft with a manifest, whose step the records have come to: it is shown then (`adopt`). Of several
+hosts each has such a folder, and all files in it (`memory_hosts.py`).
 
 A launch that ends with an error writes the newest copy among the run's checkpoints, where it is
 newer than they are (`save_newest`).
 
 Why shared memory: pages of a tmpfs belong to the machine, not to a process. A rank that dies takes
 none with it, and neither a neighbour nor the launcher needs a second copy of them. What dies with
-the machine is the checkpoint on disk for. The folder holds two copies at most: the complete one is
+all machines is the checkpoint on disk for. The folder holds two copies at most: the complete one is
 kept until the next one is complete.
 
 Tests: tests/checkpoint/test_memory.py, tests/faults/test_memory_copies.py
@@ -34,13 +35,21 @@ import mmap
 import os
 import shutil
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 from lockstep.checkpoint.convert import rewrite_full
 from lockstep.checkpoint.keep import list_checkpoints
-from lockstep.checkpoint.manifest import CONFIG, STATE, DamagedError, read_manifest, verify
+from lockstep.checkpoint.manifest import (
+    CONFIG,
+    STATE,
+    DamagedError,
+    Manifest,
+    read_manifest,
+    verify,
+)
 from lockstep.checkpoint.posix import PosixStorage, draft_name, is_draft, storage_at
 from lockstep.checkpoint.storage import (
     MANIFEST,
@@ -54,6 +63,15 @@ from lockstep.errors import RunError
 
 _KIB = 1 << 10
 _UNREAD = "manifest.unread"  # the manifest of a draft to which ranks are still writing
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """The steps of the copies of one host."""
+
+    shown: frozenset[int]
+    complete: frozenset[int]  # those that are shown, too
+    unread: frozenset[int]  # of drafts that some rank may not have written
 
 
 class MemoryStorage(PosixStorage):
@@ -151,15 +169,39 @@ class MemoryStorage(PosixStorage):
         self._forget(draft)
         return draft
 
-    def adopt(self, step: int) -> None:
-        """Show the copy of a step that was complete when its writer died, if there is one."""
-        for draft in filter(is_draft, self.names()):
-            try:
-                found = read_manifest(Location(self, draft)).step
-            except DamagedError:  # it is not complete
+    def holdings(self) -> Holdings:
+        """Return which copies there are."""
+        shown = frozenset(self.steps)
+        drafts = self._drafts()
+        complete = frozenset(step for step, is_complete in drafts.values() if is_complete)
+        unread = frozenset(step for step, is_complete in drafts.values() if not is_complete)
+        return Holdings(shown, shown | complete, unread)
+
+    def adopt(self, step: int, *, is_complete: bool = False) -> None:
+        """Show the copy of a step that was complete when its writer died, if there is one.
+
+        Args:
+            step: of the copy.
+            is_complete: whether it is known to be complete, also where that was not noted.
+        """
+        for draft, (found, has_manifest) in self._drafts().items():
+            if found != step or self.exists(step_name(step)) or not (has_manifest or is_complete):
                 continue
-            if found == step and not self.exists(step_name(step)):
-                self.show(draft, step_name(step))
+            if not has_manifest:
+                self.mark_complete(draft)
+            self.show(draft, step_name(step))
+
+    def _drafts(self) -> dict[str, tuple[int, bool]]:
+        """Return the drafts that a manifest describes: name → (step, whether all have written)."""
+        found: dict[str, tuple[int, bool]] = {}
+        for draft in filter(is_draft, self.names()):
+            with suppress(DamagedError):  # it is not complete
+                found[draft] = read_manifest(Location(self, draft)).step, True
+                continue
+            with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+                data = (self.root / draft / _UNREAD).read_bytes()
+                found[draft] = Manifest.from_bytes(data).step, False
+        return found
 
     def _forget(self, draft: str) -> None:
         for file in (MANIFEST, _UNREAD, STATE, CONFIG):

@@ -7,7 +7,10 @@ happen in it: what is the same at each copy is agreed on once, with the first on
                  it → each rank makes a file a part, of the size that it needs, and maps it
     each copy    tensors → their places in the mapped files, one copy in memory
                  → one all-reduce: every rank has written, and nothing has changed
-    commit       rank 0 renames the folder
+    commit       the first rank of each host renames the folder
+
+Each host has all files of a copy; where there are several, `memory_hosts.py` says who writes or
+sends what of them, and it comes before the all-reduce.
 
 Two folders take turns, so that the last complete copy stays until the next one is complete. The
 files are those of the format `local` (`write.py`), but each block is in one of them, so that any
@@ -42,7 +45,16 @@ from lockstep.checkpoint.manifest import (
     raw_file,
 )
 from lockstep.checkpoint.memory import MemoryStorage
-from lockstep.checkpoint.ranks import BlockInfo, Ranks, held_blocks
+from lockstep.checkpoint.memory_hosts import (
+    Duties,
+    Exchange,
+    Held,
+    Share,
+    duties_of,
+    host_of,
+    leads_host,
+)
+from lockstep.checkpoint.ranks import Ranks, held_blocks
 from lockstep.checkpoint.snapshot import (
     CheckpointPlan,
     Description,
@@ -52,7 +64,7 @@ from lockstep.checkpoint.snapshot import (
     merge,
     stage,
 )
-from lockstep.checkpoint.storage import FileInfo, step_name
+from lockstep.checkpoint.storage import MANIFEST, FileInfo, step_name
 from lockstep.checkpoint.write import padded, raw_header
 from lockstep.torch_compat import foreach
 
@@ -61,9 +73,6 @@ _ALIGNED = 64  # bytes: where a block may begin in a file
 _WRITTEN = 0
 _CHANGED = 1
 _FAILED = 2
-
-Held = dict[str, dict[str, BlockInfo]]  # by part and name: what a rank holds
-Share = dict[str, list[str]]  # by part: the names of the blocks that a rank writes
 
 
 @dataclass(frozen=True)
@@ -86,20 +95,33 @@ class _Facts:
 
 @dataclass
 class _Folder:
-    """Holds one of the two folders, and this rank's files in it."""
+    """Holds one of the two folders, and the files in it that this rank writes."""
 
-    name: str  # now; on rank 0
+    name: str  # now; on the first rank of each host
     share: Share
-    places: list[Tensor] = field(default_factory=list)  # of this rank's blocks, in the files
+    duties: Duties
+    exchange: Exchange
+    # part and name of a block → its places in the files: its own, and in a twin of another's
+    places: list[tuple[str, str, Tensor]] = field(default_factory=list)
     sizes: dict[str, int] = field(default_factory=dict)  # of the files of all ranks; on rank 0
 
     def make(self, storage: MemoryStorage, rank: int, parts: Mapping[str, Part]) -> dict[str, int]:
-        """Make and map this rank's files; return their sizes."""
+        """Make and map this rank's files, and their twins; return the sizes of its own."""
+        sizes = self._make(storage, rank, self.share, parts)
+        for owner, share in self.duties.twins:
+            self._make(storage, owner, share, parts)
+        return sizes
+
+    def _make(
+        self, storage: MemoryStorage, owner: int, share: Share, parts: Mapping[str, Part]
+    ) -> dict[str, int]:
+        """Make and map the files of a rank, from blocks of this one; return their sizes."""
         sizes = {}
-        for part, names in self.share.items():
+        contents = {}
+        for part, names in share.items():
             blocks = {name: parts[part].blocks[name] for name in names}
             header, begins = raw_header(blocks, _ALIGNED)
-            file = raw_file(part, rank)
+            file = raw_file(part, owner)
             size = len(header) + sum(
                 padded(block.tensor.nbytes, _ALIGNED) for block in blocks.values()
             )
@@ -109,24 +131,26 @@ class _Folder:
             for name, block in blocks.items():
                 begin = len(header) + begins[name]
                 place = content[begin : begin + block.tensor.nbytes]
-                self.places.append(place.view(block.tensor.dtype).view(block.tensor.shape))
+                place = place.view(block.tensor.dtype).view(block.tensor.shape)
+                self.places.append((part, name, place))
             sizes[file] = size
+            contents[file] = content
+        if share is self.share:
+            self.exchange.own = [content for _, content in sorted(contents.items())]
         return sizes
 
     def fill(self, parts: Mapping[str, Part]) -> None:
         """Copy this rank's blocks into its files."""
-        blocks = [
-            parts[part].blocks[name].tensor for part, names in self.share.items() for name in names
-        ]
+        blocks = [parts[part].blocks[name].tensor for part, name, _ in self.places]
         with torch.no_grad():
-            foreach.copy_(self.places, blocks)
+            foreach.copy_([place for _, _, place in self.places], blocks)
 
 
 class MemoryWriter:
     """Writes the copies of one run; every rank has one, and calls its methods at the same steps.
 
     Args:
-        storage: where the copies lie; the ranks share it.
+        storage: where the copies lie; the ranks of a host share it.
     """
 
     def __init__(self, storage: MemoryStorage) -> None:
@@ -138,6 +162,9 @@ class MemoryWriter:
         self._plan: CheckpointPlan | None = None  # on rank 0
         self._folders: list[_Folder] = []
         self._written: _Folder | None = None  # by `write`, for `commit`
+        self._leads: bool | None = None  # this is the first rank of its host; None: not asked yet
+        # on the first rank of a host without rank 0: the step that is shown once it is recorded
+        self._unproven: tuple[_Folder, int] | None = None
 
     def write(self, step: int, snapshot: Snapshot, *, config_yaml: str) -> int:
         """Write the state of a step, invisibly; return the bytes of the copy, on rank 0.
@@ -153,16 +180,26 @@ class MemoryWriter:
         error: Exception | None = None
         staged: Staged | None = None
         said = _CHANGED
+        self._show_proven()
         folder = self._folders[0] if len(self._folders) == 2 else None
+        beside: dict[str, bytes] | None = None
         try:
             staged = stage(snapshot)
             if folder is not None and self._is_as_planned(staged, folder):
                 folder.fill(staged.parts)
-                self._describe(step, staged, folder, config_yaml)
+                beside = self._describe(step, staged, folder, config_yaml)
                 said = _WRITTEN
         except Exception as caught:  # every rank raises it, after the vote
             error = caught
             said = _FAILED
+        if folder is not None and folder.duties.several:
+            received = folder.exchange.run(beside)
+            try:
+                if received is not None and said == _WRITTEN:
+                    self._put_beside(folder, received)
+            except Exception as caught:
+                error = caught
+                said = _FAILED
         said = self._worst(said)
         if said == _FAILED:
             self._raise(failure, error)
@@ -170,26 +207,42 @@ class MemoryWriter:
             assert staged is not None
             folder = self._write_anew(failure, step, staged, config_yaml)
         assert folder is not None
-        if self._ranks.is_main:
+        if self._leads:
             self._storage.mark_complete(folder.name)
         self._written = folder
         return sum(folder.sizes.values())
 
     def commit(self, step: int) -> None:
-        """Make the copy visible that was written, and take back the folder of the one before."""
+        """Make the copy visible that was written, and take back the folder of the one before.
+
+        A host without rank 0 does so before its next copy: by then the step is recorded, since
+        whoever has done the step after it has waited for rank 0 in that.
+        """
         written = self._written
         assert written is not None, "a copy was written"
         self._written = None
         if self._ranks.is_main:
-            name = step_name(step)
-            self._storage.show(written.name, name)
-            written.name = name
-            for other in self._folders:
-                if other is not written and self._storage.exists(other.name):
-                    other.name = self._storage.hide(other.name)
-            self._storage.delete_others(step)
+            self._show(written, step)
+        elif self._leads:
+            self._unproven = written, step
         # the one that was just written is the next but one
         self._folders.sort(key=lambda folder: folder is written)
+
+    def _show_proven(self) -> None:
+        """Show the copy before this one on a host without rank 0."""
+        unproven = self._unproven
+        self._unproven = None
+        if unproven is not None and self._storage.exists(unproven[0].name):
+            self._show(*unproven)
+
+    def _show(self, written: _Folder, step: int) -> None:
+        name = step_name(step)
+        self._storage.show(written.name, name)
+        written.name = name
+        for other in self._folders:
+            if other is not written and self._storage.exists(other.name):
+                other.name = self._storage.hide(other.name)
+        self._storage.delete_others(step)
 
     def _is_as_planned(self, staged: Staged, folder: _Folder) -> bool:
         """Return whether this rank's part can be written into the folder as it is."""
@@ -200,14 +253,16 @@ class MemoryWriter:
             numbers = {name: len(groups["groups"]) for name, groups in staged.groups.items()}
             if numbers != {name: len(groups["groups"]) for name, groups in kept.items()}:
                 return False  # options of a group that rank 0 lacks
-            if not self._storage.exists(folder.name):
-                return False  # the run has gone back
+        if self._leads and not self._storage.exists(folder.name):
+            return False  # the run has gone back
         return _Facts.of(staged) == self._facts
 
-    def _describe(self, step: int, staged: Staged, folder: _Folder, config_yaml: str) -> None:
-        """Write the files beside the tensors, on rank 0."""
+    def _describe(
+        self, step: int, staged: Staged, folder: _Folder, config_yaml: str
+    ) -> dict[str, bytes] | None:
+        """Write the files beside the tensors, on rank 0, and return them; elsewhere None."""
         if not self._ranks.is_main:
-            return
+            return None
         plan = self._plan
         assert plan is not None
         now = staged.groups
@@ -221,10 +276,19 @@ class MemoryWriter:
         manifest = Manifest(
             step, files, plan.parameters, tuple(plan.parts), self._versions, self._ranks.size
         )
-        self._storage.describe(folder.name, beside, manifest.to_bytes())
+        found = {**beside, MANIFEST: manifest.to_bytes()}
+        self._put_beside(folder, found)
+        return found
+
+    def _put_beside(self, folder: _Folder, beside: Mapping[str, bytes]) -> None:
+        """Write the files beside the tensors into the folder of this rank's host."""
+        files = {file: data for file, data in beside.items() if file != MANIFEST}
+        self._storage.describe(folder.name, files, beside[MANIFEST])
 
     def _write_anew(self, failure: str, step: int, staged: Staged, config_yaml: str) -> _Folder:
         """Plan a copy with all ranks, and write it into a new folder."""
+        if self._leads is None:
+            self._leads = leads_host(self._storage, self._ranks)
         facts = _Facts.of(staged)
         # One more folder is made where nothing has changed. On another rank something may have.
         keeps = len(self._folders) == 1 and facts == self._facts
@@ -233,38 +297,53 @@ class MemoryWriter:
             self._folders.clear()
         self._facts = facts
         made: list[_Folder] = []
+        beside: list[dict[str, bytes] | None] = []  # on rank 0
 
-        def plan(described: list[Description]) -> list[tuple[str, Share]]:
+        def plan(found: list[tuple[Description, str]]) -> list[tuple[str, Share, Duties]]:
+            described = [description for description, _ in found]
             self._plan = merge(described)
-            if not keeps:
-                self._storage.delete_drafts()
             name = self._storage.begin(step_name(step))
-            shares = shared_out([rank.blocks for rank in described])
-            return [(name, share) for share in shares]
+            held = [rank.blocks for rank in described]
+            shares = shared_out(held)
+            duties = duties_of(shares, held, [host for _, host in found])
+            return [(name, *both) for both in zip(shares, duties, strict=True)]
 
-        def describe() -> Description:
+        def describe() -> tuple[Description, str]:
+            if self._leads and not keeps:
+                self._storage.delete_drafts()
             tensors = {
                 part: {name: block.info for name, block in content.blocks.items()}
                 for part, content in staged.parts.items()
             }
-            return Description(tensors, facts.aliases, staged.groups, facts.held)
+            own = Description(tensors, facts.aliases, staged.groups, facts.held)
+            return own, host_of(self._storage)
 
         def make() -> dict[str, int]:
             sizes = made[0].make(self._storage, self._ranks.rank, staged.parts)
             made[0].fill(staged.parts)
             return sizes
 
-        def finish(sizes: Sequence[dict[str, int]]) -> None:
+        def finish(sizes: list[dict[str, int]]) -> list[dict[str, int]]:
             made[0].sizes = {file: size for rank in sizes for file, size in rank.items()}
-            self._describe(step, staged, made[0], config_yaml)
+            beside.append(self._describe(step, staged, made[0], config_yaml))
+            return sizes
 
         try:
-            made.append(_Folder(*self._ranks.exchange(failure, describe, plan)))
-            self._ranks.all_reduce(failure, make, finish)
+            name, share, duties = self._ranks.exchange(failure, describe, plan)
+            exchange = Exchange(duties, self._ranks.group)
+            made.append(_Folder(name, share, duties, exchange))
+            sizes = self._ranks.all_reduce(failure, make, finish)
+            if duties.several:
+                self._ranks.run(failure, lambda: exchange.make(self._storage, name, sizes))
+                received = exchange.run(beside[0] if beside else None)
+                self._ranks.run(
+                    failure,
+                    lambda: None if received is None else self._put_beside(made[0], received),
+                )
         except Exception:
             self._facts = None
             self._folders.clear()
-            if self._ranks.is_main:
+            if self._leads:
                 self._storage.delete_drafts()
             raise
         self._folders.insert(0, made[0])

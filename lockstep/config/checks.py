@@ -92,7 +92,6 @@ def launch_contradictions(
     config: Config,
     *,
     max_restarts: int,
-    several_machines: bool,
     builds_again: bool,
     device_type: str,
 ) -> Iterator[Contradiction]:
@@ -100,22 +99,16 @@ def launch_contradictions(
 
     Args:
         max_restarts: how often all ranks are started again.
-        several_machines: whether the ranks are on several machines.
         builds_again: whether a rank builds its run again by itself, as those of `lockstep train`.
         device_type: the type of the ranks' devices.
     """
     if config.distributed.on_failure == "continue":
-        yield from _continue(config, several_machines, builds_again, device_type)
+        yield from _continue(config, builds_again, device_type)
     if config.distributed.on_failure == "stop" and max_restarts:
         what = f"on_failure: stop ends the run when a rank dies, and --max-restarts {max_restarts}"
         what += " starts the ranks again"
         fix = "leave --max-restarts out, or write on_failure: restart"
         yield Contradiction(("distributed.on_failure", "--max-restarts"), what, fix)
-    if config.checkpoint.memory_steps is not None and several_machines:
-        what = "memory_steps copies a run into the memory of one machine, and there are several"
-        why = "what one machine holds is lost with it, and the others could not read it"
-        fix = "leave memory_steps out, and lower save_steps instead"
-        yield Contradiction(("checkpoint.memory_steps", "--nnodes"), what, fix, why)
 
 
 def _goes_on(name: str) -> bool:
@@ -126,9 +119,7 @@ def _goes_on(name: str) -> bool:
     return strategy.same_training and strategy.equal_bits and not strategy.one_process
 
 
-def _continue(
-    config: Config, several_machines: bool, builds_again: bool, device_type: str
-) -> Iterator[Contradiction]:
+def _continue(config: Config, builds_again: bool, device_type: str) -> Iterator[Contradiction]:
     """Yield what keeps ranks from going on when others have died."""
     key = "distributed.on_failure"
     restart = "write on_failure: restart, and start with --max-restarts N"
@@ -142,9 +133,6 @@ def _continue(
         what += "is for Linux"
         why = "the connections to a dead rank are found in /proc"
         yield Contradiction((key,), what, restart, why)
-    elif several_machines:
-        what += "is for one machine, and there are several"
-        yield Contradiction((key, "--nnodes"), what, restart)
     elif device_type != "cpu" or config.distributed.backend not in ("auto", "gloo"):
         what += "is for gloo, on CPUs"
         why = "a wait in another backend's collective can't be ended from outside"

@@ -40,7 +40,8 @@ from lockstep.launch.failures import (
     read_all,
 )
 from lockstep.launch.hang import HangWatch, OtherMachines
-from lockstep.launch.live import LiveRanks
+from lockstep.launch.live import LiveRanks, Seen
+from lockstep.launch.live_hosts import LiveHosts
 from lockstep.launch.meeting_store import MeetingStore
 from lockstep.launch.rendezvous_handlers import Membership
 from lockstep.launch.worker import print_error
@@ -106,6 +107,7 @@ class Agent(ExtensibleAgent):
         self._on_restart = on_restart
         self._watch = watch
         self._live = live
+        self._generation = 0  # of the ranks that are watched
         self._hang_found = False  # ranks hung, and were killed for it: it is no death to go on from
         self._loop = CrashLoop(checkpoints, memory)
         self._lock = threading.Lock()
@@ -162,6 +164,9 @@ class Agent(ExtensibleAgent):
         with self._meeting.meeting():
             super().meet_machines(worker_group)
             self._agree_on_restarts(group)
+            if isinstance(self._live, LiveHosts):
+                ranks = [worker.global_rank for worker in group.workers]
+                self._live.meet(group.store, group.group_rank, group.group_world_size, ranks)
         self._membership.begin()
         several = group.group_world_size > 1
         place = group.store, group.group_rank, group.group_world_size
@@ -224,7 +229,7 @@ class Agent(ExtensibleAgent):
             while self.stop_signal is None and time.monotonic() < deadline:
                 ended = answer_within(_ANSWER_SECONDS, self._ends)
                 self.others_failed = _FAILED in ended.values()
-                if self.others_failed or len(ended) == group.group_world_size:
+                if self.others_failed or len(ended) == len(self._machines):
                     break
                 time.sleep(_POLL_SECONDS)
         except (dist.DistError, RuntimeError, TimeoutError):
@@ -254,11 +259,24 @@ class Agent(ExtensibleAgent):
         Machines whose ranks have not ended are missing.
         """
         store = self.worker_group.store
-        machines = range(self.worker_group.group_world_size)
-        keys = {machine: f"{_ENDED}/{machine}" for machine in machines}
+        keys = {machine: f"{_ENDED}/{machine}" for machine in self._machines}
         return {
             machine: store.get(key).decode() for machine, key in keys.items() if store.check([key])
         }
+
+    @property
+    def _machines(self) -> list[int]:
+        """The numbers of the machines, without those that were lost."""
+        lost = self._live.lost_machines if isinstance(self._live, LiveHosts) else set()
+        machines = range(self.worker_group.group_world_size)
+        return [machine for machine in machines if machine not in lost]
+
+    @property
+    def keeps_copies(self) -> bool:
+        """Return whether this launcher, of all, saves the newest copy when the launch fails."""
+        if isinstance(self._live, LiveHosts):
+            return self._live.keeps_copies
+        return not self.worker_group.group_rank
 
     def start_ranks(self, worker_group: WorkerGroup) -> dict[int, Any]:
         """Start this machine's ranks.
@@ -300,9 +318,9 @@ class Agent(ExtensibleAgent):
             pids = {worker.global_rank: int(worker.id) for worker in worker_group.workers}
             world = worker_group.workers[0].world_size
             if self._live is not None:
-                spares = {rank: pids[rank] for rank in self._live.world.spares}
+                spares = {rank: pids[rank] for rank in self._live.world.spares if rank in pids}
                 pids = self._live.by_rank(pids)
-                world = len(pids)
+                world = len(self._live.world.members)
                 # the next look finds them dead: nobody has to stop for that
                 self._kill(spares[rank] for rank in self._watch.stopped_spares(spares, pids))
             hanging = self._watch.check(pids, world, stop_requested=self.stop_signal is not None)
@@ -311,7 +329,8 @@ class Agent(ExtensibleAgent):
                 self._hang_found = True
                 if self._live is not None:  # people know the ranks by their first numbers
                     first = self._live.world.members[hanging.rank]
-                    hanging = replace(hanging, rank=first, world_size=len(worker_group.workers))
+                    all_ranks = worker_group.workers[0].world_size
+                    hanging = replace(hanging, rank=first, world_size=all_ranks)
                 hanging.write(self._failures)
                 self._kill(pids.values())
         if result.state in (WorkerState.HEALTHY, WorkerState.SUCCEEDED) and self._left_early():
@@ -322,32 +341,34 @@ class Agent(ExtensibleAgent):
     def _go_on(self, live: LiveRanks) -> bool:
         """Return whether ranks go on, if need be without those that were killed.
 
-        One machine: local ranks are ranks. An error of a rank's own program would come back on the
-        ranks that are left: it ends them all, as does a kill of all of them.
+        Raises RunError: no launcher of another machine can say so any more.
         """
         if self.stop_signal is not None or self._hang_found:
             return False
         began = time.monotonic()
-        codes = self.exit_codes()
-        failed = {rank for rank, code in codes.items() if code}
-        killed = {
+        own = {worker.local_rank: worker.global_rank for worker in self.worker_group.workers}
+        codes = {own[local]: code for local, code in self.exit_codes().items()}
+        failed = frozenset(rank for rank, code in codes.items() if code)
+        killed = frozenset(
             rank
             for rank in failed
             if (codes[rank] or 0) < 0 and not (self._failures / f"rank-{rank}.json").exists()
-        }
-        if not failed:
-            live.all_ran(began)
-            live.end_if_done()
-            return None in codes.values()
-        if killed != failed or not live.go_on_without(killed):
-            return False
-        self.forget(killed)
-        self._follow(live)
-        live.end_if_done()
-        return True
+        )
+        try:
+            goes_on = live.look(Seen(began, failed, killed, None in codes.values()))
+        except RunError:
+            self._kill(self.pids())
+            raise
+        world = live.world
+        there = {*world.members, *world.spares}
+        self.forget({local for local, rank in own.items() if rank not in there})
+        if world.generation != self._generation:
+            self._follow(live)
+        return goes_on
 
     def _follow(self, live: LiveRanks) -> None:
         """Watch the ranks of the world that has just begun."""
+        self._generation = live.world.generation
         self._watch.follow(live.folder, live.world.members)
 
     def restart_ranks(self, worker_group: WorkerGroup) -> None:

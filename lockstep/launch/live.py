@@ -7,15 +7,25 @@ Tests: tests/launch/test_live.py, tests/faults/test_live_recovery.py
 
 import shutil
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lockstep.launch.failures import done_mark
 from lockstep.launch.world import LiveWorld, looks_of
 
-# Returns the largest number of ranks, up to the given one, that can train; None: no number can.
-LargestWorld = Callable[[int], int | None]
+# Returns whether so many ranks can train. Each machine has a multiple of the second number.
+CanTrain = Callable[[int, int], bool]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a look at the ranks of one machine has found."""
+
+    began: float  # when (seconds, monotonic)
+    failed: frozenset[int]  # ranks whose processes have ended with an error
+    killed: frozenset[int]  # of these, those that a signal has ended, and not for an error
+    running: bool  # some rank runs
 
 
 class LiveRanks:
@@ -25,7 +35,7 @@ class LiveRanks:
         path: of the file that they read.
         beats: the folder of the first heartbeats.
         failures: where ranks mark that their work is done.
-        largest: chooses how many ranks go on.
+        can_train: says how many ranks can go on.
         on_change: is called with each new world.
     """
 
@@ -34,13 +44,13 @@ class LiveRanks:
         path: Path,
         beats: Path,
         failures: Path,
-        largest: LargestWorld,
+        can_train: CanTrain,
         on_change: Callable[[LiveWorld], None],
     ) -> None:
         self._path = path
         self._beats = beats
         self._failures = failures
-        self._largest = largest
+        self._can_train = can_train
         self._on_change = on_change
         self._looked = time.monotonic()  # when all processes ran that were not lost before
         self.world = LiveWorld(0, ())
@@ -51,7 +61,7 @@ class LiveRanks:
         self.refusal = ""
         for beats in self._beats.glob("generation-*"):  # of an earlier start of the ranks
             shutil.rmtree(beats, ignore_errors=True)
-        self._tell(LiveWorld(0, tuple(range(ranks))))
+        self._tell(self._place(LiveWorld(0, tuple(range(ranks)))))
 
     @property
     def folder(self) -> Path:
@@ -63,6 +73,21 @@ class LiveRanks:
         self._looked = when
         looks_of(self._path).touch()
 
+    def look(self, seen: Seen) -> bool:
+        """Return whether ranks go on, if need be without those that were killed.
+
+        An error of a rank's own program would come back on the ranks that are left: it ends them
+        all, as does a kill of all of them.
+        """
+        if not seen.failed:
+            self.all_ran(seen.began)
+            self.end_if_done()
+            return seen.running
+        if seen.killed != seen.failed or not self.go_on_without({*seen.killed}):
+            return False
+        self.end_if_done()
+        return True
+
     def go_on_without(self, lost: set[int]) -> bool:
         """Tell the others to go on without these ranks; return whether they can.
 
@@ -72,26 +97,29 @@ class LiveRanks:
         world = self.world
         left = [rank for rank in (*world.members, *world.spares) if rank not in lost]
         if not lost & set(world.members):  # only spares have died: nobody has to stop for them
-            self._tell(
-                LiveWorld(world.generation, world.members, tuple(left[len(world.members) :]))
-            )
+            self._tell(replace(world, spares=tuple(left[len(world.members) :]), lost=()))
             return True
         if done := [rank for rank in world.members if self._is_done(rank)]:
             self.refusal = f"rank {done[0]} has done its work, and can't take part in steps again"
             return False
-        most = self._largest(len(left)) if left else None
+        counts = range(len(left), 0, -1)
+        fitting = (n for n in counts if self._can_train(n, self._each_machine(left[:n])))
+        most = next(fitting, None)
         if most is None:
             count = f"{len(left)} rank{'s' * (len(left) != 1)}" if left else "no rank"
             self.refusal = f"{count} of {len(world.members) + len(world.spares)} would be left"
             self.refusal += ", and the config can't train on so few" if left else ""
             return False
-        following = LiveWorld(
-            world.generation + 1,
-            tuple(left[:most]),
-            tuple(left[most:]),
-            tuple(sorted(lost)),
-            died=self._looked,
-            noticed=noticed,
+        following = self._place(
+            replace(
+                world,
+                generation=world.generation + 1,
+                members=tuple(left[:most]),
+                spares=tuple(left[most:]),
+                lost=tuple(sorted(lost)),
+                died=self._looked,
+                noticed=noticed,
+            )
         )
         following.beats(self._beats).mkdir()
         self._tell(following)
@@ -110,11 +138,20 @@ class LiveRanks:
             self._tell(replace(self.world, over=True))
 
     def by_rank(self, pids: Mapping[int, int]) -> dict[int, int]:
-        """Return the processes of the members by their ranks now."""
-        return {rank: pids[first] for rank, first in enumerate(self.world.members)}
+        """Return the processes of the members on this machine by their ranks now."""
+        members = enumerate(self.world.members)
+        return {rank: pids[first] for rank, first in members if first in pids}
 
     def _is_done(self, rank: int) -> bool:
         return (self._failures / done_mark(rank)).exists()
+
+    def _place(self, world: LiveWorld) -> LiveWorld:
+        """Return the world with what is known of its machines."""
+        return world
+
+    def _each_machine(self, ranks: Sequence[int]) -> int:
+        """Return the largest number of which each machine has a multiple of these ranks."""
+        return len(ranks)
 
     def _tell(self, world: LiveWorld) -> None:
         self.world = world

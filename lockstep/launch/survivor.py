@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep import cluster, cores, recovery_clock, signals
-from lockstep.environment import GENERATION, rank_facts
+from lockstep.environment import GENERATION, PER_MACHINE, rank_facts
 from lockstep.errors import EXIT_DONE, EXIT_PREEMPTED, UsageError, lost_a_peer
 from lockstep.heartbeat.files import FOLDER
 from lockstep.heartbeat.writer import begin_anew
@@ -39,7 +39,9 @@ _LOOK_SECONDS = 0.02
 # The kernel closes the connections of a dead process before it tells of its end.
 _WORD_SECONDS = 10.0
 _WORD_AFTER_ERROR_SECONDS = 1.0
-_LOOKS = 2  # of the launcher, to wait for; one of them may have begun before the error
+# Looks of the launcher to wait for. One of them may have begun before the error; of several hosts,
+# as many as there are words between their launchers.
+_LOOKS = 6
 
 
 def through_deaths(work: Callable[[], int], path: Path) -> int:
@@ -128,6 +130,7 @@ class Survivor:
         # the groups' other ends are gone: there is nothing to wait for, and nobody to tell
         with suppress(RuntimeError):
             cluster.cleanup()
+        cluster.count_worlds_anew()
         # a rank that had its groups and one that waited for them in vain call the next ones alike
         group_creation.begin_anew(world.generation)
         with self._leaving:
@@ -137,16 +140,18 @@ class Survivor:
             return self._wait_for_a_place()
         rank = [*world.members].index(self._me)
         count = str(len(world.members))
+        local_rank, here = world.on_machine(rank)
         os.environ |= {
             "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
+            "LOCAL_RANK": str(local_rank),
             "WORLD_SIZE": count,
-            "LOCAL_WORLD_SIZE": count,
+            "LOCAL_WORLD_SIZE": str(here),
+            PER_MACHINE: str(world.each_machine),
             GENERATION: str(world.generation),
             FOLDER: str(world.beats(self._beats)),
         }
         begin_anew()
-        cores.bind_again(rank, len(world.members))
+        cores.bind_again(local_rank, here)
         if rank == 0:
             show_output()
         say(

@@ -38,7 +38,8 @@ from lockstep.errors import (
 from lockstep.heartbeat.files import FOLDER
 from lockstep.launch.failures import Failure, exit_code, first_cause
 from lockstep.launch.hang import HangWatch
-from lockstep.launch.live import LargestWorld, LiveRanks
+from lockstep.launch.live import CanTrain, LiveRanks
+from lockstep.launch.live_hosts import LiveHosts
 from lockstep.launch.options import (
     LaunchOptions,
     count_gpus,
@@ -167,11 +168,7 @@ def train(
             variables,
             hang,
             fresh=fresh,
-            largest=(
-                partial(_largest_world, config, options)
-                if distributed.on_failure == "continue"
-                else None
-            ),
+            can_train=partial(_can_train, config) if distributed.on_failure == "continue" else None,
             saves=run if _saves_there(config) else None,
             mirrored=(bucket, run.path) if bucket is not None and is_mirrored else None,
         ),
@@ -202,15 +199,13 @@ def _saves_there(config: "Config") -> bool:
     return config.checkpoint.save_strategy != "none" and config.checkpoint.storage is None
 
 
-def _largest_world(config: "Config", options: LaunchOptions, most: int) -> int | None:
-    """Return the largest number of ranks, up to `most`, on which the config can train."""
-    for ranks in range(most, 0, -1):
-        try:
-            _check_layout(config, ranks, options)
-        except UsageError:
-            continue
-        return ranks
-    return None
+def _can_train(config: "Config", ranks: int, each_machine: int) -> bool:
+    """Return whether a config can train on so many ranks."""
+    try:
+        _check_world(config, ranks, each_machine, _device_type(config))
+    except UsageError:
+        return False
+    return True
 
 
 def launch_script(
@@ -307,26 +302,43 @@ def _check_layout(config: "Config", processes: int, options: LaunchOptions) -> N
 
     No rank is started before.
     """
-    from lockstep.config.checks import contradictions, launch_contradictions, require_equation
+    from lockstep.config.checks import launch_contradictions
 
-    no_gpu = config.distributed.device == "auto" and not count_gpus()
-    device_type = "cpu" if no_gpu else config.distributed.device
+    device_type = _device_type(config)
     refuse(
         launch_contradictions(
             config,
             max_restarts=options.max_restarts,
-            several_machines=options.several_nodes,
             builds_again=True,
             device_type=device_type,
         )
     )
     world = processes * int(options.nnodes) if options.nnodes.isdecimal() else None
+    _check_world(config, world, processes, device_type)
+
+
+def _device_type(config: "Config") -> str:
+    no_gpu = config.distributed.device == "auto" and not count_gpus()
+    return "cpu" if no_gpu else config.distributed.device
+
+
+def _check_world(config: "Config", world: int | None, each_machine: int, device_type: str) -> None:
+    """Raise a UsageError for a layout that so many ranks can't have.
+
+    Args:
+        config: of the run.
+        world: number of ranks; None: not known yet.
+        each_machine: number of ranks of each machine.
+        device_type: of their devices.
+    """
+    from lockstep.config.checks import contradictions, require_equation
+
     if world is None or config.distributed.strategy == AUTO:
         refuse(contradictions(config, device_type=device_type))
         if world == 1:  # with more ranks, the strategy that is chosen later decides
             require_equation(config.training, 1)
         return
-    layout = resolve(config.distributed, world, processes)
+    layout = resolve(config.distributed, world, each_machine)
     refuse(contradictions(config, layout, device_type))
     require_equation(config.training, layout.batch_shares)
 
@@ -370,12 +382,19 @@ class LaunchJob:
     hang: tuple[float | None, float, float] = (20.0, 60.0, 1800.0)
     # why its ranks must be fresh processes ("": it is not worth a line); None: they may be forks
     fresh: str | None = None
-    # chooses how many ranks go on when some have died; None: they do not
-    largest: LargestWorld | None = None
+    # says how many ranks can go on when some have died; None: they do not
+    can_train: CanTrain | None = None
     # the bucket that has the run's records, too, and their folder here
     mirrored: tuple[Mapping[str, Any], Path] | None = None
     # the run whose newest copy in memory is saved when the launch ends with an error
     saves: RunDirectory | None = None
+
+
+@dataclass
+class _Ended:
+    """How the agent of this machine has ended, beside its exit code."""
+
+    keeps_copies: bool = False  # it saves the newest copy in memory if the launch has failed
 
 
 def launch(job: LaunchJob, options: LaunchOptions, processes: int) -> int:
@@ -393,8 +412,8 @@ def launch(job: LaunchJob, options: LaunchOptions, processes: int) -> int:
     failures.mkdir(exist_ok=True)
     beats.mkdir()
     # where ranks copy their run, for those that are started again (lockstep/checkpoint/memory.py)
-    outlived = options.max_restarts > 0 or job.largest is not None
-    keeps = outlived and not options.several_nodes and SHARED_MEMORY.is_dir()
+    outlived = options.max_restarts > 0 or job.can_train is not None
+    keeps = outlived and SHARED_MEMORY.is_dir()
     memory = scratch_folder("memory", SHARED_MEMORY) if keeps else None
 
     def exit_on_signal(number: int) -> None:
@@ -407,7 +426,7 @@ def launch(job: LaunchJob, options: LaunchOptions, processes: int) -> int:
         FAILURES: str(failures.absolute()),
         FOLDER: str(beats),
         MEMORY: "" if memory is None else str(memory),
-        WORLD: "" if job.largest is None else str(scratch / "world.json"),
+        WORLD: "" if job.can_train is None else str(scratch / "world.json"),
     }
     # else torch's handlers replace ours, and raise
     variables["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
@@ -421,6 +440,7 @@ def launch(job: LaunchJob, options: LaunchOptions, processes: int) -> int:
     if "OMP_NUM_THREADS" not in os.environ:
         variables.setdefault("OMP_NUM_THREADS", str(threads_per_rank(processes)))
     code = EXIT_FAILED
+    ended = _Ended()
     try:
         watch = HangWatch(beats, job.logs, *job.hang)
         with (
@@ -428,7 +448,7 @@ def launch(job: LaunchJob, options: LaunchOptions, processes: int) -> int:
             environment_with(variables),
             rank_starter(job.fresh, log_to_stderr) as starter,
         ):
-            code = _run_agent(job, options, processes, failures, memory, watch, starter)
+            code = _run_agent(job, options, processes, failures, memory, watch, starter, ended)
         return code
     except LockstepError as error:
         print_error(error)
@@ -436,7 +456,7 @@ def launch(job: LaunchJob, options: LaunchOptions, processes: int) -> int:
     finally:
         remove(scratch)
         if memory is not None:
-            if code != EXIT_DONE and job.saves is not None:
+            if code != EXIT_DONE and job.saves is not None and ended.keeps_copies:
                 _save_newest_copy(memory, job.saves)
             remove(memory)
         for path in job.logs.glob("rank-*.stacks.txt"):
@@ -477,6 +497,7 @@ def _run_agent(
     memory: Path | None,
     watch: HangWatch,
     starter: RankStarter,
+    ended_as: _Ended,
 ) -> int:
     """Run the ranks under torch's elastic agent. Return the exit code."""
     _load("lockstep.launch.agent")
@@ -533,8 +554,9 @@ def _run_agent(
             )
 
     live = None
-    if job.largest is not None:
-        live = LiveRanks(Path(os.environ[WORLD]), watch.folder, failures, job.largest, on_change)
+    if job.can_train is not None:
+        kind = LiveHosts if options.several_nodes else LiveRanks
+        live = kind(Path(os.environ[WORLD]), watch.folder, failures, job.can_train, on_change)
     agent = store = None
     try:
         # the other machines can join as long as it is held
@@ -585,6 +607,9 @@ def _run_agent(
         raise explain(error, options) from error
     finally:
         watch.hear_from(None)
+        if isinstance(live, LiveHosts):
+            live.close()
         if agent is not None:
+            ended_as.keeps_copies = agent.keeps_copies
             agent.leave_rendezvous(CLOSING_SECONDS)
         del store

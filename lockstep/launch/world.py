@@ -1,6 +1,7 @@
 """The ranks that go on after deaths, as the launcher tells them: a file in the ranks' folder.
 
-The way of live recovery (`distributed.on_failure: continue`), on one machine:
+The way of live recovery (`distributed.on_failure: continue`); on several machines their launchers
+agree first (`live_hosts.py`):
 
     launcher   a rank's process has died → the largest number of ranks that the config allows for
                those that are left → a `LiveWorld` of the next generation, written into the file
@@ -18,6 +19,8 @@ Tests: tests/launch/test_live.py, tests/faults/test_live_recovery.py
 """
 
 import json
+import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -48,15 +51,44 @@ class LiveWorld:
     over: bool = False  # nobody goes on without others any more: the launcher ends the ranks
     died: float = 0.0  # when the lost ranks died, at the earliest (seconds, monotonic)
     noticed: float = 0.0  # when the launcher saw it
+    machines: Sequence[int] = ()  # of several: the members', in their order
+    gone: Sequence[int] = ()  # machines that were lost as a whole
+    refusal: str = ""  # why nobody goes on
 
     def write(self, path: Path) -> None:
         """Replace what the file says."""
-        replace_file(path, json.dumps(asdict(self)))
+        replace_file(path, self.text)
 
     @classmethod
     def read(cls, path: Path) -> "LiveWorld":
         """Return what the file says."""
-        return cls(**json.loads(path.read_text()))
+        return cls.of_text(path.read_text())
+
+    @property
+    def text(self) -> str:
+        """What the file says."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def of_text(cls, text: str) -> "LiveWorld":
+        """Return what such a text says."""
+        return cls(**json.loads(text))
+
+    def on_machine(self, rank: int) -> tuple[int, int]:
+        """Return a member's number among those of its machine, and how many they are.
+
+        Args:
+            rank: of the member in this world.
+        """
+        if not self.machines:
+            return rank, len(self.members)
+        own = self.machines[rank]
+        return [*self.machines[:rank]].count(own), [*self.machines].count(own)
+
+    @property
+    def each_machine(self) -> int:
+        """The largest number of which each machine has a multiple of the members."""
+        return math.gcd(*Counter(self.machines).values()) or len(self.members)
 
     def beats(self, folder: Path) -> Path:
         """Return the folder of its members' heartbeats: each generation counts its calls anew."""

@@ -118,7 +118,6 @@ def assemble(given: TrainerArguments, settings: Mapping[str, Any]) -> RunState:
         launch_contradictions(
             config,
             max_restarts=int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")),
-            several_machines=here.facts.num_nodes > 1,
             builds_again=here.facts.world_size == 1 or bool(os.environ.get(WORLD)),
             device_type=here.device.type,
         )

@@ -35,8 +35,10 @@ def after_restart(output: RunOutput, how: str) -> str:
     ):
         return how
 
+    copied = _agreed_copy(output)
+
     def has_saved() -> bool:
-        if _copied_steps(output):
+        if copied is not None:
             return True
         launched = psutil.Process(os.getppid()).create_time()
         return any(
@@ -123,8 +125,9 @@ def clear_later(run: RunState) -> float:
             run.output.checkpoints or directory.checkpoints, after=step
         ):
             directory.append_event("set_aside", step=step, checkpoint=path.name)
-    if run.output.memory is not None and run.is_main_process:
-        run.output.memory.delete_after(step)
+    memory = run.output.memory
+    if memory is not None and checkpoint.leads_host(memory, checkpoint.Ranks()):
+        memory.delete_after(step)
     if run.layout.world_size > 1:
         collectives.barrier()  # no rank reads the folder before it is in order
     return lost_seconds
@@ -203,11 +206,14 @@ def _newest_in_memory(output: RunOutput) -> checkpoint.CheckpointPath | None:
     if memory is None:
         return None
 
+    copied = _agreed_copy(output)
+    if copied is None:
+        return None
+
     def is_newest() -> bool:
-        copied = _copied_steps(output)
         kept = [] if output.checkpoints is None else checkpoint.list_checkpoints(output.checkpoints)
         newest = max((checkpoint.step_of(path.name) or 0 for path in kept), default=0)
-        return bool(copied) and copied[-1] >= newest
+        return copied >= newest
 
     if not checkpoint.Ranks().broadcast("the copies in memory could not be read", is_newest):
         return None
@@ -217,14 +223,16 @@ def _newest_in_memory(output: RunOutput) -> checkpoint.CheckpointPath | None:
         return None
 
 
-def _copied_steps(output: RunOutput) -> list[int]:
-    """Return the steps of the complete copies in memory, the oldest first; rank 0 asks.
+def _agreed_copy(output: RunOutput) -> int | None:
+    """Return the step of the newest copy in memory that all hosts have; every rank asks.
 
     That of the last recorded step counts, too, if its writer died before it could show it.
     """
-    memory = output.memory
-    if memory is None:
-        return []
-    if output.directory is not None:
-        memory.adopt(output.directory.recorded_step)
-    return memory.steps
+    if output.memory is None:
+        return None
+    directory = output.directory
+    return checkpoint.agree_on_copy(
+        output.memory,
+        checkpoint.Ranks(),
+        lambda: 0 if directory is None else directory.recorded_step,
+    )

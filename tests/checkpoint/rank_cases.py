@@ -4,6 +4,7 @@ a launch.
 
 import os
 import resource
+import shutil
 import signal
 from collections.abc import Callable, Iterator, MutableMapping
 from pathlib import Path
@@ -263,6 +264,64 @@ class Objects(MutableMapping[str, bytes]):
 
     def __len__(self) -> int:
         return len(list(self._folder.iterdir()))
+
+
+def each_host_has_a_whole_copy(directory: Path) -> None:
+    """Two hosts of two ranks each: by the folders in which their copies lie."""
+    rank = dist.get_rank()
+    size = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("hosts", "ranks"))
+    # over all ranks; replicas of hosts, which send nothing; shards of hosts
+    placements: dict[str, list[Placement]] = {
+        "blocks.0.weight": [Shard(0), Shard(0)],
+        "blocks.0.bias": [Replicate(), Shard(0)],
+        "blocks.1.weight": [Shard(1), Replicate()],
+    }
+    storage = InMemory(directory / f"host-{rank // 2}")
+    other = InMemory(directory / f"host-{1 - rank // 2}")
+    writer = MemoryWriter(storage)
+    ranks = checkpoint.Ranks()
+
+    def copy(step: int, *, commits: bool = True) -> None:
+        state = {"step": step, "of": "rank 0" if rank == 0 else "another"}
+        writer.write(step, Snapshot(spread(mesh, placements), state=state), config_yaml=CONFIG)
+        if commits:
+            writer.commit(step)
+
+    for step in range(1, 5):
+        copy(step)
+    dist.barrier()
+    assert storage.steps == ([4] if rank < 2 else [3]), "the other host does not know of a record"
+    assert checkpoint.agree_on_copy(storage, ranks, lambda: 0) == 4
+    assert storage.steps == ([4] if rank < 2 else [3, 4])
+    path = storage.path("step-00000004")
+    files = checkpoint.read_manifest(path).files
+    for file in files:
+        both = [(each.root / path.name / file).read_bytes() for each in (storage, other)]
+        assert both[0] == both[1], file
+    for layout in ({}, {"blocks.0.weight": [Shard(1), Replicate()]}, placements):
+        target = Snapshot(spread(mesh, layout, zeros=True))
+        assert checkpoint.load(path, target, only=["model"])["of"] == "rank 0"
+        assert_known(target.model)
+    dist.barrier()
+
+    writer = MemoryWriter(storage)
+    for step in (5, 6):
+        copy(step)
+    copy(7, commits=False)  # complete, and not recorded
+    dist.barrier()
+    if rank == 2:  # the first rank of a host dies before it has noted that all have written
+        (draft,) = (name for name in storage.names() if ".tmp-" in name)
+        (storage.root / draft / "manifest.json").rename(storage.root / draft / "manifest.unread")
+    dist.barrier()
+    assert checkpoint.agree_on_copy(storage, ranks, lambda: 6) == 6
+    assert checkpoint.agree_on_copy(storage, ranks, lambda: 7) == 7
+    assert 7 in storage.steps
+    dist.barrier()
+    if rank == 0:  # as on a host that has just come
+        shutil.rmtree(storage.root)
+    dist.barrier()
+    assert checkpoint.agree_on_copy(storage, ranks, lambda: 7) is None
 
 
 def an_object_store_holds_every_format(directory: Path) -> None:
@@ -669,6 +728,7 @@ CASES = (
     full_format_is_one_file_of_whole_tensors,
     local_format_is_for_the_ranks_that_wrote_it,
     copies_in_memory_hold_each_block_once,
+    each_host_has_a_whole_copy,
     an_object_store_holds_every_format,
     full_format_is_refused_on_all,
     fsdp_goes_on_in_the_same_bits,

@@ -244,15 +244,13 @@ def test_what_happens_when_a_rank_dies_fits_the_launcher(monkeypatch: pytest.Mon
     rarely = goes_on.replaced({"distributed.strategy": "diloco"})
     cases: list[tuple[Config, dict[str, Any], tuple[str, ...]]] = [
         (stops, {"max_restarts": 2}, ("--max-restarts 2", "leave --max-restarts out")),
-        (copies, {"several_machines": True}, ("memory of one machine", "lower save_steps")),
         (goes_on, {"builds_again": False}, ("build their run again", "`lockstep train`")),
-        (goes_on, {"several_machines": True}, ("is for one machine", "on_failure: restart")),
         (goes_on, {"device_type": "cuda"}, ("for gloo", "--max-restarts N")),
         (rarely, {}, ("not for strategy diloco", "write strategy: ddp or fsdp or")),
         (Config().replaced(going_on), {}, ("not for strategy auto", "pipeline")),
         (no_size, {}, ("needs training.global_batch_size", "another training")),
     ]
-    usual = {"max_restarts": 0, "several_machines": False, "builds_again": True}
+    usual = {"max_restarts": 0, "builds_again": True}
     usual |= {"device_type": "cpu"}
     for config, changes, words in cases:
         found = launch_contradictions(config, **{**usual, **changes})

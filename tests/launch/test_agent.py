@@ -67,7 +67,9 @@ def test_a_rank_that_dies_while_the_others_are_told_of_another_one_is_a_death_li
             kill(1)
             kill(2)
 
-    live = LiveRanks(tmp_path / "world.json", tmp_path / "beats", tmp_path, int, on_change)
+    live = LiveRanks(
+        tmp_path / "world.json", tmp_path / "beats", tmp_path, lambda *_: True, on_change
+    )
     agent_of_ranks = agent(tmp_path, 4, live)
     look = agent_of_ranks.look_at_ranks
     agent_of_ranks.look_at_ranks = lambda group: (  # type: ignore[method-assign]
@@ -95,7 +97,7 @@ def test_a_spare_that_is_stopped_is_not_waited_for(tmp_path: Path) -> None:
         tmp_path / "world.json",
         tmp_path / "beats",
         tmp_path,
-        lambda most: most - most % 2 or None,
+        lambda ranks, _each: ranks % 2 == 0,
         worlds.append,
     )
     agent_of_ranks = agent(tmp_path, 4, live)
