@@ -123,8 +123,12 @@ class Exchange:
     def __init__(self, duties: Duties, group: dist.ProcessGroup | None) -> None:
         self._duties = duties
         self._group = group
-        self.own: list[Tensor] = []  # the bytes of this rank's files, in the order of their names
-        self.received: dict[int, list[Tensor]] = {}  # the same of others, by their ranks
+        self._own: list[Tensor] = []  # the bytes of this rank's files, in the order of their names
+        self._received: dict[int, list[Tensor]] = {}  # the same of others, by their ranks
+
+    def keep_own(self, contents: list[Tensor]) -> None:
+        """Note where the bytes of this rank's own files are, in the order of their names."""
+        self._own = contents
 
     def make(self, storage: MemoryStorage, draft: str, sizes: Sequence[Mapping[str, int]]) -> None:
         """Make the files that others will send.
@@ -135,7 +139,7 @@ class Exchange:
             sizes: by rank, bytes of its files.
         """
         for owner in self._duties.receives:
-            self.received[owner] = [
+            self._received[owner] = [
                 torch.frombuffer(storage.make_mapped(draft, file, size), dtype=torch.uint8)
                 for file, size in sorted(sizes[owner].items())
             ]
@@ -152,11 +156,11 @@ class Exchange:
         works = [
             dist.isend(content, to, self._group, _FIRST_FILE + number)
             for to in self._duties.sends
-            for number, content in enumerate(self.own)
+            for number, content in enumerate(self._own)
         ]
         works += [
             dist.irecv(content, owner, self._group, _FIRST_FILE + number)
-            for owner, contents in self.received.items()
+            for owner, contents in self._received.items()
             for number, content in enumerate(contents)
         ]
         found = None
@@ -172,7 +176,8 @@ class Exchange:
         elif self._duties.beside:
             found = self._receive_beside()
         for work in works:
-            work.wait()
+            if work is not None:  # this rank is in the group
+                work.wait()
         return found
 
     def _receive_beside(self) -> dict[str, bytes] | None:

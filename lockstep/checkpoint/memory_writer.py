@@ -136,7 +136,7 @@ class _Folder:
             sizes[file] = size
             contents[file] = content
         if share is self.share:
-            self.exchange.own = [content for _, content in sorted(contents.items())]
+            self.exchange.keep_own([content for _, content in sorted(contents.items())])
         return sizes
 
     def fill(self, parts: Mapping[str, Part]) -> None:

@@ -68,8 +68,8 @@ class CheckpointConfig(Section):
         True, "Write while training goes on; a save waits for the previous one.", alias="async"
     )
     memory_steps: int | None = key(None, ge=1)
-    """Steps between copies of the run in this machine's memory, from which ranks that are started
-    again go on (`--max-restarts`); unset: none. One machine."""
+    """Steps between copies of the run in the memory of each machine, from which ranks go on that
+    are started again (`--max-restarts`) or outlive others; unset: none."""
     retries: int = key(
         3, "Further tries of a save that the storage refuses, after 0.5 s, 1 s, 2 s …", ge=0
     )

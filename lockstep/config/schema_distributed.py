@@ -188,8 +188,8 @@ class DistributedConfig(Section):
     hang: HangConfig = section(HangConfig, "When a step counts as hanging.")
     on_failure: Literal["restart", "continue", "stop"] = key("restart")
     """When a rank dies: `restart` all of them, as often as `--max-restarts` says; `continue` on
-    those that are left, in the same processes (`lockstep train`, one machine, gloo); or `stop` the
-    run. `checkpoint.on_failure` is about a save that fails."""
+    those that are left, in the same processes (`lockstep train`, gloo); or `stop` the run.
+    `checkpoint.on_failure` is about a save that fails."""
     debug: Literal["none", "info", "detail"] = key(
         "none", "Set torch's and NCCL's debug switches on every rank."
     )

@@ -78,6 +78,7 @@ class Heartbeat:
         self.folder = folder
         self._process = os.getpid()
         self._departures: Departures | None = None  # if there are several machines
+        self._death_is_told = False  # the launcher has said that a rank has died
         # `distributed.hang`: factor, or None if nothing is a hang; seconds
         self.limits: tuple[float | None, float] = (None, 0.0)
         self._share(folder, rank, ranks)
@@ -193,6 +194,10 @@ class Heartbeat:
         """Tell the ranks of other machines, too, that this one has left; None: there are none."""
         self._departures = departures
 
+    def note_death(self) -> None:
+        """Note that the launcher has told of a rank's death."""
+        self._death_is_told = True
+
     def see_others(self) -> None:
         """Open the files of the machine's other ranks.
 
@@ -203,8 +208,9 @@ class Heartbeat:
     def ranks_that_left(self) -> dict[int, Call | None]:
         """Return the ranks that have left, each with its last call.
 
-        Wait a moment for their last beats, unless a rank of this machine was killed: it says
-        nothing more, and its end is why its peers lost it.
+        Wait a moment for their last beats, unless a rank of this machine was killed, or the
+        launcher tells of a death on another one: that rank says nothing more, and its end is why
+        its peers lost it.
         """
         deadline = time.monotonic() + _LEAVING_SECONDS
         while True:
@@ -216,6 +222,8 @@ class Heartbeat:
             }
             is_alone = not self._others and self._departures is None
             if is_alone or any(map(was_killed, self._others.values())):
+                return found
+            if self._death_is_told:
                 return found
             if found or time.monotonic() > deadline:
                 return found

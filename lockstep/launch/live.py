@@ -61,7 +61,7 @@ class LiveRanks:
         self.refusal = ""
         for beats in self._beats.glob("generation-*"):  # of an earlier start of the ranks
             shutil.rmtree(beats, ignore_errors=True)
-        self._tell(self._place(LiveWorld(0, tuple(range(ranks)))))
+        self.tell(self._place(LiveWorld(0, tuple(range(ranks)))))
 
     @property
     def folder(self) -> Path:
@@ -97,7 +97,7 @@ class LiveRanks:
         world = self.world
         left = [rank for rank in (*world.members, *world.spares) if rank not in lost]
         if not lost & set(world.members):  # only spares have died: nobody has to stop for them
-            self._tell(replace(world, spares=tuple(left[len(world.members) :]), lost=()))
+            self.tell(replace(world, spares=tuple(left[len(world.members) :]), lost=()))
             return True
         if done := [rank for rank in world.members if self._is_done(rank)]:
             self.refusal = f"rank {done[0]} has done its work, and can't take part in steps again"
@@ -122,7 +122,7 @@ class LiveRanks:
             )
         )
         following.beats(self._beats).mkdir()
-        self._tell(following)
+        self.tell(following)
         self._on_change(following)
         return True
 
@@ -130,12 +130,12 @@ class LiveRanks:
         """Let the spares leave once all members have done their work."""
         world = self.world
         if world.spares and not world.ended and all(map(self._is_done, world.members)):
-            self._tell(replace(world, lost=(), ended=True))
+            self.tell(replace(world, lost=(), ended=True))
 
     def give_up(self) -> None:
         """Tell the ranks that none goes on without others any more."""
         if not self.world.over:
-            self._tell(replace(self.world, over=True))
+            self.tell(replace(self.world, over=True))
 
     def by_rank(self, pids: Mapping[int, int]) -> dict[int, int]:
         """Return the processes of the members on this machine by their ranks now."""
@@ -153,6 +153,7 @@ class LiveRanks:
         """Return the largest number of which each machine has a multiple of these ranks."""
         return len(ranks)
 
-    def _tell(self, world: LiveWorld) -> None:
+    def tell(self, world: LiveWorld) -> None:
+        """Write the world into the file that the ranks read."""
         self.world = world
         world.write(self._path)

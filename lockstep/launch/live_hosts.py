@@ -41,7 +41,7 @@ _KEY = "lockstep/live"
 
 
 @dataclass
-class _Report:
+class _LauncherReport:
     """What a launcher tells the others."""
 
     beat: int = 0  # grows as long as it lives
@@ -64,8 +64,8 @@ class LiveHosts(LiveRanks):
         self._machine_of: dict[int, int] = {}  # rank → its launcher
         self._thread: StoreThread | None = None
         self._lock = threading.Lock()  # of the file, and of `world`
-        self._report = _Report()
-        self._heard: dict[int, _Report] = {}
+        self._report = _LauncherReport()
+        self._heard: dict[int, _LauncherReport] = {}
         self._silent: dict[int, float] = {}  # launcher → seconds in which it has said nothing
         self._answered = 0  # times that the store has answered
         self._seen_answers = 0
@@ -94,7 +94,7 @@ class LiveHosts(LiveRanks):
         self._number = number
         self._require_shared(store, number, count)
         # what others read of this launcher is there from now on
-        store.set(f"{_KEY}/said/{number}", json.dumps(vars(_Report())))
+        store.set(f"{_KEY}/said/{number}", json.dumps(vars(_LauncherReport())))
         if number == 0:
             store.set(f"{_KEY}/world", "")
             store.set(f"{_KEY}/rounds", "0")
@@ -132,9 +132,9 @@ class LiveHosts(LiveRanks):
         Args:
             ranks: number of those of this host.
         """
-        self._report = _Report()
+        self._report = _LauncherReport()
         others = [each for each in set(self._machine_of.values()) if each != self._number]
-        self._heard = {each: _Report() for each in others}
+        self._heard = {each: _LauncherReport() for each in others}
         self._silent = dict.fromkeys(others, 0.0)
         self._cut_off = None
         self._closed = False
@@ -198,7 +198,8 @@ class LiveHosts(LiveRanks):
         """Tell all ranks that none goes on without others any more, unless they have ended well."""
         world = self.world
         own = set(self._own) & {*world.members, *world.spares}
-        if world.over or own <= {*self._report.done, *world.spares * world.ended}:
+        ended_well = {*self._report.done, *(world.spares if world.ended else ())}
+        if world.over or own <= ended_well:
             return
         self._report.refusal = self.refusal or ""
         super().give_up()
@@ -262,7 +263,7 @@ class LiveHosts(LiveRanks):
         of = [each for each in self._heard if each not in gone and 0 in (self._number, each)]
         texts = self._store.multi_get([f"{_KEY}/said/{each}" for each in of]) if of else []
         for each, text in zip(of, texts, strict=True):
-            report = _Report(**json.loads(text))
+            report = _LauncherReport(**json.loads(text))
             is_new = report.beat != self._heard[each].beat
             self._heard[each] = report
             self._silent[each] = 0.0 if is_new else self._silent[each] + elapsed
@@ -292,14 +293,14 @@ class LiveHosts(LiveRanks):
                 self._report.refusal = self.refusal
                 super().give_up()
         elif new_gone:
-            self._tell(self.world)
+            self.tell(self.world)
         elif not silent or silent <= set(world.gone):
             self._note_look(reports)
             self.end_if_done()
         if self.world is not world:
             self._publish()
 
-    def _note_look(self, reports: Mapping[int, _Report]) -> None:
+    def _note_look(self, reports: Mapping[int, _LauncherReport]) -> None:
         """Note a look of all launchers that have ranks, once each has looked again."""
         there = {self._machine_of[rank] for rank in (*self.world.members, *self.world.spares)}
         looks = {each: reports[each].looks for each in there}
@@ -348,7 +349,7 @@ class LiveHosts(LiveRanks):
             if self._number in told.gone:
                 self.world = told  # these ranks are ended: they are told nothing more
             else:
-                self._tell(told)
+                self.tell(told)
 
     # ---- what differs from one machine ----
 
@@ -359,7 +360,7 @@ class LiveHosts(LiveRanks):
         """Let spares, and launchers whose ranks are lost, leave once all have done their work."""
         world = self.world
         if not world.ended and all(map(self._is_done, world.members)):
-            self._tell(replace(world, lost=(), ended=True))
+            self.tell(replace(world, lost=(), ended=True))
 
     def _place(self, world: LiveWorld) -> LiveWorld:
         return replace(world, machines=tuple(self._machine_of[rank] for rank in world.members))
@@ -367,6 +368,6 @@ class LiveHosts(LiveRanks):
     def _each_machine(self, ranks: Sequence[int]) -> int:
         return math.gcd(*Counter(self._machine_of[rank] for rank in ranks).values())
 
-    def _tell(self, world: LiveWorld) -> None:
+    def tell(self, world: LiveWorld) -> None:
         with self._lock:
-            super()._tell(world)
+            super().tell(world)

@@ -27,7 +27,7 @@ from lockstep import cluster, cores, recovery_clock, signals
 from lockstep.environment import GENERATION, PER_MACHINE, rank_facts
 from lockstep.errors import EXIT_DONE, EXIT_PREEMPTED, UsageError, lost_a_peer
 from lockstep.heartbeat.files import FOLDER
-from lockstep.heartbeat.writer import begin_anew
+from lockstep.heartbeat.writer import begin_anew, own_heartbeat
 from lockstep.launch.worker import show_output
 from lockstep.launch.world import LiveWorld, looks_of
 from lockstep.output import say
@@ -183,6 +183,7 @@ class Survivor:
                     self._stamp = stamp
             with self._leaving:
                 if self._is_over():
+                    own_heartbeat().note_death()
                     self._cut()
 
     def _make_group(self, make: Callable[[], Any]) -> Any:

@@ -1,4 +1,4 @@
-"""Copies a run into the memory of its machine, every `checkpoint.memory_steps` steps.
+"""Copies a run into the memory of each of its machines, every `checkpoint.memory_steps` steps.
 
 Ranks that are started again, or go on after others have died, begin with the newest copy
 (`resume.find`). What the copies are, and why they survive a rank, is in

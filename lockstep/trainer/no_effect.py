@@ -275,7 +275,7 @@ def of_trainer(
         fix = "set checkpoint.storage to s3://BUCKET/PREFIX, or leave local_cache out"
         yield NoEffect(("checkpoint.local_cache",), "without a bucket", why, fix, is_error=True)
     if not has_memory:
-        why = "the copies are for ranks that Lockstep's launcher starts again, on one machine"
+        why = "the copies are for ranks that Lockstep's launcher starts again"
         fix = "add --max-restarts N to `lockstep train` or `lockstep launch`, or leave it out"
         yield NoEffect(
             ("checkpoint.memory_steps",), "to ranks that are not started again", why, fix

@@ -99,7 +99,7 @@ CASES: dict[str, tuple[tuple[str, ...], list[int], list[str]]] = {
     "hybrid": (
         ("fsdp", "distributed.fsdp.sharding_strategy=hybrid_shard"),
         [1],
-        ["hybrid:3x1"],
+        ["fsdp:3"],
     ),
 }
 
@@ -128,8 +128,8 @@ def test_ranks_of_both_hosts_go_on_under_each_strategy(
     "process: the launcher of another host than the first is killed, and its ranks with it,"
     " `distributed.on_failure: continue`",
     "a machine loses power",
-    "after 10 s without a sign of life it is taken for lost: the ranks of the other hosts go on from"
-    " their own copies in memory, in the same bits",
+    "after 10 s without a sign of life it is taken for lost: the ranks of the other hosts go on"
+    " from their own copies in memory, in the same bits",
 )
 def test_a_host_that_is_lost_is_done_without(
     two: list[Host],
@@ -172,7 +172,8 @@ def test_the_first_host_goes_on_when_the_link_is_cut(
 
 @pytest.mark.full
 @pytest.mark.fault(
-    "process: the launcher of the host with the store is killed, `distributed.on_failure: continue`",
+    "process: the launcher of the host with the store is killed, `distributed.on_failure:"
+    " continue`",
     "nobody can say who goes on",
     "the launcher of the other host ends its ranks with one error, and writes the newest copy in"
     " memory among the run's checkpoints",

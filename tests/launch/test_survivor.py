@@ -158,7 +158,7 @@ def test_an_error_is_a_rank_s_own_once_the_launcher_has_looked_again(
     waiting.start()
     waiting.join(1.0)
     assert not found, "it has not looked"
-    launcher_looks(path, 3)
+    launcher_looks(path, 7)
     waiting.join(20.0)
     assert found == [None]
 
@@ -182,4 +182,4 @@ def test_a_wrong_use_that_explains_a_lost_rank_waits_for_the_launcher(
     left.__cause__ = RuntimeError("Connection closed by peer")
     world = LiveWorld(1, (0,), lost=(1,))
     threading.Timer(0.5, lambda: world.write(tmp_path / "world.json")).start()
-    assert survivor.world_after(left) == LiveWorld(1, [0], [], [1])
+    assert survivor.world_after(left) == LiveWorld(1, [0], [], [1], machines=[], gone=[])
