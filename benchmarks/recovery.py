@@ -8,6 +8,9 @@ In each round three runs take turns, of real ranks, and the last rank of each is
     restart   `lockstep train --max-restarts`, with the same copies
     torchrun  torchrun's restart of the same command, which has no copies: a save every 20 steps
 
+As root there is a fourth, `2 hosts`: `live` with the ranks shared out to two network namespaces,
+where the last rank is one of the second host.
+
 The time from the kill to the end of the next step is split by what the run itself writes down:
 
     detect       kill → the launcher's event `recovery` or `restart` (torchrun writes none)
@@ -27,12 +30,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from benchmarks.page import RESULTS, machine, page, tell
 from lockstep.records import RunDirectory
+from tests.hosts import can_make_hosts, hosts
 
 ROOT = Path(__file__).parent.parent
 PATIENCE = 180.0
@@ -45,6 +50,7 @@ checkpoint: {save_steps: 20}
 monitor: {log_steps: 1, sinks: [jsonl]}
 """
 _LOCKSTEP = (sys.executable, "-m", "lockstep")
+_HOSTS = "2 hosts"
 _TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--max-restarts", "3")
 PARTS = ("detect", "meet", "load", "first step", "kill to next step", "steps lost", "groups")
 # name → the command, for so many ranks, and what it says to `lockstep train`
@@ -62,6 +68,8 @@ CONTESTANTS: dict[str, tuple[Callable[[int], Sequence[str]], Sequence[str]]] = {
         (),
     ),
 }
+if can_make_hosts():
+    CONTESTANTS[_HOSTS] = CONTESTANTS["live"]
 
 
 def wait_for(condition: Callable[[], Any]) -> Any:
@@ -112,22 +120,37 @@ def measure(name: str, ranks: int, folder: Path) -> dict[str, float]:
     config.write_text(_CONFIG)
     run = RunDirectory(folder / name)
     own = () if name == "torchrun" else ("--nproc-per-node", str(ranks))
-    process = subprocess.Popen(
-        [*words(ranks), str(config), *own, *settings, "--output-dir", str(run.path)],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        return one_kill(run, ranks)
-    except TimeoutError:
-        process.kill()
-        raise SystemExit(f"{name}: {process.communicate()[1]}") from None
-    finally:
-        process.kill()  # its ranks die with it
-        process.wait()
+    commands = [[*words(ranks), str(config), *own, *settings, "--output-dir", str(run.path)]]
+    with ExitStack() as stack:
+        if name == _HOSTS:
+            two = stack.enter_context(hosts(2))
+            own = ("--nproc-per-node", str(ranks // 2), "--nnodes", "2")
+            own += ("--master-addr", two[0].address)
+            common = [*words(ranks), str(config), *own, *settings, "--output-dir", str(run.path)]
+            commands = [
+                [*host.command, *common, "--node-rank", str(number)]
+                for number, host in enumerate(two)
+            ]
+        processes = [
+            subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for command in commands
+        ]
+        try:
+            return one_kill(run, ranks)
+        except TimeoutError:
+            processes[0].kill()
+            raise SystemExit(f"{name}: {processes[0].communicate()[1]}") from None
+        finally:
+            for process in processes:
+                process.kill()  # its ranks die with it
+                process.wait()
 
 
 def text_of(found: dict[str, list[dict[str, float]]], ranks: int) -> str:
@@ -150,8 +173,8 @@ def text_of(found: dict[str, list[dict[str, float]]], ranks: int) -> str:
     after = [
         "`meet` is leaving the step, or starting processes, then meeting and building the model; a"
         " model's own size adds to it and to `load`. Objective of `live`: at most 1.0 s to the end"
-        " of the next step, and 0.3 s for the groups. torchft was not measured. Several hosts"
-        " are not in the table either: `continue` is for one machine, and refuses several.",
+        " of the next step, and 0.3 s for the groups. torchft was not measured. `2 hosts` are"
+        " network namespaces of this machine.",
     ]
     head = " | ".join(["| ", *found])
     return page(

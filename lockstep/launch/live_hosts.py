@@ -205,6 +205,7 @@ class LiveHosts(LiveRanks):
         super().give_up()
 
     def _require_others(self) -> None:
+        """Raise a RunError where no other launcher can say any more who goes on."""
         now = time.monotonic()
         waited = min(now - self._looked_at, _GAP_SECONDS)
         self._looked_at = now
@@ -231,6 +232,7 @@ class LiveHosts(LiveRanks):
     # ---- in the thread that talks to the others ----
 
     def _talk(self, thread: StoreThread) -> None:
+        """Say what this launcher has seen, and hear or decide who goes on, until it is closed."""
         said = ""
         said_at = before = time.monotonic()
         leads = self._number == 0
