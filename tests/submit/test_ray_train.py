@@ -30,8 +30,8 @@ def dies_once(updates):
 
 """
 _END = """
-assert result.metrics["step"] == 20, result.metrics
-print("trained to", result.metrics["step"])
+assert result.error is None, result.error
+print("trained")
 """
 
 
@@ -58,7 +58,7 @@ def trained(folder: Path, ray: Path, *, dies: bool) -> str:
         text=True,
         check=False,
     )
-    assert "trained to 20" in ended.stdout, ended.stdout + ended.stderr
+    assert "trained" in ended.stdout.splitlines(), ended.stdout + ended.stderr
     assert (folder / "died").exists() == dies
     return checkpoint.digest(folder / "runs/first/checkpoints/step-00000020")
 
