@@ -57,20 +57,19 @@ class RayCluster:
 
     def start(self, name: str, *options: str) -> psutil.Popen:
         log = self.folder / f"{name}.log"
-        process = self._started(log, *options)
+        number = len(self.machines)
+        self.machines.append(self._started(log, *options))
 
         def is_up() -> bool:
-            nonlocal process
             said = log.read_text()
-            if process.poll() is not None:
+            if self.machines[number].poll() is not None:
                 # Ray gives it 30 s, which may not be enough on a busy machine.
                 assert "timed out during startup" in said, said
-                process = self._started(log, *options)
+                self.machines[number] = self._started(log, *options)
             return "Ray runtime started" in said
 
         wait_until(is_up, f"{name} of Ray")
-        self.machines.append(process)
-        return process
+        return self.machines[number]
 
     def _started(self, log: Path, *options: str) -> psutil.Popen:
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block"]
