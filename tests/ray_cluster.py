@@ -162,7 +162,7 @@ def _cluster_in(
             "--dashboard-agent-listen-port",
             str(free_port()),
             "--ray-client-server-port",
-            "0",  # none
+            str(free_port()),
         )
         yield cluster
     finally:
