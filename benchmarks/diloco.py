@@ -137,6 +137,7 @@ def trainer_for(settings: dict[str, Any], args: argparse.Namespace, data: Data) 
         "training.max_steps": args.steps,
         "training.learning_rate": args.rate,
         "training.warmup_steps": max(1, args.steps // 10),
+        "training.lr_schedule": "cosine",
         "training.min_lr_ratio": 0.0,
         "training.seed": args.seed,
         "precision.mode": "fp32",

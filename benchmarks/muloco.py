@@ -85,10 +85,59 @@ def trained(way: Way, rate: float, args: Namespace) -> float:
     section = config_from({"data.name": "python-docs", "data.args": {"block_size": 64}}).data
     data = build_data(section, seed=1)
     assert data.validation is not None
-    trainer = trainer_for(way.settings(rate), args, data)
+    settings = {**way.settings(rate), "training.lr_schedule": args.schedule}
+    trainer = trainer_for(settings, args, data)
     for _ in trainer.steps(data.train):
         pass
     return trainer.evaluate(data.validation)
+
+
+def page_of(losses: dict[tuple[Way, float], float], args: Namespace, seconds: float) -> str:
+    """Return the page of what was tried, of each way by each rate."""
+    tried = list(dict.fromkeys(way for way, _ in losses))
+    rates = list(dict.fromkeys(rate for _, rate in losses))
+    best = {way: min(losses[way, rate] for rate in rates) for way in tried}
+    reference = best[tried[0]]
+    rows = []
+    for way in tried:
+        each = " | ".join(f"{losses[way, rate]:.4f}" for rate in rates)
+        met = "" if way.every is None else ("yes" if best[way] <= WITHIN * reference else "no")
+        rows.append(f"| {way.name} | {each} | {best[way] / reference:.4f} | {met} |")
+    flags = (
+        "steps",
+        "every",
+        "rates",
+        "schedule",
+        "layers",
+        "width",
+        "batch",
+        "seed",
+        "processes",
+        "ways",
+    )
+    command = " ".join(f"--{name} {getattr(args, name)}" for name in flags)
+    course = "falling to zero along a half-cosine"
+    if args.schedule == "constant":
+        course = "constant"
+    words = [
+        f"A small transformer on Python's documentation, {RANKS * args.batch} × 64 bytes of it a"
+        f" step over {RANKS} workers, {args.steps} steps,",
+        f"the rate {course} after a tenth of warm-up; losses at the end, on the tenth of the text"
+        " that",
+        "was not trained on, by peak learning rate. Of each way's best rate: its loss over that of"
+        f" {SYNCHRONOUS}, and whether",
+        f"it is within {100 * (WITHIN - 1):g} % of it. One seed each: neighbouring rates may differ"
+        " by more than ways do.",
+    ]
+    header = "| | " + " | ".join(f"{rate:g}" for rate in rates) + f" | of {SYNCHRONOUS}'s | met |"
+    return page(
+        "Muon as the inner optimizer of local updates",
+        f"python -m benchmarks.muloco {command} --write",
+        f"{machine()}, {seconds:.0f} s",
+        words,
+        header,
+        rows,
+    )
 
 
 def main() -> None:
@@ -98,6 +147,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--every", type=int, default=30, help="local steps between exchanges")
     parser.add_argument("--rates", default="0.003,0.006", help="peak learning rates")
+    parser.add_argument("--schedule", choices=("cosine", "constant"), default="cosine")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--batch", type=int, default=32, help="samples of a worker and step")
@@ -124,35 +174,7 @@ def main() -> None:
             spent = time.perf_counter() - begin
             print(f"{way.name}, {rate:g}: {losses[way, rate]:.4f} ({spent:.0f} s)", flush=True)
 
-    best = {way: min(losses[way, rate] for rate in rates) for way in tried}
-    reference = best[tried[0]]
-    rows = []
-    for way in tried:
-        each = " | ".join(f"{losses[way, rate]:.4f}" for rate in rates)
-        met = "" if way.every is None else ("yes" if best[way] <= WITHIN * reference else "no")
-        rows.append(f"| {way.name} | {each} | {best[way] / reference:.4f} | {met} |")
-    flags = ("steps", "every", "rates", "layers", "width", "batch", "seed", "processes", "ways")
-    command = " ".join(f"--{name} {getattr(args, name)}" for name in flags)
-    words = [
-        f"A small transformer on Python's documentation, {RANKS * args.batch} × 64 bytes of it a"
-        f" step over {RANKS} workers, {args.steps} steps,",
-        "the rate falling to zero along a half-cosine after a tenth of warm-up; losses at the end,"
-        " on the tenth of the text that",
-        "was not trained on, by peak learning rate. Of each way's best rate: its loss over that of"
-        f" {SYNCHRONOUS}, and whether",
-        f"it is within {100 * (WITHIN - 1):g} % of it. One seed each: neighbouring rates may differ"
-        " by more than ways do.",
-    ]
-    header = "| | " + " | ".join(f"{rate:g}" for rate in rates) + f" | of {SYNCHRONOUS}'s | met |"
-    seconds = time.perf_counter() - begin
-    text = page(
-        "Muon as the inner optimizer of local updates",
-        f"python -m benchmarks.muloco {command} --write",
-        f"{machine()}, {seconds:.0f} s",
-        words,
-        header,
-        rows,
-    )
+    text = page_of(losses, args, time.perf_counter() - begin)
     tell(text, RESULTS / "muloco.md" if args.write else None)
 
 
