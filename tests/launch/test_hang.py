@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from lockstep.errors import RunError
 from lockstep.heartbeat.files import DUMP
@@ -19,6 +20,7 @@ from lockstep.heartbeat.writer import Heartbeat
 from lockstep.launch.failures import Failure
 from lockstep.launch.hang import HangWatch
 from lockstep.launch.rendezvous_handlers import Membership
+from lockstep.rendezvous import StoredDepartures
 from tests.launch.shared import environment, wait_for
 
 _RANK = """
@@ -431,3 +433,20 @@ def test_who_lost_a_peer_waits_for_a_last_beat_only_where_one_can_come(
         os.kill(process, signal.SIGKILL)
         os.waitpid(process, 0)
     assert bool(pauses) == (end == "lives")
+
+
+def test_a_death_on_another_machine_ends_the_wait_for_ranks_that_leave(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No file of this machine shows it: the launcher's word does."""
+    here = Heartbeat(None, 0)
+    here.tell_other_machines(StoredDepartures(dist.HashStore(), 0, 2, 1))
+    pauses: list[float] = []
+
+    def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        here.note_death()
+
+    monkeypatch.setattr(time, "sleep", pause)
+    assert here.ranks_that_left() == {}
+    assert len(pauses) == 1, "not for the whole second"
