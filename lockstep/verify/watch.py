@@ -385,7 +385,7 @@ def injected(**variables: str) -> dict[str, str]:
 
     The variables tell `sitecustomize.py` what to observe.
     """
-    path = [str(_FOLDER), str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+    path = [str(_FOLDER), os.environ.get("PYTHONPATH", "")]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path)), **variables}
 
 

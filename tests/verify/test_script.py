@@ -3,12 +3,15 @@ ones on two ranks.
 """
 
 import json
+import os
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import lockstep.errors
 from benchmarks.silent_bugs import programs
 from benchmarks.silent_bugs.idioms import IDIOMS, Idiom, judge
 from lockstep.cli import main
@@ -16,6 +19,7 @@ from lockstep.errors import UsageError
 from lockstep.verify.command import verify_script
 from lockstep.verify.outcome import Outcome
 from lockstep.verify.text import script_text as text
+from lockstep.verify.watch import injected
 
 SCRIPTS = Path(__file__).parent / "scripts"
 
@@ -180,6 +184,33 @@ def test_a_command_that_can_not_be_proven() -> None:
     (outcome,) = verify_script(f"{sys.executable} -c exit({{n}})", [], [2], steps=2)
     assert "the command ended with code 2" in outcome.failed
     assert "-c 'exit(2)'" in outcome.failed
+
+
+def test_what_is_observed_imports_this_lockstep_and_nothing_else_of_its_environment(
+    tmp_path: Path,
+) -> None:
+    """Else a command of another environment would be compared with this one's torch."""
+    (tmp_path / "lockstep").mkdir()
+    (tmp_path / "lockstep/__init__.py").write_text("raise ImportError('another one')")
+    environment = {**os.environ, **injected(LOCKSTEP_OBSERVED_RUN=str(tmp_path))}
+    folder, *given = environment["PYTHONPATH"].split(os.pathsep)
+    assert Path(folder).name == "injected"
+    assert given == list(filter(None, [os.environ.get("PYTHONPATH")]))
+    environment["PYTHONPATH"] = os.pathsep.join([folder, str(tmp_path)])
+    command = [sys.executable, "-c", "import lockstep.errors as found; print(found.__file__)"]
+    said = subprocess.check_output(command, env=environment, text=True)
+    assert Path(said.strip()) == Path(lockstep.errors.__file__)
+
+
+def test_an_environment_without_what_lockstep_needs_is_told(tmp_path: Path) -> None:
+    """Of two that are compared, one may have another torch, and nothing of Lockstep."""
+    (tmp_path / "pydantic.py").write_text("raise ModuleNotFoundError('No module named pydantic')")
+    environment = {**os.environ, **injected(LOCKSTEP_OBSERVED_RUN=str(tmp_path))}
+    environment["PYTHONPATH"] += f"{os.pathsep}{tmp_path}"
+    command = [sys.executable, "-c", "import torch"]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert ended.returncode == 1
+    assert ended.stderr.endswith("pydantic; install Lockstep in its environment, too\n")
 
 
 def test_a_part_of_a_script_is_compared(tmp_path: Path) -> None:
