@@ -117,10 +117,9 @@ def _walk(model: type[BaseModel], prefix: str) -> Iterator[KeyInfo]:
         key = f"{prefix}{field.alias or name}"
         section = _section(field.annotation)
         named = _named(field)
-        default = field.get_default(call_default_factory=True)
-        if default is PydanticUndefined or (
-            section is not None and field.default_factory is not None
-        ):
+        factory: Any = field.default_factory
+        default = field.default if factory is None else factory()
+        if default is PydanticUndefined or (section is not None and factory is not None):
             default = None
         choices = named.choices if named is not None else _literals(field.annotation)
         description = " ".join((field.description or "").split())
