@@ -71,8 +71,8 @@ class _AfterTorch:
                 except ImportError as error:
                     # A script may run in an environment of its own, with another torch.
                     sys.exit(
-                        f"lockstep: error: {sys.executable} can't observe a script: {error}; install"
-                        " Lockstep in its environment, too"
+                        f"lockstep: error: {sys.executable} can't observe a script: {error};"
+                        " install Lockstep in its environment, too"
                     )
 
             spec.loader.exec_module = observed  # type: ignore[method-assign]
