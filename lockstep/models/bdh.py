@@ -44,6 +44,7 @@ from lockstep.models.language import (
     require_positive,
     with_carried,
 )
+from lockstep.models.sums import sum_in_order
 
 THETA = 2.0**16
 INIT_STD = 0.02
@@ -135,7 +136,7 @@ class BDHLayer(nn.Module):
 
     def leave(self, parts: Tensor) -> Tensor:
         """Return the sum over heads, in float32; a tensor-parallel run replaces this."""
-        return parts.sum(0, dtype=torch.float32)
+        return sum_in_order(parts, torch.float32)
 
     def product(self, x: Tensor, weight: Tensor) -> Tensor:
         """Return x W for each head: x [H, B, T, K], weight [H, K, N].

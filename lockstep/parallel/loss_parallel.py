@@ -30,6 +30,7 @@ from torch import Tensor
 
 from lockstep.models.language import logits_in
 from lockstep.models.protocol import IGNORED_TARGET, Objective
+from lockstep.models.sums import logsumexp_in_order, sum_in_order
 from lockstep.parallel.tensor_blocks import LayerCut, in_blocks
 
 
@@ -76,7 +77,7 @@ class _TokenLosses(torch.autograd.Function):
         of_ranks = torch.stack([*sums, *plain, torch.where(found, own, 0.0)])[None]
         if cut.group is not None:
             of_ranks = cut.gathered(of_ranks, 0)  # [ranks, blocks + 1, B · T], or 2 · blocks + 1
-        total = of_ranks[:, : len(blocks)].flatten(0, 1).logsumexp(0)
+        total = logsumexp_in_order(of_ranks[:, : len(blocks)].flatten(0, 1))
         of_target = of_ranks[:, -1].sum(0)  # one rank's, and zeros
         counted = targets != IGNORED_TARGET
         outside = counted & ((targets < 0) | (targets >= width * cut.ranks))
@@ -86,7 +87,7 @@ class _TokenLosses(torch.autograd.Function):
         ctx.vocabulary = width * cut.ranks
         losses = total - of_target
         if smoothing:
-            mean = of_ranks[:, len(blocks) : -1].flatten(0, 1).sum(0) / ctx.vocabulary
+            mean = sum_in_order(of_ranks[:, len(blocks) : -1].flatten(0, 1)) / ctx.vocabulary
             losses = losses + smoothing * (of_target - mean)
         if z_loss:
             losses = losses + z_loss * total.square()
