@@ -33,6 +33,13 @@ def device_mesh(layout: Layout, device_type: str) -> DeviceMesh:
     return _mesh(layout, device_type, MESH_AXES, layout.replicate, layout.shard)
 
 
+def replica_group(mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
+    """Return the group of this rank and its replicas; None: it has none."""
+    if mesh is None or mesh["replicate"].size() == 1:
+        return None
+    return mesh["replicate"].get_group()
+
+
 def expert_mesh(layout: Layout, device_type: str) -> DeviceMesh:
     """Return the device mesh with `expert_replicate` × `expert` for replicate × shard.
 

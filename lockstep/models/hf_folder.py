@@ -31,15 +31,6 @@ from lockstep.errors import UsageError, listed
 from lockstep.models.adapters import peft_package
 from lockstep.models.safetensors_files import write_tensors
 
-try:
-    from huggingface_hub import split_torch_state_dict_into_shards
-    from transformers.core_model_loading import revert_weight_conversion
-    from transformers.modeling_utils import remove_tied_weights_from_state_dict
-
-    CAN_WRITE_PIECES = True
-except ImportError:  # before transformers 5 names on disk were made by other rules
-    CAN_WRITE_PIECES = False
-
 _SHARD = "5GB"  # the most that a file of weights holds
 _OF_PEFT = "base_model.model."  # before names, where peft has wrapped a model
 
@@ -148,12 +139,24 @@ def write_folder(
     return lines
 
 
+def _can_write_pieces() -> bool:
+    """Return whether the library can name weights on disk one by one.
+
+    It is imported where a folder is written alone: it takes longer than all else of a start.
+    """
+    try:
+        import transformers.core_model_loading  # noqa: F401
+    except ImportError:  # before transformers 5 names on disk were made by other rules
+        return False
+    return True
+
+
 def _write_model(
     description: Mapping[str, Any], model: Any, weights: UnreadWeights, folder: Path
 ) -> None:
     """Write the config and the weights of a model, with its adapters merged."""
     adapted = bool(description["adapters"])
-    if not CAN_WRITE_PIECES or (adapted and not _merges_layer_by_layer(model)):
+    if not _can_write_pieces() or (adapted and not _merges_layer_by_layer(model)):
         model = _filled(description, weights.all())
         if adapted:
             model = model.merge_and_unload(safe_merge=True)
@@ -178,6 +181,10 @@ def _write_weights(model: Any, values: Callable[[str], Tensor], folder: Path) ->
         values: returns the tensor of a name in memory.
         folder: where to write.
     """
+    from huggingface_hub import split_torch_state_dict_into_shards
+    from transformers.core_model_loading import revert_weight_conversion
+    from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
     ignored = attrgetter("_keys_to_ignore_on_save")(model) or ()  # of transformers, not torch's
     state = {name: each for name, each in model.state_dict().items() if name not in ignored}
     state = remove_tied_weights_from_state_dict(state, model)
@@ -238,6 +245,8 @@ def _groups(model: Any, state: Mapping[str, Tensor], on_disk: Mapping[str, Tenso
 
 def _made_alone(model: Any, tensors: dict[str, Tensor]) -> dict[str, torch.Size]:
     """Return the shapes of what the library makes of tensors on meta; empty: they are too few."""
+    from transformers.core_model_loading import revert_weight_conversion
+
     try:
         made = revert_weight_conversion(model, tensors)
     except Exception:  # whatever an operation says of a part of its tensors

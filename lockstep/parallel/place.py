@@ -26,7 +26,7 @@ from lockstep.config.checks import step_contradictions
 from lockstep.drawless import is_run_by_torch
 from lockstep.errors import UsageError, listed, refuse
 from lockstep.layout import Layout
-from lockstep.mesh import device_mesh
+from lockstep.mesh import device_mesh, replica_group
 from lockstep.models.hf_cache import switch_cache_off, without_cache
 from lockstep.models.hf_decoder import is_known_decoder
 from lockstep.models.loss_modules import refuse_shared
@@ -157,9 +157,8 @@ def along_replicate(site: Site) -> list[tuple[dist.ProcessGroup, AbstractSet[str
 
     Gradients are summed over them, so that they also make the same updates.
     """
-    if site.mesh is None or site.mesh["replicate"].size() == 1:
-        return []
-    return [(site.mesh["replicate"].get_group(), site.spread)]
+    group = replica_group(site.mesh)
+    return [] if group is None else [(group, site.spread)]
 
 
 def buffer_ways(facts: ModelFacts, loss: LossWeights | None, config: StepConfig) -> BufferWays:
