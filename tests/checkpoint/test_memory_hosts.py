@@ -40,7 +40,8 @@ def test_shards_of_another_host_are_sent() -> None:
 
 def test_one_host_has_nothing_to_bring() -> None:
     (duties,) = duties_of([{"model": ["w"]}], [_held(0)], ["a"])
-    assert not (duties.sends or duties.receives or duties.twins or duties.several)
+    assert [*duties.sends, *duties.receives, *duties.twins] == []
+    assert not duties.several
 
 
 def test_the_newest_copy_that_each_host_has_and_that_is_recorded_counts() -> None:
