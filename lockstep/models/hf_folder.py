@@ -227,8 +227,7 @@ def _groups(model: Any, state: Mapping[str, Tensor], on_disk: Mapping[str, Tenso
     found: list[Group] = []
     left = list(state)
     shapes = {name: tensor.shape for name, tensor in on_disk.items()}
-    by_layer = re.compile(r".*?\.\d+\.|")
-    for key_of in (str, lambda name: by_layer.match(name)[0], lambda _name: ""):  # type: ignore[index]
+    for key_of in (str, _layer_of, lambda _name: ""):
         groups: dict[str, list[str]] = {}
         for name in left:
             groups.setdefault(key_of(name), []).append(name)
@@ -241,6 +240,12 @@ def _groups(model: Any, state: Mapping[str, Tensor], on_disk: Mapping[str, Tenso
                 left += names
     assert {name for _, those in found for name in those} == set(on_disk), "a weight is left out"
     return found
+
+
+def _layer_of(name: str) -> str:
+    """Return the beginning of a name that its layer has: `model.layers.3.`; else nothing."""
+    found = re.match(r".*?\.\d+\.", name)
+    return "" if found is None else found[0]
 
 
 def _made_alone(model: Any, tensors: dict[str, Tensor]) -> dict[str, torch.Size]:
