@@ -4,6 +4,7 @@ import os
 import signal
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -27,8 +28,19 @@ TWO = ("train", "tiny.yaml", "--nproc-per-node", "2", "--max-restarts", "2", "--
 COPIES = ("checkpoint.memory_steps=3", "checkpoint.save_steps=1000")
 
 
+class Killed(NamedTuple):
+    """A run of which a rank was killed, and went on to its end."""
+
+    ended: Ended
+    recorded: int  # the last step that was recorded before the kill
+
+    @property
+    def run(self) -> Path:
+        return self.ended.folder / "run"
+
+
 @pytest.fixture(scope="module")
-def killed(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Killed:
     """Rank 1 is killed after a copy in memory, and no checkpoint of the run is on disk yet."""
     folder = tmp_path_factory.mktemp("memory")
     (folder / "tiny.yaml").write_text(YAML)
@@ -37,9 +49,10 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     wait_for(lambda: process.poll() is not None or bool(events(folder / "run", "memory_copy")))
     wait_for(lambda: process.poll() is not None or max(steps(folder / "run"), default=0) >= 10)
     assert process.poll() is None, process.communicate()
+    recorded = max(steps(folder / "run"))
     os.kill(ranks_of(folder)[1], signal.SIGKILL)
     hold(folder, None)
-    return finish(process, folder)
+    return Killed(finish(process, folder), recorded)
 
 
 @pytest.mark.fault(
@@ -78,25 +91,29 @@ def test_the_newest_copy_is_saved_when_a_launch_ends_with_an_error(tmp_path: Pat
     "the ranks are started again, and go on from the copy: at most k - 1 recorded steps are"
     " trained again",
 )
-def test_ranks_go_on_from_memory(killed: Ended) -> None:
-    assert killed.code == 0, killed.err
-    run = killed.folder / "run"
+def test_ranks_go_on_from_memory(killed: Killed) -> None:
+    assert killed.ended.code == 0, killed.ended.err
+    run = killed.run
     (resumed,) = events(run, "resume")
     assert "/dev/shm/lockstep-memory-" in resumed["checkpoint"]
-    assert resumed["step"] == 9, "the copy of step 9 is complete before step 9 is recorded"
+    assert resumed["step"] % 3 == 0
+    # steps may be taken between the test's last look and its kill, so a later copy is right too
+    assert resumed["step"] >= killed.recorded - killed.recorded % 3, (
+        "complete before it is recorded"
+    )
     first, _after_restart = events(run, "memory_copy")
     assert first["bytes"] > 0
     assert first["every"] == 3
     assert steps(run) == list(range(1, 41)), "each step once"
 
 
-def test_the_digest_is_the_undisturbed_ones(killed: Ended, tmp_path: Path) -> None:
+def test_the_digest_is_the_undisturbed_ones(killed: Killed, tmp_path: Path) -> None:
     (tmp_path / "tiny.yaml").write_text(YAML)
     process = start(tmp_path, *TWO, "run", "checkpoint.save_steps=1000", OMP_NUM_THREADS="1")
     undisturbed = finish(process, tmp_path)
     assert undisturbed.code == 0, undisturbed.err
     last = "checkpoints/step-00000040"
-    assert digest(killed.folder / "run" / last) == digest(tmp_path / "run" / last)
+    assert digest(killed.run / last) == digest(tmp_path / "run" / last)
 
 
 def complete_copies(memory: MemoryStorage) -> list[int]:
@@ -168,6 +185,6 @@ def test_steps_that_are_made_again_are_copied_again(
     assert copied == [3, 6, 6, 9]
 
 
-def test_nothing_stays_in_memory(killed: Ended) -> None:
-    (resumed,) = events(killed.folder / "run", "resume")
+def test_nothing_stays_in_memory(killed: Killed) -> None:
+    (resumed,) = events(killed.run, "resume")
     assert not Path(resumed["checkpoint"]).parents[1].exists()
