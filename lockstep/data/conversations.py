@@ -33,6 +33,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import numpy as np
@@ -81,7 +82,9 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._library = _library_tokenizer(tokenizer)
         self._specials = tokenizer.special_tokens()
-        longest_first = sorted(self._specials, key=len, reverse=True)
+        self._lacking = _lacking(tokenizer, self._library)
+        longest_first = sorted({*self._specials, *self._lacking}, key=len, reverse=True)
+        self._lacked = re.compile("|".join(map(re.escape, self._lacking)) or "(?!)")
         self._special = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
         marked = (re.escape(text[:1] + _MARK + text[1:]) for text in longest_first)
         self._marked = re.compile("|".join(marked) or "(?!)")
@@ -110,12 +113,12 @@ class ChatTemplate:
             end, stop = self._end(answered, begin, where)
             if draft is not None and (draft.stop or not answered.startswith(draft.text)):
                 self.notes[_OWN_DOCUMENT] += 1
-                yield self._encoded(draft)
+                yield self._encoded(draft, where)
                 draft = None
             spans = [] if draft is None else draft.spans
             draft = _Rendered(answered, [*spans, (begin, end)], stop)
         if draft is not None:
-            yield self._encoded(draft)
+            yield self._encoded(draft, where)
 
     def _without_specials(self, message: dict[str, Any]) -> dict[str, Any]:
         """Return a message with marks in what would be read as special tokens."""
@@ -160,9 +163,9 @@ class ChatTemplate:
         """Return where the answer ends, its stop token included, and the stop that it lacks."""
         written = answered[begin:].rstrip()
         end = begin + len(written)
-        if written.endswith(tuple(self._specials)):
-            return end, ""
         stop = self._library.eos_token
+        if written.endswith((*self._specials, *([stop] if stop else []))):
+            return end, ""
         if not stop:
             what = f"nothing ends the answers of {where}"
             why = "the chat template writes no special token, and the tokenizer has no eos_token"
@@ -183,12 +186,23 @@ class ChatTemplate:
             raise UsageError(what, where="data.args.tokenizer", why=why, fix=fix) from None
         return str(text)
 
-    def _encoded(self, draft: _Rendered) -> Trained:
+    def _encoded(self, draft: _Rendered, where: str) -> Trained:
         """Return the tokens of a draft, up to the end of its last answer."""
         spans = list(draft.spans)
         begin, end = spans[-1]
         text = draft.text[:end] + draft.stop
         spans[-1] = (begin, len(text))
+        if found := self._lacked.search(text):
+            folder = self._tokenizer.name
+            what = f"the tokenizer.json of {folder} has no token {found[0]!r}"
+            why = (
+                f"tokenizer_config.json names it, and the conversation of {where} has it: its"
+                " letters would be trained in its place"
+            )
+            loaded = f"transformers.AutoTokenizer.from_pretrained({folder!r})"
+            code = f"import transformers; {loaded}.save_pretrained({folder!r})"
+            fix = f"save the tokenizer anew: python -c {quote(code)}"
+            raise UsageError(what, where="data.args.tokenizer", why=why, fix=fix)
 
         # Without the marks, and where what they marked is then.
         marks = [found.start() + 1 for found in self._marked.finditer(text)]
@@ -255,6 +269,20 @@ def _library_tokenizer(tokenizer: Tokenizer) -> Any:
         fix = "put a chat_template.jinja beside its tokenizer.json, or use a chat model's folder"
         raise UsageError(what, where=where, fix=fix)
     return found
+
+
+def _lacking(tokenizer: Tokenizer, library: Any) -> list[str]:
+    """Return the special tokens that transformers adds to those of tokenizer.json, longest first.
+
+    It does where only tokenizer_config.json names them.
+    """
+    named = sorted(set(library.all_special_tokens), key=len, reverse=True)
+    numbers = library.convert_tokens_to_ids(named)
+    return [
+        text
+        for text, number in zip(named, numbers, strict=True)
+        if tokenizer.encode(text) != [number]
+    ]
 
 
 def _checked(messages: Any, where: str) -> list[dict[str, Any]]:

@@ -96,6 +96,13 @@ def _of_line(file: Path, number: int, line: bytes, field: Field) -> Record:
     where = f"{file}:{number}"
     try:
         row = json.loads(line)
+    except UnicodeDecodeError as error:
+        what = f"line {number} of {file.name} is not UTF-8"
+        fix = "write the file as UTF-8 (of Latin-1: iconv -f latin1 -t utf-8)"
+        raise UsageError(what, where=where, why=str(error), fix=fix) from None
+    except RecursionError:
+        what = f"line {number} of {file.name} is nested too deep"
+        raise UsageError(what, where=where, fix="leave the line out") from None
     except ValueError as error:
         # json's own line and column are those within this line
         why = getattr(error, "msg", str(error))

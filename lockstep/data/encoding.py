@@ -68,6 +68,16 @@ class Encoder:
 
     def encode(self, record: Record) -> Encoded:
         """Return the tokens of a record; a UsageError if it is bad."""
+        try:
+            return self._encoded(record)
+        except UnicodeEncodeError as error:  # JSON may hold half of a pair: "\ud83d"
+            half = ascii(error.object[error.start]).strip("'")
+            what = f"the text of {record.where} holds {half}, which is no character"
+            why = "it is half of a surrogate pair, and UTF-8 has no such"
+            fix = "take it out, or write the character whole"
+            raise UsageError(what, where=record.where, why=why, fix=fix) from None
+
+    def _encoded(self, record: Record) -> Encoded:
         if not self._filters.takes(record.row, record.where):
             return Encoded([], False, refused=True, ends=record.ends)
         if not isinstance(record.content, list):

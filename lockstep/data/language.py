@@ -144,12 +144,17 @@ def _load(path: Path) -> Any:
         fix = "pip install tokenizers, or use tokenizer: bytes"
         raise UsageError(what, where="data.args.tokenizer", fix=fix) from None
     try:
-        return tokenizers.Tokenizer.from_file(str(path))
+        found = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the package raises bare Exception
         where = "data.args.tokenizer"
         raise UsageError(
             f"{path} is not a Hugging Face tokenizer.json", where=where, why=str(error)
         ) from None
+    # A file keeps the length to which its last user truncated or padded batches; here documents
+    # are encoded in full.
+    found.no_truncation()
+    found.no_padding()
+    return found
 
 
 def note_of_special(special_tokens: bool) -> str:

@@ -41,6 +41,7 @@ from lockstep.data.sources import (
     opened,
     require_one_tokenizer,
     require_sequences,
+    require_shares,
 )
 from lockstep.errors import UsageError, did_you_mean
 
@@ -178,7 +179,7 @@ def documents(
         raise UsageError(what, where="data.args.packing", fix=f"write {' or '.join(PACKINGS)}")
 
     listed = described(sources, "data.args.sources")
-    draws_of(listed, [1] * len(listed))  # weights that are wrong are told before files are read
+    require_shares(listed)  # weights that are wrong are told before files are read
     found = [opened(each, tokenizer) for each in listed]
     held_out = found
     if validation is not None:

@@ -122,6 +122,20 @@ def draws_of(sources: Sequence[DescribedSource], sizes: Sequence[int]) -> tuple[
         UsageError: the weights add up to nothing, or stand beside `epochs`.
     """
     where = sources[0].where.rpartition("[")[0]
+    if require_shares(sources):
+        weights = [source.settings["weight"] for source in sources]
+        used = [size for size, weight in zip(sizes, weights, strict=True) if weight]
+        return draws_by_weight(weights), sum(used)
+    times = [source.settings.get("epochs", 1) for source in sources]
+    draws = [round(size * number) for size, number in zip(sizes, times, strict=True)]
+    if not sum(draws):
+        raise _never(where)
+    return draws, sum(draws)
+
+
+def require_shares(sources: Sequence[DescribedSource]) -> bool:
+    """Return whether sources are mixed by weight, or raise a UsageError about their shares."""
+    where = sources[0].where.rpartition("[")[0]
     with_weight = [source for source in sources if "weight" in source.settings]
     with_epochs = [source for source in sources if "epochs" in source.settings]
     if with_weight and (with_epochs or len(with_weight) < len(sources)):
@@ -133,19 +147,17 @@ def draws_of(sources: Sequence[DescribedSource], sizes: Sequence[int]) -> tuple[
         )
         why = "a weight is a share of all sequences; epochs say how often a source comes"
         raise UsageError(what, where=where, why=why, fix="write weights for all sources, or none")
-    if with_weight:
-        weights = [source.settings["weight"] for source in sources]
-        if not sum(weights) > 0:
-            what = f"the weights of the sources add up to {sum(weights)}"
-            raise UsageError(what, where=where, fix="write a weight above 0, of at least one")
-        used = [size for size, weight in zip(sizes, weights, strict=True) if weight]
-        return draws_by_weight(weights), sum(used)
-    times = [source.settings.get("epochs", 1) for source in sources]
-    draws = [round(size * number) for size, number in zip(sizes, times, strict=True)]
-    if not sum(draws):
-        what = "no source comes even once"
-        raise UsageError(what, where=where, fix="raise epochs of at least one source")
-    return draws, sum(draws)
+    if with_weight and not (total := sum(source.settings["weight"] for source in sources)) > 0:
+        what = f"the weights of the sources add up to {total}"
+        raise UsageError(what, where=where, fix="write a weight above 0, of at least one")
+    if not with_weight and not any(source.settings.get("epochs", 1) for source in sources):
+        raise _never(where)
+    return bool(with_weight)
+
+
+def _never(where: str) -> UsageError:
+    fix = "raise epochs of at least one source"
+    return UsageError("no source comes even once", where=where, fix=fix)
 
 
 def opened(source: DescribedSource, tokenizer: str | None) -> Source:

@@ -44,9 +44,9 @@ from lockstep.data.permutation import permuted, round_keys
 from lockstep.data.sources import (
     DescribedSource,
     described,
-    draws_of,
     field_of,
     filters_of,
+    require_shares,
     special_tokens_in,
 )
 from lockstep.data_files import HEADER, as_documents, files_of, told_of_json
@@ -354,7 +354,7 @@ def stream(
 
 def _require_shares(listed: Sequence[DescribedSource]) -> None:
     """Refuse shares that a stream can't keep, and conversations beside other documents."""
-    draws_of(listed, [1] * len(listed))
+    require_shares(listed)
     for each in listed:
         if "epochs" in each.settings:
             what = f"{each.path} has epochs, and nobody knows how long a stream is"

@@ -1,6 +1,7 @@
 """What is trained of conversations, under templates with the properties of those in use."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -240,3 +241,58 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused() -> None:
         build_model(model, {"vocab_size": 260})
         with pytest.raises(UsageError, match="has 261 tokens, and the embedding of hf:llama 260"):
             build_model(model, {"vocab_size": 261})
+
+
+def _edited(folder: Path, edit: Callable[[dict[str, Any]], None]) -> Tokenizer:
+    """Return the tokenizer of a folder whose tokenizer.json was changed."""
+    file = folder / "tokenizer.json"
+    content = json.loads(file.read_text())
+    edit(content)
+    file.write_text(json.dumps(content))
+    return Tokenizer(str(folder))
+
+
+def test_a_stop_token_that_tokenizer_json_lacks_is_refused(tmp_path: Path) -> None:
+    """Its letters were trained in its place, and twice."""
+    write_tokenizer(tmp_path, eos="<|end|>")
+
+    def without_stop(content: dict[str, Any]) -> None:
+        content["added_tokens"] = [a for a in content["added_tokens"] if a["content"] != "<|end|>"]
+
+    template = ChatTemplate(_edited(tmp_path, without_stop))
+    messages = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
+    with pytest.raises(UsageError, match=r"has no token '<\|end\|>'") as caught:
+        list(template.documents(messages, "chat.jsonl:1"))
+    assert "save_pretrained" in str(caught.value)
+
+
+def test_a_stop_token_that_is_marked_as_an_ordinary_one_is_trained_once(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, eos="<|end|>")
+
+    def ordinary(content: dict[str, Any]) -> None:
+        for added in content["added_tokens"]:
+            added["special"] = added["special"] and added["content"] != "<|end|>"
+
+    tokenizer = _edited(tmp_path, ordinary)
+    messages = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
+    [found] = ChatTemplate(tokenizer).documents(messages, "chat.jsonl:1")
+    assert tokenizer.decode(found.tokens[found.trained], special=True) == "4<|end|>"
+
+
+def test_a_file_that_truncates_or_pads_does_so_to_no_document(tmp_path: Path) -> None:
+    """A tokenizer.json keeps how its last user truncated and padded batches."""
+    write_tokenizer(tmp_path, eos="<|end|>")
+    text = "a document of more than ten tokens"
+    whole = Tokenizer(str(tmp_path)).encode(text)
+    cut = {"direction": "Right", "max_length": 10, "strategy": "LongestFirst", "stride": 0}
+    pad = {
+        "strategy": {"Fixed": 64},
+        "direction": "Left",
+        "pad_to_multiple_of": None,
+        "pad_id": 0,
+        "pad_type_id": 0,
+        "pad_token": "<|pad|>",
+    }
+    assert _edited(tmp_path, lambda content: content.update(truncation=cut)).encode(text) == whole
+    settings = {"truncation": None, "padding": pad}
+    assert _edited(tmp_path, lambda content: content.update(settings)).encode(text) == whole

@@ -87,7 +87,7 @@ def test_blank_lines_are_passed_over(tmp_path: Path) -> None:
     ("name", "content", "message"),
     [
         ("a.jsonl", lines({"text": "x"}) + b'{"text": "y"', r"line 2 of a\.jsonl is not JSON"),
-        ("a.jsonl", lines({"text": "x"}) + b"\xff\n", r"line 2 of a\.jsonl is not JSON"),
+        ("a.jsonl", lines({"text": "x"}) + b"\xff\n", r"line 2 of a\.jsonl is not UTF-8"),
         ("a.jsonl", lines({"text": "x"}, ["y"]), r"line 2 of a\.jsonl is a list, not an object"),
         ("a.jsonl", lines({"text": "x"}, {"txt": "y"}), r"no 'text' in .*a\.jsonl:2"),
         ("a.jsonl", lines({"text": None}), r"'text' is NoneType, not text, in .*a\.jsonl:1"),
@@ -141,3 +141,15 @@ def test_a_package_that_is_missing_is_named(
     (tmp_path / name).touch()
     with pytest.raises(UsageError, match=rf"reading .*{name} needs the package {package}"):
         read(tmp_path / name)
+
+
+def test_a_line_that_is_not_utf8_or_nested_too_deep_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "bad.jsonl"
+    good = b'{"text": "good"}\n'
+    for line, word in (
+        (b'{"text": "caf\xe9"}', "line 2 of bad.jsonl is not UTF-8"),
+        (b'{"x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "line 2 of bad.jsonl is nested"),
+    ):
+        file.write_bytes(good + line)
+        with pytest.raises(UsageError, match=word):
+            list(records_of(file))

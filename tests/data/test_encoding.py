@@ -142,3 +142,11 @@ def is_worker_of(process: psutil.Process, folder: Path) -> bool:
         return str(folder) in " ".join(process.cmdline())
     except psutil.Error:
         return False
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_half_of_a_surrogate_pair_is_one_error_with_its_line(workers: int) -> None:
+    record = Record("half \ud83d of a pair", "a.jsonl:2", 1)
+    encoder = Encoder(Tokenizer("bytes"), Filters())
+    with pytest.raises(UsageError, match=r"a\.jsonl:2 holds \\ud83d, which is no character"):
+        list(encoded([(0, record)], encoder, workers))

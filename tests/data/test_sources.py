@@ -9,6 +9,7 @@ import pytest
 
 from lockstep.config import DataConfig
 from lockstep.data import build_data
+from lockstep.data.packed import PackedDocuments, documents
 from lockstep.data.prepare import prepare
 from lockstep.data.sources import described, draws_of
 from lockstep.errors import UsageError
@@ -129,3 +130,17 @@ def test_draws_follow_weights_and_epochs() -> None:
     weighted = [{"path": "a", "weight": 3}, {"path": "b", "weight": 1}, {"path": "c", "weight": 0}]
     assert draws(weighted, [3, 5, 9]) == ([7500, 2500, 0], 8)
     assert draws([{"path": "a", "epochs": 2.5}, "b"], [4, 5]) == ([10, 5], 15)
+
+
+def test_sources_of_which_each_is_taken_in_part_are_mixed(tmp_path: Path) -> None:
+    """Half an epoch of each source was refused, as if none came even once."""
+    file = tmp_path / "notes.jsonl"
+    file.write_text("".join(f'{{"text": "note {number} here"}}\n' for number in range(16)))
+    source = {"path": str(file), "epochs": 0.5}
+    data = documents(sources=[source], sequence_length=11).train
+    assert isinstance(data, PackedDocuments)
+    order = data.epoch_order(0, shuffle=True)
+    assert order is not None
+    assert order.num_samples == 8
+    with pytest.raises(UsageError, match="no source comes even once"):
+        documents(sources=[{**source, "epochs": 0}], sequence_length=11)
