@@ -30,7 +30,7 @@ def two() -> Iterator[list[Host]]:
 class OnTwo(Disturbed):
     """A run with two ranks on each of two hosts; `process` is the launcher of the first one."""
 
-    def __init__(self, folder: Path, two: list[Host], *overrides: str) -> None:
+    def __init__(self, folder: Path, two: list[Host], *overrides: str, **variables: str) -> None:
         self.folder = folder
         self.run = folder / "run"
         self._ranks = {}
@@ -38,7 +38,7 @@ class OnTwo(Disturbed):
         words = begin(folder, 2, "distributed.on_failure=continue", *overrides)
         where = ("--nnodes", "2", "--master-addr", two[0].address, "--master-port", PORT)
         self.launchers = [
-            start_on(host, folder, *words, *where, "--node-rank", str(number))
+            start_on(host, folder, *words, *where, "--node-rank", str(number), **variables)
             for number, host in enumerate(two)
         ]
         self.process = self.launchers[0]
@@ -121,6 +121,40 @@ def test_ranks_of_both_hosts_go_on_under_each_strategy(
     ended = run.end()
     assert [one.code for one in ended] == [0, 0], ended
     assert_went_on(run.run, layouts, undisturbed)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.fault(
+    "process: a rank on either of two hosts dies in an update, `distributed.on_failure: continue`",
+    "some of the others, on both hosts, have made the update, and some have not",
+    "all go on from the newest copy that both hosts have: none keeps an update of its own",
+)
+def test_ranks_that_are_ahead_of_others_step_back(
+    strategy: str,
+    two: list[Host],
+    undisturbed: str,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    run = OnTwo(
+        tmp_path,
+        two,
+        f"distributed.strategy={strategy}",
+        "data.name=tests.faults.deaths_in_update:Points",
+        # rank 2 dies with rank 1 behind it; then rank 0, and nobody but it is behind
+        DIE_IN_UPDATE="10:2:1,18:0:",
+    )
+    run.come_to(8)
+    run.wait_for_events("recovered", 1)
+    run.come_to(16)
+    run.wait_for_events("recovered", 2)
+    ended = run.end()
+    assert [one.code for one in ended] == [0, 0], ended
+    assert [one["lost"] for one in events(run.run, "recovery")] == [[2], [0]]
+    assert [one["step"] for one in events(run.run, "resume")] == [9, 17]
+    made = [sorted(path.name for path in tmp_path.glob(f"ahead-{each}-*")) for each in (10, 18)]
+    assert made == [["ahead-10-0", "ahead-10-3"], ["ahead-18-1", "ahead-18-3"]]
+    assert_went_on(run.run, [f"{strategy}:3", f"{strategy}:2"], undisturbed)
 
 
 @pytest.mark.full
