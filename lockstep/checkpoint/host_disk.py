@@ -6,6 +6,10 @@ An object is a file, created whole under a name that is used once:
     FOLDER/commits/step-00000100
     FOLDER/.incoming/RANDOM        while it is written; a killed writer's stays, and is swept
 
+In its file an object is followed by a seal, its length and the CRC-32 of its bytes. A disk gives
+nothing of an object that is not as its seal says, so that who reads can take the copy on another
+host's disk.
+
 The server answers those who know the run's token, which rank 0 draws at each start of the ranks.
 
 Tests: tests/checkpoint/test_host_disks.py
@@ -17,15 +21,17 @@ import json
 import os
 import re
 import secrets
+import struct
 import threading
 import time
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 from urllib.parse import quote, unquote
 
 from lockstep.checkpoint.posix import ABANDONED_SECONDS, sync_folder
@@ -35,13 +41,21 @@ _SAFE = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._=+-]+")  # a part of a key
 _INCOMING = ".incoming"
 _SECONDS = 60.0  # for an answer
 _TRIES = 3  # of a request whose connection was lost
-_ERRORS = {404: FileNotFoundError, 409: FileExistsError}
+_SEAL = struct.Struct(">QI")  # at the end of a file: length and CRC-32 of what is before it
+
+
+class DamagedObjectError(OSError):
+    """Raised when the bytes of an object are not those that were written."""
+
+
+_ERRORS = {404: FileNotFoundError, 409: FileExistsError, 422: DamagedObjectError}
 
 
 class Disk(ABC):
     """The objects of one disk, by their keys.
 
-    Each method raises an OSError: FileNotFoundError and FileExistsError, as their names say.
+    Each method raises an OSError: FileNotFoundError and FileExistsError, as their names say, and
+    `read` and `size` a DamagedObjectError.
     """
 
     name: str
@@ -55,8 +69,12 @@ class Disk(ABC):
         """Return bytes of an object; fewer than `length` where it ends."""
 
     @abstractmethod
-    def stat(self, key: str) -> tuple[int, float]:
-        """Return the size of an object, and when it was created, in seconds since 1970."""
+    def size(self, key: str) -> int:
+        """Return the size of an object."""
+
+    @abstractmethod
+    def created(self, key: str) -> float:
+        """Return when an object was created, damaged or not, in seconds since 1970."""
 
     @abstractmethod
     def inside(self, folder: str) -> list[str]:
@@ -77,6 +95,8 @@ class OwnDisk(Disk):
     def __init__(self, root: Path) -> None:
         self.root = root
         self.name = str(root)
+        # key → size of the file and its time of change, when its checksum was found right
+        self._verified: dict[str, tuple[int, int]] = {}
 
     def create(self, key: str, data: Any) -> None:
         """Write the object under another name, and link it to its own when it is on the disk."""
@@ -88,12 +108,13 @@ class OwnDisk(Disk):
         try:
             with beside.open("xb") as stream:
                 stream.write(data)
+                stream.write(_seal(data))
                 stream.flush()
                 os.fsync(stream.fileno())
             try:
                 os.link(beside, path)
             except FileExistsError:
-                if path.read_bytes() != bytes(data):
+                if path.read_bytes() != bytes(data) + _seal(data):
                     raise
         finally:
             beside.unlink(missing_ok=True)
@@ -102,12 +123,30 @@ class OwnDisk(Disk):
     def read(self, key: str, start: int = 0, length: int | None = None) -> bytes:
         self._path(key)
         with open_file(self.root, *key.split("/")) as stream:
+            size = self._verified_size(key, stream)
             stream.seek(start)
-            return stream.read() if length is None else stream.read(length)
+            left = max(0, size - start)
+            return stream.read(left if length is None else min(left, length))
 
-    def stat(self, key: str) -> tuple[int, float]:
-        found = self._path(key).stat()
-        return found.st_size, found.st_mtime
+    def size(self, key: str) -> int:
+        self._path(key)
+        with open_file(self.root, *key.split("/")) as stream:
+            return _sealed_size(key, stream)
+
+    def _verified_size(self, key: str, stream: BinaryIO) -> int:
+        """Return the size of an object, whose checksum is compared once for each file."""
+        size = _sealed_size(key, stream)
+        found = os.fstat(stream.fileno())
+        seen = (found.st_size, found.st_mtime_ns)
+        if self._verified.get(key) != seen:
+            stream.seek(0)
+            if _seal(stream.read(size)) != stream.read():
+                raise DamagedObjectError(f"{key} is damaged")
+            self._verified[key] = seen
+        return size
+
+    def created(self, key: str) -> float:
+        return self._path(key).stat().st_mtime
 
     def inside(self, folder: str) -> list[str]:
         with suppress(FileNotFoundError):
@@ -126,6 +165,7 @@ class OwnDisk(Disk):
         for key in keys:
             path = self._path(key)
             path.unlink(missing_ok=True)
+            self._verified.pop(key, None)
             for folder in path.relative_to(self.root).parents:
                 if len(folder.parts) > 1:  # `data` and `commits` stay
                     with suppress(OSError):  # it is not empty
@@ -163,9 +203,11 @@ class OtherDisk(Disk):
         part = {} if length is None else {"Range": f"bytes={start}-{start + length - 1}"}
         return b"" if length == 0 else self._ask("GET", key, part)
 
-    def stat(self, key: str) -> tuple[int, float]:
-        size, created = json.loads(self._ask("GET", f"?stat={key}"))
-        return size, created
+    def size(self, key: str) -> int:
+        return int(json.loads(self._ask("GET", f"?size={key}")))
+
+    def created(self, key: str) -> float:
+        return float(json.loads(self._ask("GET", f"?created={key}")))
 
     def inside(self, folder: str) -> list[str]:
         found: list[str] = json.loads(self._ask("GET", f"?inside={folder}"))
@@ -233,7 +275,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         """Send an object, a part of one, or what is known of some."""
         question, separator, about = self._key().partition("=")
-        if separator and question in ("?stat", "?inside", "?below"):
+        if separator and question in ("?size", "?created", "?inside", "?below"):
             look: Any = getattr(self.disk, question[1:])
             self._answer(lambda: json.dumps(look(about)).encode())
             return
@@ -289,6 +331,9 @@ class _Handler(BaseHTTPRequestHandler):
             except FileExistsError:
                 status = HTTPStatus.CONFLICT
                 body = f"{self._key()} exists already".encode()
+            except DamagedObjectError as error:
+                status = HTTPStatus.UNPROCESSABLE_ENTITY
+                body = str(error).encode()
             except OSError as error:
                 status = HTTPStatus.INTERNAL_SERVER_ERROR
                 body = str(error).encode()
@@ -296,6 +341,23 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
+
+
+def _seal(data: Any) -> bytes:
+    return _SEAL.pack(len(data), zlib.crc32(data))
+
+
+def _sealed_size(key: str, stream: BinaryIO) -> int:
+    """Return the size of an object by its file, or raise a DamagedObjectError.
+
+    What is cut off or appended is found without reading the bytes.
+    """
+    size = os.fstat(stream.fileno()).st_size - _SEAL.size
+    if size >= 0:
+        stream.seek(size)
+        if _SEAL.unpack(stream.read(_SEAL.size))[0] == size:
+            return size
+    raise DamagedObjectError(f"{key} is damaged: it is cut short, or longer than it was")
 
 
 def _make_folders(path: Path) -> None:

@@ -9,11 +9,12 @@ A bucket of our own (`object_store.py`), over one disk of each host:
 A rank writes an object to its own host's disk and, through a server there (`host_disk.py`), to that
 of the next host. The commit is written on all hosts, after all data are durable on two: so a
 checkpoint that any host knows of is complete as long as no two neighbours are gone. A rank reads
-from its own disk what is there, and from other hosts what is not.
+from its own disk what is there, and from other hosts what is not, or what is damaged here.
 
 Tests: tests/checkpoint/test_host_disks.py
 """
 
+import logging
 import os
 import secrets
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +22,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lockstep.checkpoint.host_disk import Disk, DiskServer, OtherDisk, OwnDisk
+from lockstep.checkpoint.host_disk import DamagedObjectError, Disk, DiskServer, OtherDisk, OwnDisk
 from lockstep.checkpoint.object_store import ObjectStorage
 from lockstep.checkpoint.ranks import Ranks
 from lockstep.errors import RunError
@@ -31,6 +32,7 @@ from lockstep.output import say
 from lockstep.paths import local_path
 
 T = TypeVar("T")
+_log = logging.getLogger(__name__)
 _EVERYWHERE = "commits/"  # what is written on all hosts
 
 
@@ -92,6 +94,7 @@ class DisksClient(ObjectClient):
         self.url = f"disks:{own.root}"
         self.own = own
         self.disks: list[Disk] = [own]
+        self._told: set[tuple[str, str]] = set()  # what is damaged: disk and key
 
     def put_new(self, key: str, data: Any) -> None:
         """Create an object on this host's disk and on the next one's; a commit on all."""
@@ -112,10 +115,17 @@ class DisksClient(ObjectClient):
         return data
 
     def size(self, key: str) -> int:
-        return self._first(key, lambda disk: disk.stat(key))[0]
+        return self._first(key, lambda disk: disk.size(key))
+
+    def exists(self, key: str) -> bool:
+        """Return whether there is an object, damaged or not."""
+        with suppress(FileNotFoundError):
+            self.modified(key)
+            return True
+        return False
 
     def modified(self, key: str) -> float:
-        return self._first(key, lambda disk: disk.stat(key))[1]
+        return self._first(key, lambda disk: disk.created(key))
 
     def inside(self, folder: str) -> list[str]:
         return sorted({name for disk in self.disks for name in disk.inside(folder)})
@@ -149,16 +159,35 @@ class DisksClient(ObjectClient):
             self.inside("commits")
 
     def _first(self, key: str, look: Callable[[Disk], T]) -> T:
-        """Return what the first disk that has the object says."""
+        """Return what the first disk that has the object, undamaged, says."""
         failed: OSError | None = None
+        damaged: list[Disk] = []
         for disk in self.disks:
             try:
-                return look(disk)
+                found = look(disk)
             except FileNotFoundError:
                 continue
             except OSError as error:  # another host may have it, too
                 failed = error
+                if isinstance(error, DamagedObjectError):
+                    damaged.append(disk)
+                continue
+            for other in damaged:
+                self._tell(key, other, disk)
+            return found
         raise failed or FileNotFoundError(f"there is no {self.url}/{key}")
+
+    def _tell(self, key: str, damaged: Disk, taken: Disk) -> None:
+        """Say once that the copy on a disk is damaged."""
+        if (damaged.name, key) not in self._told:
+            self._told.add((damaged.name, key))
+            _log.warning(
+                "warning: %s: %s is damaged on %s: the copy on %s is taken",
+                self.url,
+                key,
+                damaged.name,
+                taken.name,
+            )
 
     @contextmanager
     def _refused(self) -> Iterator[None]:

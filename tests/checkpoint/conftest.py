@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.checkpoint import object_store
 from tests.checkpoint import places
 
 _IN_MEMORY = Path("/dev/shm")
@@ -30,15 +29,9 @@ def tmp_path() -> Iterator[Path]:
 
 
 @pytest.fixture(params=places.tested())
-def place(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> places.Place:
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> places.Place:
     """An empty storage: a folder, one in memory, one that LOCKSTEP_TEST_STORAGE names, a bucket."""
-    if request.param == places.BUCKET:
-        request.getfixturevalue("bucket_proxy")
-        monkeypatch.setattr(object_store, "PART_BYTES", places.PART)
-        return places.Bucket(request.getfixturevalue("bucket_url"))
-    return places.place_of(request.param, tmp_path)
+    return places.made_for(request, tmp_path)
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ would; it is called without arguments, and its contents must outlive its objects
 
 import ast
 import io
+import json
 import os
 import shutil
 import signal
@@ -17,7 +18,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any, BinaryIO
@@ -26,13 +27,26 @@ from unittest.mock import patch
 import pytest
 
 from lockstep import checkpoint
-from lockstep.checkpoint import Directory, Location, Storage, build_storage, posix
+from lockstep.checkpoint import (
+    Directory,
+    Location,
+    ObjectStorage,
+    Storage,
+    build_storage,
+    object_store,
+    posix,
+)
+from lockstep.checkpoint.host_disk import DiskServer, OtherDisk, OwnDisk
+from lockstep.checkpoint.host_disks import DisksClient, HostDisks
 from lockstep.config import ObjectSpec
 from lockstep.object_client import ObjectClient
 from tests.checkpoint.shared import CONFIG, snapshot
 
 MOST_LINES = 1000  # that a save runs in a storage; with more, each kill adds to them
 BUCKET = "bucket"
+DISKS = "disks"
+TOKEN = "secret"
+SEAL = 12  # bytes after an object
 PART = 2048  # bytes of an object of a longer file
 MEMORY = "tests.checkpoint.memory_storage:MemoryStorage"
 CHANGES = {
@@ -57,8 +71,23 @@ def tested() -> list[Any]:
     return ["folder", MEMORY, pytest.param(BUCKET, marks=marks)]
 
 
-def place_of(name: str, tmp_path: Path) -> "Place":
-    return Folder(tmp_path) if name == "folder" else Elsewhere(name)
+def damaged() -> list[Any]:
+    """The storages whose files the tests of damage change: on the disks of hosts, too."""
+    named = os.environ.get("LOCKSTEP_TEST_STORAGE")
+    return tested() if named else [*tested(), DISKS]
+
+
+def made_for(request: pytest.FixtureRequest, folder: Path) -> "Place":
+    """Return the empty storage that a fixture's parameter names."""
+    if request.param == BUCKET:
+        request.getfixturevalue("bucket_proxy")
+        request.getfixturevalue("monkeypatch").setattr(object_store, "PART_BYTES", PART)
+        return Bucket(request.getfixturevalue("bucket_url"))
+    if request.param == DISKS:
+        disks = Disks(folder)
+        request.addfinalizer(disks.close)
+        return disks
+    return Folder(folder) if request.param == "folder" else Elsewhere(request.param)
 
 
 class Place(ABC):
@@ -102,6 +131,14 @@ class Place(ABC):
         Returns:
             (whether it was killed, the changes that it came to).
         """
+
+    def once_a_state(self, look: Callable[..., None], *about: Any) -> None:
+        """Look at the checkpoints, unless they have been looked at when all was as now."""
+        look(self, *about)
+
+    def reads_once(self) -> AbstractContextManager[object]:
+        """Within, an undamaged file may be read from the storage once, and then from memory."""
+        return nullcontext()
 
     def flip(self, path: Any, file: str, position: int) -> None:
         """One bit of one byte, as a bad disk would."""
@@ -288,10 +325,45 @@ class Elsewhere(Place):
 
 
 class Bucket(Elsewhere):
-    """A bucket on a real server. Whoever writes is this process, and dies before a request."""
+    """A bucket on a real server. Whoever writes is this process, and dies before a request.
+
+    To read a checkpoint is some 300 requests, of 10 ms each on two busy cores: the server's.
+    """
 
     def __init__(self, url: str) -> None:
+        self._states: set[State] = set()  # that were looked at
         super().__init__("lockstep.checkpoint:ObjectStorage", {"url": url})
+
+    @contextmanager
+    def reads_once(self) -> Iterator[None]:
+        self.directory.kept = {}
+        yield
+        self.directory.kept = None
+
+    def once_a_state(self, look: Callable[..., None], *about: Any) -> None:
+        """Look again where an object differs; ETags tell their bytes, all of them in one answer.
+
+        What is read of checkpoints is a function of these objects alone.
+        """
+        state = self._state()
+        if state not in self._states:
+            look(self, *about)
+            assert self._state() == state, "to look changes nothing"
+            self._states.add(state)
+
+    def _state(self) -> "State":
+        """Return name and ETag of each commit, and of each object of a draft that has one."""
+        storage = build_storage(self._spec)
+        assert isinstance(storage, ObjectStorage)
+        store = storage.client._store
+        listed = storage.client._obstore.list(store, "").collect()
+        objects = {meta["path"]: meta["e_tag"] for meta in listed}
+        assert all(objects.values())
+        commits = [key for key in objects if key.startswith("commits/")]
+        drafts = tuple(f"data/{json.loads(storage.client.get(key))['draft']}/" for key in commits)
+        return frozenset(
+            (key, tag) for key, tag in objects.items() if key.startswith(("commits/", *drafts))
+        )
 
     def killed_at(self, moment: int, work: Callable[[], object]) -> tuple[bool, list[str]]:
         requests: list[str] = []
@@ -315,6 +387,52 @@ class Bucket(Elsewhere):
         return mortal.dead, requests
 
 
+State = frozenset[tuple[str, str]]  # names of objects, and their ETags
+
+
+def of_two_hosts(folder: str, port: int) -> HostDisks:
+    """What a rank has on the first of two hosts, whose second one serves its disk at a port."""
+    storage = HostDisks(folder)
+    client = storage.client
+    assert isinstance(client, DisksClient)
+    client.disks.append(OtherDisk("the disk of the second host", "127.0.0.1", port, TOKEN))
+    return storage
+
+
+class Disks(Elsewhere):
+    """The disks of two hosts, which share nothing; what is damaged is so on both.
+
+    The seals of objects stay as they were, as on a bad disk.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.roots = [folder / "first", folder / "second"]
+        self._server = DiskServer(OwnDisk(self.roots[1]), "127.0.0.1", TOKEN)
+        arguments = {"folder": str(self.roots[0]), "port": self._server.port}
+        self._seals: dict[Path, bytes] = {}  # of objects that were damaged
+        super().__init__(f"{__name__}:of_two_hosts", arguments)
+
+    def close(self) -> None:
+        self._server.close()
+
+    def damage(self, path: Location, file: str, data: bytes | None) -> None:
+        for on_disk in self.objects(path, file):
+            if data is None:
+                on_disk.unlink()
+            else:
+                on_disk.write_bytes(data + self._seals[on_disk])
+
+    def objects(self, path: Location, file: str) -> list[Path]:
+        """The files of an object on both disks, the first host's first."""
+        commit = f"commits/{path.name}"
+        draft = json.loads(OwnDisk(self.roots[0]).read(commit))["draft"]
+        found = [root / "data" / draft / file for root in self.roots]
+        for on_disk in found:
+            if on_disk not in self._seals:
+                self._seals[on_disk] = on_disk.read_bytes()[-SEAL:]
+        return found
+
+
 class Mortal(Storage):
     """A storage whose process may be dead, and whose files may hold other bytes than
     were written.
@@ -324,6 +442,7 @@ class Mortal(Storage):
         self._inner = inner
         self._tampered = tampered
         self.dead = False
+        self.kept: dict[str, bytes] | None = None  # the files that were read
 
     def __str__(self) -> str:
         return str(self._inner)
@@ -340,6 +459,12 @@ class Mortal(Storage):
     @contextmanager
     def open(self, name: str, file: str) -> Iterator[BinaryIO]:
         key = f"{name}/{file}"
+        if self.kept is not None and self._tampered.get(key, b"") is not None:
+            if key not in self.kept:
+                with self.inner.open(name, file) as stream:
+                    self.kept[key] = stream.read()
+            yield io.BytesIO(self._tampered.get(key) or self.kept[key])
+            return
         with self.inner.open(name, file) as stream:
             if self._tampered.get(key, b"") is None:
                 raise FileNotFoundError(key)

@@ -33,22 +33,33 @@ def test_a_kill_at_any_moment_of_a_save_leaves_the_old_or_the_new(place: Place) 
     for _ in place.moments(lambda: place.save(2, shift=1.0)):
         there = place.names()
         assert there in ([old], [old, new])
-        with patch("lockstep.checkpoint.keep._warn", side_effect=AssertionError):
-            found = checkpoint.newest(place.directory, thorough=True)
-        assert found.name == there[-1]
-        target = blank(snapshot())
-        checkpoint.load(found, target)
-        assert_same(snapshot(1.0 if found.name == new else 0.0), target)
-        seen_old = seen_old + (found.name == old)
-        seen_new = seen_new + (found.name == new)
-        if found.name == new:
-            remove(found)
+        place.once_a_state(_assert_newest_loads, there[-1], new)
+        seen_old = seen_old + (there[-1] == old)
+        seen_new = seen_new + (there[-1] == new)
+        if there[-1] == new:
+            remove(checkpoint.list_checkpoints(place.directory)[-1])
     assert seen_old > 40, "every file is made, written and synced, every folder made and synced"
     if isinstance(place, Folder):
         assert seen_new == 2, (
             "from the rename on: before the folder above is synced, and at the end"
         )
     assert seen_new >= 1
+
+
+def _assert_newest_loads(place: Place, name: str, new: str) -> None:
+    """The newest checkpoint is whole, and holds what was saved."""
+    with patch("lockstep.checkpoint.keep._warn", side_effect=AssertionError):
+        found = checkpoint.newest(place.directory, thorough=True)
+    assert found is not None
+    assert found.name == name
+    target = blank(snapshot())
+    checkpoint.load(found, target)
+    assert_same(snapshot(1.0 if name == new else 0.0), target)
+
+
+def _assert_all_are_whole(place: Place) -> None:
+    for path in checkpoint.list_checkpoints(place.directory):
+        assert checkpoint.verify(path) == []
 
 
 @pytest.mark.fault(
@@ -79,8 +90,7 @@ def test_a_kill_at_any_moment_of_a_deletion_leaves_no_half_checkpoint(place: Pla
     for step in (1, 2, 3):
         place.save(step)
     for _ in place.moments(lambda: checkpoint.rotate(place.directory, keep=1)):
-        for path in checkpoint.list_checkpoints(place.directory):
-            assert checkpoint.verify(path) == []
+        place.once_a_state(_assert_all_are_whole)
         assert place.names()[-1] == "step-00000003"
     assert place.names() == ["step-00000003"]
     assert place.storage.sweep() == []
@@ -98,14 +108,18 @@ def test_a_kill_at_any_moment_of_setting_aside_loses_nothing(place: Place) -> No
         place.save(step, shift=float(step))
     digest = checkpoint.digest(checkpoint.list_checkpoints(place.directory)[1])
     for _ in place.moments(lambda: checkpoint.set_aside(place.directory, after=1)):
-        for path in checkpoint.list_checkpoints(place.directory):
-            assert checkpoint.verify(path) == []
-        named = [name for name in place.storage.names() if name.startswith("step-00000002")]
-        assert {checkpoint.digest(path) for path in map(place.storage.path, named)} == {digest}, (
-            "none is half"
-        )
+        place.once_a_state(_assert_second_is_whole, digest)
         place.storage.sweep()
     assert place.names() == ["step-00000001"]
+
+
+def _assert_second_is_whole(place: Place, digest: str) -> None:
+    """All checkpoints are whole; the second one has this digest by each of its names."""
+    _assert_all_are_whole(place)
+    named = [name for name in place.storage.names() if name.startswith("step-00000002")]
+    assert {checkpoint.digest(path) for path in map(place.storage.path, named)} == {digest}, (
+        "none is half"
+    )
 
 
 @pytest.mark.fault(

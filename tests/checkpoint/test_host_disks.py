@@ -5,6 +5,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from lockstep import checkpoint
-from lockstep.checkpoint import HostDisks, SaveOptions, Snapshot, Storage
+from lockstep.checkpoint import HostDisks, SaveOptions, Snapshot, Storage, object_store
 from lockstep.checkpoint.host_disk import DiskServer, OtherDisk, OwnDisk
 from lockstep.checkpoint.host_disks import DisksClient
 from lockstep.config import CheckpointConfig
 from lockstep.errors import RunError
 from lockstep.records import RunDirectory
-from tests.checkpoint.shared import CONFIG, known, snapshot
+from tests.checkpoint.places import Disks
+from tests.checkpoint.shared import CONFIG, assert_same, blank, known, snapshot
 from tests.ranks import REPOSITORY, free_port, run_ranks
 
 
@@ -147,6 +149,72 @@ def test_a_host_that_is_gone_for_good_takes_nothing_along(tmp_path: Path) -> Non
     for loaded in run_ranks(on_three_ranks_after_a_loss, 3, tmp_path):
         for name, tensor in loaded.items():
             assert torch.equal(tensor, known(name, (8, 4)) + 2.0)
+
+
+@pytest.fixture
+def disks(tmp_path: Path) -> Iterator[Disks]:
+    """The disks of two hosts."""
+    made = Disks(tmp_path)
+    yield made
+    made.close()
+
+
+def flip(on_disk: Path) -> None:
+    data = bytearray(on_disk.read_bytes())
+    data[len(data) // 2] ^= 0x10
+    on_disk.write_bytes(data)
+
+
+def cut_short(on_disk: Path) -> None:
+    on_disk.write_bytes(on_disk.read_bytes()[:-5])
+
+
+def lengthen(on_disk: Path) -> None:
+    on_disk.write_bytes(on_disk.read_bytes() + b"?")
+
+
+@pytest.mark.parametrize("harm", [flip, cut_short, lengthen, Path.unlink])
+@pytest.mark.parametrize("host", [0, 1])
+@pytest.mark.fault(
+    "storage: on the hosts' own disks: one host's copy of any file is damaged or gone",
+    "`checkpoint.storage: disks:FOLDER`; a bit is flipped, the file is cut short or longer",
+    "the copy on the next host is taken, and a warning names both: the newest checkpoint is whole",
+)
+def test_a_neighbour_s_copy_is_taken_where_one_is_damaged(
+    harm: Callable[[Path], None],
+    host: int,
+    disks: Disks,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(object_store, "PART_BYTES", 2048)  # so that files are of several objects
+    path = disks.save(1)
+    disks.save(2, shift=1.0)
+    there = [one for one in disks.roots[host].rglob("*") if one.is_file()]
+    commits = [one for one in there if one.parent.name == "commits"]
+    parts = [one for one in there if ".part-" in one.name]
+    assert len(commits) == 2
+    assert len(parts) > 2
+    for on_disk in there:
+        harm(on_disk)
+    again = disks.directory.inner
+    assert checkpoint.verify(path) == []
+    found = checkpoint.resume_point(again)
+    assert found is not None
+    assert found.name == "step-00000002"
+    loaded = blank(snapshot())
+    checkpoint.load(found, loaded)
+    assert_same(snapshot(1.0), loaded)
+    said = {one.getMessage() for one in caplog.records if " is damaged on " in one.getMessage()}
+    named = {text.partition(" is damaged on ")[0].rpartition(": ")[2] for text in said}
+    keys = {one.relative_to(disks.roots[host]).as_posix() for one in [*commits, *parts]}
+    # the second host's copies are not looked at where the first one's are whole
+    assert (named >= keys) == (host == 0 and harm is not Path.unlink)
+    assert not named or host == 0
+    if named:
+        assert f" is damaged on {disks.roots[0]}: the copy on the disk of the second host is" in (
+            min(said)
+        )
 
 
 def test_what_no_host_has_is_no_checkpoint(tmp_path: Path) -> None:

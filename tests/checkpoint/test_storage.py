@@ -19,10 +19,10 @@ from tests.faults.tiny import Points, events, trainer
 
 
 @pytest.fixture
-def memory(tmp_path: Path) -> Iterator[MemoryStorage]:
-    places.place_of(places.MEMORY, tmp_path)  # emptied
+def memory() -> Iterator[MemoryStorage]:
+    places.Elsewhere(places.MEMORY)  # emptied
     yield MemoryStorage()
-    places.place_of(places.MEMORY, tmp_path)  # emptied
+    places.Elsewhere(places.MEMORY)  # emptied
 
 
 def test_everything_comes_back(place: Place) -> None:
