@@ -4,8 +4,10 @@ Tests: tests/data/test_encoding.py
 """
 
 import ctypes
+import json
 import multiprocessing
 import os
+import re
 import signal
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -70,8 +72,9 @@ class Encoder:
         """Return the tokens of a record; a UsageError if it is bad."""
         try:
             return self._encoded(record)
-        except UnicodeEncodeError as error:  # JSON may hold half of a pair: "\ud83d"
-            half = ascii(error.object[error.start]).strip("'")
+        except (UnicodeEncodeError, TypeError):  # of bytes, and of the package tokenizers
+            if (half := _half_of_a_pair(record)) is None:
+                raise
             what = f"the text of {record.where} holds {half}, which is no character"
             why = "it is half of a surrogate pair, and UTF-8 has no such"
             fix = "take it out, or write the character whole"
@@ -104,6 +107,13 @@ class Encoder:
             fix = "give the tokenizer.json with which the tokens were made"
             raise UsageError(what, where="tokenizer", why=why, fix=fix)
         return content.astype(self._tokenizer.dtype)
+
+
+def _half_of_a_pair(record: Record) -> str | None:
+    """Return half of a surrogate pair in a record, which JSON may hold, escaped; None without."""
+    read = [record.content, record.row]
+    found = re.search("[\ud800-\udfff]", json.dumps(read, ensure_ascii=False, default=str))
+    return None if found is None else ascii(found[0]).strip("'")
 
 
 Numbered = tuple[int, Record | None]  # the number of its file, and a record; None: a blank line

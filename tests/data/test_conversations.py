@@ -12,7 +12,9 @@ import torch
 from lockstep.config import Config, DataConfig
 from lockstep.data import Data, build_data
 from lockstep.data.conversations import ChatTemplate
-from lockstep.data.document_files import Field
+from lockstep.data.document_files import Field, Record
+from lockstep.data.encoding import Encoder
+from lockstep.data.filters import Filters
 from lockstep.data.language import Tokenizer
 from lockstep.data.prepare import prepare
 from lockstep.errors import UsageError
@@ -296,3 +298,12 @@ def test_a_file_that_truncates_or_pads_does_so_to_no_document(tmp_path: Path) ->
     assert _edited(tmp_path, lambda content: content.update(truncation=cut)).encode(text) == whole
     settings = {"truncation": None, "padding": pad}
     assert _edited(tmp_path, lambda content: content.update(settings)).encode(text) == whole
+
+
+def test_half_of_a_surrogate_pair_in_a_message_is_one_error(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(str(write_tokenizer(tmp_path)))
+    messages = [{"role": "user", "content": "half \ud83d"}, ANSWER]
+    for content in (messages, "half \ud83d"):
+        encoder = Encoder(tokenizer, Filters(), ChatTemplate(tokenizer))
+        with pytest.raises(UsageError, match=r"chat:1 holds \\ud83d, which is no character"):
+            encoder.encode(Record(content, "chat:1", 1))
