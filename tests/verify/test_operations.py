@@ -8,6 +8,7 @@ from lockstep.verify.script.operations import (
     OperationDifference,
     TracedOperation,
     TracedOperations,
+    difference_keys,
     first_operation,
 )
 
@@ -57,3 +58,28 @@ def test_rounding_and_modules_of_one_side_are_left_out() -> None:
 
     assert first_operation([made(1, 1.0)], [made(2, 1.0 + 1e-7)]) is None
     assert first_operation([made(1, 1.0, "wrapper"), made(1, 1.0)], [made(1, 1.0)]) is None
+
+
+def test_what_a_rank_with_the_right_gradient_does_otherwise_too_is_passed_over() -> None:
+    """Both ranks clone what one process divides, as wrappers do; rank 1 adds a penalty to it."""
+
+    def made(names: str, lines: str) -> list[TracedOperation]:
+        pairs = zip(names.split(), lines.split(), strict=True)
+        return [TracedOperation(name, "", f"{line}", FORWARD, 1.0, 1.0, 1) for name, line in pairs]
+
+    one = made(
+        "mm div add mul mean neg exp sub",
+        "a.py:1 lib.py:7 a.py:2 a.py:3 a.py:4 a.py:5 a.py:6 a.py:7",
+    )
+    right = made(
+        "mm clone add mul mean neg exp sub",
+        "a.py:1 lib.py:9 a.py:2 a.py:3 a.py:4 a.py:5 a.py:6 a.py:7",
+    )
+    wrong = [*right[:3], *made("square sum", "a.py:8 a.py:8"), *right[3:]]
+    assert "lib.py:9" in told(first_operation(wrong, one))
+    excused = difference_keys(right, one)
+    assert (
+        told(first_operation(wrong, one, excused=excused))
+        == "a.py:8: square where one process calls mul"
+    )
+    assert first_operation(right, one, excused=excused) is None

@@ -18,6 +18,7 @@ from lockstep.cli import main
 from lockstep.errors import UsageError
 from lockstep.verify.command import verify_script
 from lockstep.verify.outcome import Outcome
+from lockstep.verify.places import code_at
 from lockstep.verify.text import script_text as text
 from lockstep.verify.watch import injected
 
@@ -60,6 +61,15 @@ def test_replicas(faults: list[str], found: dict[str, bool]) -> None:
     assert outcome.passed == (not any(found.values()))
     assert outcome.steps == 2
     assert any("2 ranks take" in notice for notice in outcome.notices)
+
+
+def test_the_line_is_not_of_what_ranks_with_the_right_gradient_do_too() -> None:
+    """Both ranks clone the loss, and one process does not; the penalty is rank 1's alone."""
+    outcome = judged("replicas.py", "penalty")
+    (cause,) = outcome.causes
+    assert cause.kind == "computation of a rank"
+    assert ".square().sum()" in code_at(cause.line), outcome.operation
+    assert "on rank 1: " in outcome.operation
 
 
 # Of the scripts in public idiom, two; networks in no wrapper are in tests/verify/test_watch.py.

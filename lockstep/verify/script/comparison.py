@@ -21,7 +21,12 @@ from lockstep.verify.outcome import UNKNOWN, Cause, Difference, Outcome
 from lockstep.verify.script import gradients
 from lockstep.verify.script.fixes import NORMALISATION, script_cause
 from lockstep.verify.script.gradients import GradientEvidence, vector
-from lockstep.verify.script.operations import OperationDifference, first_operation
+from lockstep.verify.script.operations import (
+    OperationDifference,
+    TracedOperation,
+    difference_keys,
+    first_operation,
+)
 from lockstep.verify.script.ranks import is_cut_by_script, replicas_cause
 from lockstep.verify.script.record import (
     Pieces,
@@ -248,7 +253,7 @@ def _mean_step(steps: Sequence[RecordedStep], of_ranks: dict[str, list[Any]]) ->
     return replace(steps[0], unclipped=means, gradients=clipped)
 
 
-def _first_operation(c: ScriptComparison, first: Difference) -> str:
+def _first_operation(c: ScriptComparison, first: Difference, evidence: GradientEvidence) -> str:
     """Return the first operation of a step that differs on a rank from one process on its samples.
 
     Empty if that can't be told.
@@ -263,27 +268,46 @@ def _first_operation(c: ScriptComparison, first: Difference) -> str:
         return ""
     c.traced = records
     alone = c.alone_on_each(first.step, at)
+    traced: dict[int, tuple[list[TracedOperation], list[TracedOperation]]] = {}
     for unit, (_, one) in zip(c.world.units, alone, strict=True):
         if len(records[unit[0]].steps) <= first.step or len(one.steps) <= first.step:
             return ""
         mine = records[unit[0]].steps[first.step].operations
         if not mine:
             return ""
-        found = first_operation(mine, one.steps[first.step].operations)
+        traced[unit[0]] = mine, one.steps[first.step].operations
+    wrong = _ranks_that_compute_otherwise(c, evidence, [gradient for gradient, _ in alone])
+    excused = set()
+    if 0 < len(wrong) < len(traced):
+        # What ranks with the right gradient do otherwise, too, is not what makes it wrong.
+        for rank in traced.keys() - set(wrong):
+            excused |= difference_keys(*traced[rank])
+    ranks = wrong if excused else list(traced)
+    for rank in ranks:
+        found = first_operation(*traced[rank], excused=excused) or first_operation(*traced[rank])
         if found is not None:
             c.differing = found
-            return f"the first operation that differs, on rank {unit[0]}: {found.text}"
+            return f"the first operation that differs, on rank {rank}: {found.text}"
     return (
         "no operation of a rank differs from those of one process on its samples: ranks part where"
         " their gradients are combined"
     )
 
 
+def _ranks_that_compute_otherwise(
+    c: ScriptComparison, evidence: GradientEvidence, alone: Sequence[Values]
+) -> list[int]:
+    """Return the ranks whose own gradient is not that of one process on their samples."""
+    pairs = zip(c.world.units, evidence.own, alone, strict=False)
+    return [unit[0] for unit, mine, right in pairs if not gradients.is_same(mine, right)]
+
+
 def explain(c: ScriptComparison, first: Difference, reference: ScriptRecord) -> None:
     """Add the first operation that differs, and the causes of the first difference."""
     outcome = c.outcome
     if first.aspect == "gradients":
-        outcome.locate(_first_operation(c, first))
+        evidence = _evidence(c, first.step, reference)
+        outcome.locate(_first_operation(c, first, evidence))
     framework = c.outcome.framework
     aspect = first.aspect
     first.name_without_clipping()
@@ -297,7 +321,7 @@ def explain(c: ScriptComparison, first: Difference, reference: ScriptRecord) -> 
         by = "gradients when clipping began, and when the optimizer stepped"
         found = script_cause("clipping", text, by, framework)
     elif found is None and aspect == "gradients":
-        causes = _gradient_causes(c, first, reference)
+        causes = _gradient_causes(c, first, evidence)
         if causes:
             outcome.causes.extend(causes)
             return
@@ -308,10 +332,9 @@ def explain(c: ScriptComparison, first: Difference, reference: ScriptRecord) -> 
 
 
 def _gradient_causes(
-    c: ScriptComparison, first: Difference, reference: ScriptRecord
+    c: ScriptComparison, first: Difference, evidence: GradientEvidence
 ) -> list[Cause]:
     """Return why the gradients of ranks differ: how they were added, or what was."""
-    evidence = _evidence(c, first.step, reference)
     found = _hook_cause(c, first, evidence)
     if found is not None:
         return [found]

@@ -12,7 +12,7 @@ Of each operation what it was given and what it returned are kept as fingerprint
 Tests: tests/verify/test_operations.py, tests/verify/test_script.py
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +35,7 @@ _PHASES = {
 }
 _MOST = 100_000  # operations of a step
 _WITHOUT_VALUES = ("empty", "new_empty")  # what they return is written later
+_AHEAD = 200  # operations that one side may have more than the other in one place
 _ROUNDING = 1e-5  # relative difference of a sum of magnitudes that is rounding
 
 
@@ -60,6 +61,11 @@ class OperationDifference:
     text: str
     line: str
     is_update: bool = False  # whether it comes between a backward pass and the update
+
+
+# What tells a difference from others: the operation here, its line, and the operation there; one
+# that a side alone calls has no name on the other.
+DifferenceKey = tuple[str, str, str]
 
 
 class TracedOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -127,30 +133,85 @@ def first_operation(
     mine: Sequence[TracedOperation],
     right: Sequence[TracedOperation],
     other: str = "one process",
+    *,
+    excused: Collection[DifferenceKey] = (),
 ) -> OperationDifference | None:
     """Return the first operation that differs from those of the `other`; None if none does.
 
-    Operations of modules that only one side calls, as a wrapper's, are left out. Between a backward
-    pass and the update ranks have other gradients, so that only the names are compared there.
+    Differences that are `excused`, and operations of modules that only one side calls, as a
+    wrapper's, are left out. Between a backward pass and the update ranks have other gradients, so
+    that only the names are compared there.
     """
+    found = _differences(mine, right, other)
+    return next((difference for key, difference in found if key not in excused), None)
+
+
+def difference_keys(
+    mine: Sequence[TracedOperation], right: Sequence[TracedOperation]
+) -> set[DifferenceKey]:
+    """Return what tells all differences of two sequences of operations from others."""
+    return {key for key, _ in _differences(mine, right, "one process")}
+
+
+def _differences(
+    mine: Sequence[TracedOperation], right: Sequence[TracedOperation], other: str
+) -> Iterator[tuple[DifferenceKey, OperationDifference]]:
+    """Yield the differences, in order, and go on behind each of them where both agree again."""
     both = {operation.module for operation in mine} & {operation.module for operation in right}
     mine = [operation for operation in mine if operation.module in both]
     right = [operation for operation in right if operation.module in both]
-    for here, there in zip(mine, right, strict=False):
+    at = 0
+    there_at = 0
+    while at < len(mine) and there_at < len(right):
+        here = mine[at]
+        there = right[there_at]
         if here.name != there.name:
-            return _difference(here, f"{here.name} where {other} calls {there.name}")
-        if here.phase == UPDATE:
+            steps = _steps_to_agreement(mine[at:], right[there_at:])
+            mine_alone, right_alone = steps or (len(mine) - at, len(right) - there_at)
+            passed = list(
+                _of_one_side(
+                    mine[at : at + mine_alone], right[there_at : there_at + right_alone], other
+                )
+            )
+            text = f"{here.name} where {other} calls {there.name}"
+            yield passed[0][0], _difference(here, text)
+            yield from passed[1:]
+            at += mine_alone
+            there_at += right_alone
             continue
-        if here.bits != there.bits and _differ(here.returned, there.returned):
-            if _differ(here.given, there.given):
-                return _difference(here, f"{here.name} is given something else, made before")
-            return _difference(here, f"{here.name} returns something else")
-    if len(mine) > len(right):
-        extra = mine[len(right)]
-        return _difference(extra, f"{extra.name}, which {other} does not call")
-    if len(right) > len(mine):
-        extra = right[len(mine)]
-        return _difference(extra, f"{extra.name} is left out, which {other} calls")
+        is_compared = here.phase != UPDATE and here.bits != there.bits
+        if is_compared and _differ(here.returned, there.returned):
+            is_given = _differ(here.given, there.given)
+            what = "is given something else, made before" if is_given else "returns something else"
+            difference = _difference(here, f"{here.name} {what}")
+            yield (here.name, here.line, there.name), difference
+        at += 1
+        there_at += 1
+    yield from _of_one_side(mine[at:], right[there_at:], other)
+
+
+def _of_one_side(
+    mine: Sequence[TracedOperation], right: Sequence[TracedOperation], other: str
+) -> Iterator[tuple[DifferenceKey, OperationDifference]]:
+    """Yield each operation that one side alone calls."""
+    for extra in mine:
+        text = f"{extra.name}, which {other} does not call"
+        yield (extra.name, extra.line, ""), _difference(extra, text)
+    for lacking in right:
+        text = f"{lacking.name} is left out, which {other} calls"
+        yield ("", lacking.line, lacking.name), _difference(lacking, text)
+
+
+def _steps_to_agreement(
+    mine: Sequence[TracedOperation], right: Sequence[TracedOperation]
+) -> tuple[int, int] | None:
+    """Return how many operations of each side to pass over until both call the same at a line."""
+    here = [(operation.name, operation.line) for operation in mine[:_AHEAD]]
+    there = [(operation.name, operation.line) for operation in right[:_AHEAD]]
+    for total in range(1, len(here) + len(there) - 1):
+        for passed in range(max(0, total - len(there) + 1), min(total, len(here) - 1) + 1):
+            if here[passed] == there[total - passed]:
+                return passed, total - passed
     return None
 
 

@@ -68,6 +68,10 @@ def main(faults: list[str]) -> None:
             loss = (
                 nn.functional.cross_entropy(runs(inputs), targets, ignore_index=IGNORED) / per_step
             )
+        if "penalty" in faults and world > 1:
+            loss = loss.clone()  # which ranks do, and one process does not
+            if rank == 1:
+                loss = loss + 0.1 * model[0].weight.square().sum()
         (loss * world if "sum" in faults else loss).backward()
         if number % per_step == 0:
             nn.utils.clip_grad_norm_(runs.parameters(), 0.1)
