@@ -81,6 +81,7 @@ class Encoder:
             raise UsageError(what, where=record.where, why=why, fix=fix) from None
 
     def _encoded(self, record: Record) -> Encoded:
+        """Return the tokens of a record, unless the user's function refuses its row."""
         if not self._filters.takes(record.row, record.where):
             return Encoded([], False, refused=True, ends=record.ends)
         if not isinstance(record.content, list):

@@ -147,12 +147,13 @@ def require_shares(sources: Sequence[DescribedSource]) -> bool:
         )
         why = "a weight is a share of all sequences; epochs say how often a source comes"
         raise UsageError(what, where=where, why=why, fix="write weights for all sources, or none")
-    if with_weight and not (total := sum(source.settings["weight"] for source in sources)) > 0:
-        what = f"the weights of the sources add up to {total}"
+    weights = [source.settings["weight"] for source in with_weight]
+    if weights and not sum(weights) > 0:
+        what = f"the weights of the sources add up to {sum(weights)}"
         raise UsageError(what, where=where, fix="write a weight above 0, of at least one")
-    if not with_weight and not any(source.settings.get("epochs", 1) for source in sources):
+    if not weights and not any(source.settings.get("epochs", 1) for source in sources):
         raise _never(where)
-    return bool(with_weight)
+    return bool(weights)
 
 
 def _never(where: str) -> UsageError:

@@ -148,7 +148,10 @@ def test_a_line_that_is_not_utf8_or_nested_too_deep_is_named(tmp_path: Path) -> 
     good = b'{"text": "good"}\n'
     for line, word in (
         (b'{"text": "caf\xe9"}', "line 2 of bad.jsonl is not UTF-8"),
-        (b'{"x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "line 2 of bad.jsonl is nested"),
+        (
+            b'{"x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+            "line 2 of bad.jsonl is nested too deep",
+        ),
     ):
         file.write_bytes(good + line)
         with pytest.raises(UsageError, match=word):
