@@ -39,6 +39,7 @@ from lockstep.scratch import remove, scratch_folder
 _MODULE = "lockstep.launch.spawn"  # this one, also where it is `__main__`
 # how ranks start, beside the other methods of `multiprocessing`
 _FORKSERVER = "forkserver"
+_LAST = "lockstep.launch.preloaded"  # of what a server of `multiprocessing` imports
 _PREPARED = "prepared"
 _DRAWING_SECONDS = 1.0  # between two drawings of `plot`
 _CAUSE_SECONDS = 5.0  # how long to wait for the cause when only consequences are known
@@ -110,7 +111,7 @@ def spawn_again(
         method = _PREPARED
     else:
         method = _FORKSERVER
-        multiprocessing.get_context(_FORKSERVER).set_forkserver_preload(list(preload))
+        multiprocessing.get_context(_FORKSERVER).set_forkserver_preload([*preload, _LAST])
     _run_ranks(fn, args, method, None, nprocs)
 
 

@@ -248,7 +248,7 @@ def test_variables_of_the_same_world_are_right(monkeypatch: pytest.MonkeyPatch, 
 
 
 _AGAIN = """
-import json, os, signal, subprocess, sys, time
+import gc, json, os, signal, subprocess, sys, time
 import torch
 import lockstep
 from lockstep.launch import fork_server
@@ -259,7 +259,7 @@ def look(number):
     lockstep.setup()
     with open(f"{number}-{os.environ['RANK']}.json", "w") as file:
         json.dump({"parent": os.getppid(), "variable": os.environ.get("NEW"), "threads": torch.get_num_threads(),
-                   "world": torch.distributed.get_world_size()}, file)
+                   "world": torch.distributed.get_world_size(), "frozen": gc.get_freeze_count()}, file)
 
 def fails():
     raise lockstep.UsageError("bad mesh", fix="a better one")
@@ -307,6 +307,7 @@ def test_ranks_that_are_started_again_are_forks_of_one_server(server: str, tmp_p
     assert (seen[0]["parent"] == caller) == (server == "prepared")
     assert [(one["variable"], one["world"]) for one in seen] == [("2", 2)] * 2 + [("3", 3)] * 3
     assert {one["threads"] for one in seen} == {1}
+    assert all(one["frozen"] > 10_000 for one in seen), "no collection looks at what was imported"
 
 
 _FORKS = """
