@@ -1,7 +1,7 @@
-"""Imported last by a server of `multiprocessing`, whose forks are ranks: what it has imported stays.
+"""Imported last by a server of `multiprocessing` whose forks are ranks: its imports stay.
 
-Else each collection of garbage in each rank looks at a million objects of torch, and unshares their
-memory: a third of the processor time of a verdict.
+Else each collection of garbage in each rank would look at a million objects of torch, and unshare
+their memory: a quarter of the processor time of a verdict.
 
 Tests: tests/launch/test_spawn.py
 """
