@@ -98,7 +98,7 @@ def _of_line(file: Path, number: int, line: bytes, field: Field) -> Record:
         row = json.loads(line)
     except UnicodeDecodeError as error:
         what = f"line {number} of {file.name} is not UTF-8"
-        fix = "write the file as UTF-8 (of Latin-1: iconv -f latin1 -t utf-8)"
+        fix = "write the file as UTF-8: iconv -f latin1 -t utf-8, or -f utf-16, as it was written"
         raise UsageError(what, where=where, why=str(error), fix=fix) from None
     except RecursionError:
         what = f"line {number} of {file.name} is nested too deep"

@@ -35,6 +35,9 @@ class Filters:
         if self.keep is not None:
             self._function = load_object(self.keep, "keep")
             require_call(self._function, ["row"], self.keep, "keep")
+        if self.min_tokens < 1:
+            what = f"min_tokens {self.min_tokens} leaves nothing out"
+            raise UsageError(what, where="min_tokens", fix="write 1 or more, or leave it out")
         most = self.max_tokens
         if most is not None and most < self.min_tokens:
             what = f"max_tokens {most} is below min_tokens {self.min_tokens}: nothing is kept"

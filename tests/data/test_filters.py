@@ -37,6 +37,7 @@ def test_reasons_are_counted() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        ({"min_tokens": -1}, "min_tokens -1 leaves nothing out"),
         ({"min_tokens": 5, "max_tokens": 4}, "max_tokens 4 is below min_tokens 5"),
         ({"keep": "nowhere_at_all:f"}, "there is no module"),
         ({"keep": "math:pi"}, "pi"),
