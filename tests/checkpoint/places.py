@@ -463,7 +463,7 @@ class Mortal(Storage):
             if key not in self.kept:
                 with self.inner.open(name, file) as stream:
                     self.kept[key] = stream.read()
-            yield io.BytesIO(self._tampered.get(key) or self.kept[key])
+            yield io.BytesIO(self._tampered.get(key, self.kept[key]) or b"")
             return
         with self.inner.open(name, file) as stream:
             if self._tampered.get(key, b"") is None:
