@@ -335,7 +335,7 @@ class _Matrix:
 
     @property
     def is_complete(self) -> bool:
-        """Whether this rank has all of it."""
+        """Return whether this rank has the whole matrix."""
         return not self._cut_along
 
     @property

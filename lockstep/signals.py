@@ -44,7 +44,7 @@ _all_read = threading.Event()
 
 @dataclass(frozen=True)
 class Inherited:
-    """What a process that starts another one leaves to it, as to signals.
+    """Holds the state of signals that a process leaves to one that it starts.
 
     Attributes:
         blocked: numbers of the signals that it holds back.

@@ -41,6 +41,7 @@ _SAFE = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._=+-]+")  # a part of a key
 _INCOMING = ".incoming"
 _SECONDS = 60.0  # for an answer
 _TRIES = 3  # of a request whose connection was lost
+_PIECE = 1 << 20  # bytes that are read at once to compare a checksum
 _SEAL = struct.Struct(">QI")  # at the end of a file: length and CRC-32 of what is before it
 
 
@@ -139,8 +140,7 @@ class OwnDisk(Disk):
         found = os.fstat(stream.fileno())
         seen = (found.st_size, found.st_mtime_ns)
         if self._verified.get(key) != seen:
-            stream.seek(0)
-            if _seal(stream.read(size)) != stream.read():
+            if _SEAL.pack(size, _checksum(stream, size)) != stream.read():
                 raise DamagedObjectError(f"{key} is damaged")
             self._verified[key] = seen
         return size
@@ -345,6 +345,19 @@ class _Handler(BaseHTTPRequestHandler):
 
 def _seal(data: Any) -> bytes:
     return _SEAL.pack(len(data), zlib.crc32(data))
+
+
+def _checksum(stream: BinaryIO, size: int) -> int:
+    """Return the CRC-32 of the first bytes of a file, which are read piece by piece."""
+    stream.seek(0)
+    checksum = 0
+    while size > 0:
+        piece = stream.read(min(size, _PIECE))
+        if not piece:  # it was cut short meanwhile
+            break
+        checksum = zlib.crc32(piece, checksum)
+        size -= len(piece)
+    return checksum
 
 
 def _sealed_size(key: str, stream: BinaryIO) -> int:

@@ -55,7 +55,7 @@ def _firsts(hosts: Sequence[str]) -> list[bool]:
 
 @dataclass
 class Duties:
-    """What one rank does for the copies of other hosts."""
+    """Names the work of one rank for the copies of other hosts."""
 
     # (rank of another host, what its file has): this rank writes that file here, from its own
     twins: list[tuple[int, Share]] = field(default_factory=list)

@@ -192,9 +192,10 @@ class ChatTemplate:
         begin, end = spans[-1]
         text = draft.text[:end] + draft.stop
         spans[-1] = (begin, len(text))
-        if found := self._lacked.search(text):
+        lacked = self._lacked.search(text)
+        if lacked is not None:
             folder = self._tokenizer.name
-            what = f"the tokenizer.json of {folder} has no token {found[0]!r}"
+            what = f"the tokenizer.json of {folder} has no token {lacked[0]!r}"
             why = (
                 f"tokenizer_config.json names it, and the conversation of {where} has it: its"
                 " letters would be trained in its place"

@@ -31,7 +31,7 @@ ROWS = 1024  # that are read at once from a parquet file
 
 @dataclass(frozen=True)
 class Field:
-    """Which field of a row holds the document."""
+    """Names the field of a row that holds the document."""
 
     name: str = "text"
     holds_messages: bool = False  # it is a conversation, not a text

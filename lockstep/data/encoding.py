@@ -73,7 +73,8 @@ class Encoder:
         try:
             return self._encoded(record)
         except (UnicodeEncodeError, TypeError):  # of bytes, and of the package tokenizers
-            if (half := _half_of_a_pair(record)) is None:
+            half = _half_of_a_pair(record)
+            if half is None:
                 raise
             what = f"the text of {record.where} holds {half}, which is no character"
             why = "it is half of a surrogate pair, and UTF-8 has no such"

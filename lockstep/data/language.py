@@ -100,7 +100,7 @@ class Tokenizer:
 
     @property
     def contents(self) -> bytes:
-        """What is in its file, by which tokenizers are compared; empty: bytes."""
+        """Return the content of its file, by which tokenizers are compared; empty: bytes."""
         return b"" if self.file is None else self.file.read_bytes()
 
     def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:

@@ -32,7 +32,7 @@ _FIX = "name a run directory, a checkpoint, a file of weights, or a folder of Hu
 
 @dataclass(frozen=True)
 class EvaluationSubject:
-    """What is evaluated, and on which data."""
+    """Names what an evaluation computes on: weights and data."""
 
     name: str  # as it was typed
     config: Config

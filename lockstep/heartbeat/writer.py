@@ -176,7 +176,7 @@ class Heartbeat:
 
     @property
     def last_forward(self) -> float:
-        """When the work of this rank's calls last went forward (seconds, monotonic)."""
+        """Return the time at which this rank's calls last went forward (seconds, monotonic)."""
         if self._map is None:
             return 0.0
         return float(FORWARD.unpack_from(self._map, FORWARD_AT)[0])

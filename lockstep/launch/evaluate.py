@@ -26,7 +26,7 @@ from lockstep.launch.worker import run_as_worker
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is computed, and how it is printed."""
+    """Holds the metrics that a user asks for, and the form in which they are printed."""
 
     metrics: Sequence[str] = ()
     prompts: Sequence[str] = ()

@@ -20,7 +20,7 @@ CanTrain = Callable[[int, int], bool]
 
 @dataclass(frozen=True)
 class Seen:
-    """What a look at the ranks of one machine has found."""
+    """Holds the findings of one look at the ranks of a machine."""
 
     began: float  # when (seconds, monotonic)
     failed: frozenset[int]  # ranks whose processes have ended with an error

@@ -42,7 +42,7 @@ _KEY = "lockstep/live"
 
 @dataclass
 class _LauncherReport:
-    """What a launcher tells the others."""
+    """Holds the words of one launcher to the others."""
 
     beat: int = 0  # grows as long as it lives
     looks: int = 0  # after which it had found none of its ranks dead

@@ -44,7 +44,7 @@ class CannotForkError(Exception):
 
 @dataclass(frozen=True)
 class ForkRequest:
-    """What a prepared process is asked to start.
+    """Describes a process that a prepared process shall start.
 
     Attributes:
         module: what `python -m` would run.

@@ -392,7 +392,7 @@ class LaunchJob:
 
 @dataclass
 class _Ended:
-    """How the agent of this machine has ended, beside its exit code."""
+    """Describes the end of this machine's agent, beside its exit code."""
 
     keeps_copies: bool = False  # it saves the newest copy in memory if the launch has failed
 

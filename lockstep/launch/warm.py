@@ -53,7 +53,7 @@ _NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "user", "uts")
 
 @dataclass(frozen=True)
 class Status:
-    """What the warm process says of itself.
+    """Holds the words of a warm process about itself.
 
     Attributes:
         pid: its process.

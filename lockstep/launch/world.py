@@ -66,7 +66,7 @@ class LiveWorld:
 
     @property
     def text(self) -> str:
-        """What the file says."""
+        """Return the content of the file."""
         return json.dumps(asdict(self))
 
     @classmethod

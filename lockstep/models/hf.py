@@ -67,7 +67,7 @@ _AutoConfig: Any = transformers.AutoConfig
 
 @dataclass(frozen=True)
 class DescribedModel:
-    """What a config says of a model of the library, before it is built."""
+    """Describes a model of the library by a config, before it is built."""
 
     config: Any
     auto: str  # the name of its Auto class
@@ -81,17 +81,17 @@ class DescribedModel:
 
     @property
     def is_causal(self) -> bool:
-        """Whether it is a causal language model, which meets the protocol."""
+        """Return whether it is a causal language model, which meets the protocol."""
         return self.auto == CAUSAL_LM
 
     @property
     def can_be_drawn(self) -> bool:
-        """Whether it can be built on meta, and filled later."""
+        """Return whether it can be built on meta, and filled later."""
         return self.is_causal and can_be_drawn(self.config)
 
     @property
     def can_be_read_in_pieces(self) -> bool:
-        """Whether ranks can each read their piece of the folder's weights."""
+        """Return whether ranks can each read their piece of the folder's weights."""
         return bool(
             CAN_READ_PIECES
             and self.is_causal

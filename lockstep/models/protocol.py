@@ -339,7 +339,7 @@ Borrowed = Mapping[str, Mapping[str, str]]
 
 @dataclass(frozen=True)
 class Offers:
-    """What a model offers, read once.
+    """Lists the offers of a model, read once.
 
     The methods of the model that an axis alone asks for are called when that axis does.
     """

@@ -34,7 +34,7 @@ from lockstep.registry import STRATEGIES, require_call
 
 @dataclass(frozen=True)
 class AppliedStrategy:
-    """What holds a model, whose micro-batches run one at a time, says of how they run."""
+    """Describes how micro-batches, one at a time, run through a placed model."""
 
     # (micro-batches, rank, ranks) → (index, real) of each that a rank runs in a step, in order;
     # ranks are those that share out a step

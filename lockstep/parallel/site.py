@@ -87,7 +87,7 @@ class Site:
 
     @property
     def objective(self) -> Objective:
-        """How a batch becomes a loss, from this rank's part of it."""
+        """Return the function that makes a loss of this rank's part of a batch."""
         objective = self.facts.objective
         for axis in self.axes.values():
             objective = axis.objective(objective)

@@ -102,7 +102,7 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True)
 class KnownMessages:
-    """What a rank knows of the messages of a run before they are sent."""
+    """Describes the messages of a run that a rank knows before they are sent."""
 
     arriving: Mapping[Message, Metas] = field(default_factory=dict)
     leaving: Mapping[Message, Metas] = field(default_factory=dict)  # those of activations

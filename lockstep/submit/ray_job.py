@@ -29,7 +29,7 @@ _ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
 
 @dataclass(frozen=True)
 class RayJob:
-    """What the driver has to know of a run."""
+    """Describes a run to its driver."""
 
     command: list[str]  # `python -m lockstep train …` of one machine, without where they meet
     nodes: int
@@ -49,7 +49,7 @@ class RayJob:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is handed to the job server of a cluster."""
+    """Describes a job to the job server of a cluster."""
 
     entrypoint: str  # the command of the driver
     job: RayJob

@@ -29,7 +29,7 @@ def persistent_buffers(model: nn.Module) -> set[str]:
 
 @dataclass(frozen=True)
 class RegisteredState:
-    """What was registered on a model's modules that decides about its `state_dict`."""
+    """Holds the hooks on a model's modules that decide about its `state_dict`."""
 
     persistent: frozenset[str]  # names of the buffers that it holds; all names of tied ones
     # name of a module → functions that run when its state is taken or loaded

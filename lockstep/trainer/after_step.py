@@ -40,7 +40,7 @@ Consumer = Callable[[TakenStep], None]
 
 @dataclass(frozen=True)
 class StepConsumers:
-    """What consumes the steps of a run, each method one thing; every rank has the same.
+    """Gives each step of a run to its consumers, a method for each; every rank has the same.
 
     Some of it gathers over ranks, so all of them go through it at the same steps.
     """
@@ -53,7 +53,7 @@ class StepConsumers:
 
     @property
     def at_once(self) -> list[Consumer]:
-        """What happens before the caller's code for the step, in order."""
+        """Return the consumers before the caller's code for the step, in order."""
         copies = self.checkpointer.copies is not None
         every = [
             self.keep_position,
@@ -74,7 +74,7 @@ class StepConsumers:
 
     @property
     def afterwards(self) -> list[Consumer]:
-        """What happens after the caller's code for the step, in order."""
+        """Return the consumers after the caller's code for the step, in order."""
         every: list[Consumer] = []
         if self.evaluations is not None:
             every.append(self.evaluate_if_due)

@@ -15,7 +15,7 @@ from lockstep.trainer.run_state import RunState
 
 
 class RunStart:
-    """What a trainer's run begins from; every rank has one, and calls its methods together."""
+    """Begins a trainer's run; every rank has one, and calls its methods together."""
 
     def __init__(self, run: RunState) -> None:
         self._run = run

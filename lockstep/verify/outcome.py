@@ -24,7 +24,7 @@ NOT_RUN = "-"
 
 @dataclass
 class Cause:
-    """Why ranks train otherwise than one process."""
+    """Names a reason why ranks train otherwise than one process."""
 
     kind: str  # one word or two: data order, random numbers, loss normalisation …
     text: str  # what is known

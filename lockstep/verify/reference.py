@@ -343,7 +343,7 @@ def _unlike(fit: tuple[int, list[float], float], parts: _CutStep, per: int) -> f
 
 @dataclass(frozen=True)
 class _SecondStep:
-    """How far step 2 is from the reference's, and the parameters that are farthest."""
+    """Holds the distance of step 2 from the reference's, and the farthest parameters."""
 
     gradient: float  # difference of all gradients, relative to these
     name: str

@@ -49,7 +49,7 @@ from lockstep.registry import AXES, BY_SIZE, require_call, require_methods
 
 @dataclass(frozen=True)
 class PartOfModel:
-    """What this rank runs passes of, and how it comes by micro-batches."""
+    """Holds the part of the model that this rank runs, and its source of micro-batches."""
 
     module: nn.Module  # the model, or a stage of it
     is_stage: bool

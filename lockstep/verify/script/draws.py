@@ -50,7 +50,7 @@ class LoopDraw:
 
     @property
     def is_permutation(self) -> bool:
-        """Whether it permutes the samples of a batch."""
+        """Return whether it permutes the samples of a batch."""
         return self.name in PERMUTATIONS
 
     @property
@@ -61,7 +61,7 @@ class LoopDraw:
 
     @property
     def place(self) -> str:
-        """What was drawn, and where."""
+        """Return the operation that drew, and its line."""
         return f"{self.name} at {self.line}"
 
     def has_value_of(self, other: "LoopDraw") -> bool:

@@ -40,7 +40,7 @@ class LineEvidence:
 
     @property
     def loss(self) -> str:
-        """Where the loss is computed; where that was not traced, where its backward pass begins."""
+        """Return the line of the loss; where that was not traced, that of its backward pass."""
         places = self.records[-1].places
         steps = [record.steps[self.step :] for record in self.traced]
         traced = [step[0].loss_line for step in steps if step]

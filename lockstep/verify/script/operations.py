@@ -166,7 +166,8 @@ def _differences(
         here = mine[at]
         there = right[there_at]
         if here.name != there.name:
-            steps = _steps_to_agreement(mine[at:], right[there_at:])
+            ahead = mine[at : at + _AHEAD]
+            steps = _steps_to_agreement(ahead, right[there_at : there_at + _AHEAD])
             mine_alone, right_alone = steps or (len(mine) - at, len(right) - there_at)
             passed = list(
                 _of_one_side(
@@ -206,8 +207,8 @@ def _steps_to_agreement(
     mine: Sequence[TracedOperation], right: Sequence[TracedOperation]
 ) -> tuple[int, int] | None:
     """Return how many operations of each side to pass over until both call the same at a line."""
-    here = [(operation.name, operation.line) for operation in mine[:_AHEAD]]
-    there = [(operation.name, operation.line) for operation in right[:_AHEAD]]
+    here = [(operation.name, operation.line) for operation in mine]
+    there = [(operation.name, operation.line) for operation in right]
     for total in range(1, len(here) + len(there) - 1):
         for passed in range(max(0, total - len(there) + 1), min(total, len(here) - 1) + 1):
             if here[passed] == there[total - passed]:

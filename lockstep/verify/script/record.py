@@ -91,7 +91,7 @@ class ScriptTask:
 
     @property
     def prefix(self) -> str:
-        """What the ranks' names of parameters and modules begin with, before this process's own."""
+        """Return the beginning of the ranks' names of parameters, before this process's own."""
         begins = {mine: name.removesuffix(mine) for mine, name in self.names.items()}
         found = set(begins.values())
         return found.pop() if len(found) == 1 and list(begins) != list(self.names.values()) else ""
