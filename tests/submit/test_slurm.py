@@ -31,12 +31,17 @@ def rendered(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     return text
 
 
-def executed(text: str, folder: Path, *, code: int = 0) -> tuple[int, list[str], str]:
-    """Run the script with an `srun` and a `scontrol` that write down what they were given."""
+def executed(
+    text: str, folder: Path, *, code: int = 0, state: str = "RUNNING"
+) -> tuple[int, list[str], str]:
+    """Run the script with an `srun` and a `scontrol` that write down what they were given, and a
+    `squeue` that says the job's state.
+    """
     tools = {
         "srun": (
             f'echo "srun|$NCCL_DEBUG|$GREETING" >> said; printf "%s\\n" "$@" >> words; exit {code}'
         ),
+        "squeue": f"echo {state}",
         "scontrol": 'echo "scontrol $@" >> said; [ "$1" = show ] && printf "n0\\nn1\\n"; exit 0',
     }
     for name, body in tools.items():
@@ -119,13 +124,25 @@ def test_two_nodes(config: str, capsys: pytest.CaptureFixture[str], tmp_path: Pa
     assert "requeue" not in said
 
 
-@pytest.mark.parametrize(("code", "requeued"), [(75, True), (1, False), (0, False)])
-def test_preempted_and_saved_goes_back_into_the_queue(
-    config: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, code: int, requeued: bool
+@pytest.mark.parametrize(
+    ("code", "state", "requeued"),
+    [
+        (75, "RUNNING", True),
+        (75, "COMPLETING", False),
+        (1, "RUNNING", False),
+        (0, "RUNNING", False),
+    ],
+)
+def test_preempted_and_saved_goes_back_into_the_queue_unless_it_was_cancelled(
+    config: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    code: int,
+    state: str,
+    requeued: bool,
 ) -> None:
-    ended, _, said = executed(
-        rendered(capsys, config, "--nproc-per-node", "2"), tmp_path, code=code
-    )
+    script = rendered(capsys, config, "--nproc-per-node", "2")
+    ended, _, said = executed(script, tmp_path, code=code, state=state)
     assert ended == code
     assert ("scontrol requeue 4711" in said) == requeued
 
