@@ -100,7 +100,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "extra state": counted,
     "a hook and a method": lambda: Halved(WIDTH, WIDTH),
 }
-QUICK = ("spectral norm", "weight norm with hooks", "extra state", "a hook and a method")
+QUICK = ("weight norm with hooks", "a hook and a method")
 
 
 def built(name: str, seed: int) -> nn.Module:

@@ -143,7 +143,7 @@ CASES: dict[str, Case] = {
 )
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(name, marks=pytest.mark.full if name == "ddp" else ()) for name in CASES],
+    [pytest.param(name, marks=() if name == "fsdp" else pytest.mark.full) for name in CASES],
 )
 def test_the_others_go_on_and_end_in_the_same_bits(
     case: str, undisturbed: str, tmp_path: Path
@@ -169,6 +169,7 @@ def test_the_others_go_on_and_end_in_the_same_bits(
     assert digest(run / "checkpoints/step-00000026") == undisturbed
 
 
+@pytest.mark.full
 def test_after_deaths_a_hang_names_its_rank_and_all_ranks_are_started_again(
     undisturbed: str, tmp_path: Path
 ) -> None:

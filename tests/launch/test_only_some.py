@@ -280,8 +280,8 @@ _OTHERS = {
 @pytest.mark.parametrize(
     "launcher",
     [
-        "torchrun",
-        *(pytest.param(name, marks=pytest.mark.full) for name in ("lockstep.spawn", "mp.spawn")),
+        pytest.param(name, marks=pytest.mark.full)
+        for name in ("torchrun", "lockstep.spawn", "mp.spawn")
     ],
 )
 def test_trap_79_saving_on_rank_0_alone_under_other_launchers(
@@ -446,7 +446,9 @@ def test_a_call_that_one_rank_makes_at_the_end_under_torchrun_on_two_machines(
     assert_named(said[0], text, "evaluate", 0)
 
 
-@pytest.mark.parametrize("call", ["save_checkpoint", "torch.distributed.barrier"])
+@pytest.mark.parametrize(
+    "call", ["save_checkpoint", pytest.param("torch.distributed.barrier", marks=pytest.mark.full)]
+)
 def test_a_call_that_one_rank_makes_at_the_end_under_torchrun(tmp_path: Path, call: str) -> None:
     """The error of torch's own collective is what is raised; the explanation is a note of it."""
     text = call_at_the_end(call, 0)

@@ -291,6 +291,7 @@ def test_it_is_said_why_ranks_are_fresh(tmp_path: Path) -> None:
     assert not found(tmp_path, 0)["is_fork"]
 
 
+@pytest.mark.full
 def test_a_module_that_was_edited_is_another_one_after_a_restart(tmp_path: Path) -> None:
     """Ranks import what is the user's themselves, each time; rank 1 edits it and fails."""
     (tmp_path / "own.py").write_text("VALUE = 'before'\n")
@@ -313,6 +314,7 @@ if attempt == "0" and me == "1":
     assert seen == {"saw-0-0": "before", "saw-0-1": "before", "saw-1-0": after, "saw-1-1": after}
 
 
+@pytest.mark.full
 def test_a_thread_of_what_python_runs_first_makes_ranks_fresh(tmp_path: Path) -> None:
     """A launcher that has a thread can't be forked safely: one line says so, and all goes on."""
     own = tmp_path / "site"

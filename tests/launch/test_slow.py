@@ -107,7 +107,8 @@ os.fsync = late(os.fsync, 0.05)
     " write that has not gone forward for `hang.seconds`, and `hang.factor` × what a whole one"
     " usually takes, is one",
 )
-@pytest.mark.parametrize("in_background", [True, pytest.param(False, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("in_background", [True, False])
 def test_what_goes_forward_does_not_hang(tmp_path: Path, in_background: bool) -> None:
     """The last save does not go forward: it alone is found, and made up for after a restart."""
     (tmp_path / "slowness.py").write_text(_SLOWNESS)

@@ -15,6 +15,7 @@ from lockstep.errors import UsageError
 from lockstep.launch.spawn import _check_environment, spawn
 from lockstep.processes import is_running
 from tests.launch.shared import Ended, environment, wait_for
+from tests.sampled import quick_and_full
 
 _SCRIPT = """
 import json, os, sys, time
@@ -289,7 +290,10 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("server", ["of multiprocessing", "prepared"])
+SERVERS = [pytest.param("of multiprocessing", marks=pytest.mark.full), "prepared"]
+
+
+@pytest.mark.parametrize("server", SERVERS)
 def test_ranks_that_are_started_again_are_forks_of_one_server(server: str, tmp_path: Path) -> None:
     """With the variables of now, and a world of their own each time; the first error is raised
     once. A command's prepared process makes its ranks children of the command.
@@ -322,7 +326,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("threads", ["", "2,1", "many"])
+@pytest.mark.parametrize("threads", quick_and_full(["", "2,1", "many"], ["2,1"]))
 def test_a_number_of_threads_that_is_none_is_no_reason_to_stop(
     tmp_path: Path, threads: str
 ) -> None:
@@ -342,7 +346,7 @@ def test_a_number_of_threads_that_is_none_is_no_reason_to_stop(
     assert ended.returncode == 0, ended.stderr
 
 
-@pytest.mark.parametrize("server", ["of multiprocessing", "prepared"])
+@pytest.mark.parametrize("server", SERVERS)
 def test_they_end_with_the_process_that_started_them(server: str, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(_AGAIN)
     process = subprocess.Popen(

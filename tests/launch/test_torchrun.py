@@ -263,6 +263,7 @@ while not stop:
     assert ended.code == 75, ended.err
 
 
+@pytest.mark.full
 def test_one_machine_of_one_to_two_is_enough(tmp_path: Path, launch: Launch) -> None:
     """The time for the last call was longer than that for the meeting, which then failed with
     enough machines.

@@ -114,7 +114,16 @@ def test_one_process_is_a_fork_too(server: int) -> None:
     assert Path("said-0").read_text().startswith("True ")
 
 
-@pytest.mark.parametrize("words", [(), ("-m",), ("--fresh-processes",), ("--watch-training",)])
+@pytest.mark.parametrize(
+    "words",
+    [
+        (),
+        *(
+            pytest.param(words, marks=pytest.mark.full)
+            for words in (("-m",), ("--fresh-processes",), ("--watch-training",))
+        ),
+    ],
+)
 def test_what_must_be_fresh_is_fresh_in_one_process_too(
     server: int, words: tuple[str, ...]
 ) -> None:
@@ -174,7 +183,7 @@ def test_signals_reach_the_command(server: int) -> None:
 
 
 @pytest.mark.promise("whoever asked is gone, its command is killed")
-@pytest.mark.parametrize("killed", ["command", "server"])
+@pytest.mark.parametrize("killed", ["command", pytest.param("server", marks=pytest.mark.full)])
 def test_nothing_outlives_the_command_or_the_server(server: int, killed: str) -> None:
     process = launch(WAITS)
     until(ranks_are_up)
@@ -191,6 +200,7 @@ def test_nothing_outlives_the_command_or_the_server(server: int, killed: str) ->
 @pytest.mark.promise(
     "It runs nothing for a command whose variables, limits or packages differ from its own."
 )
+@pytest.mark.full
 def test_other_surroundings_are_refused_and_prepared_anew(server: int) -> None:
     process = launch(SAYS, SOME_LIBRARY="1")
     _, err = process.communicate(timeout=200)
@@ -274,6 +284,7 @@ def test_a_folder_that_others_can_write_is_refused(
     assert ended("warm", "--status")[0] == 2
 
 
+@pytest.mark.full
 def test_doctor_shows_it(server: int) -> None:
     _, out, _ = ended("doctor")
     assert f"✓ warm process     process {server} starts commands in a fork" in out

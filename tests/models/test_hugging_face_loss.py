@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import lockstep
 from lockstep import Trainer
 from tests.ranks import run_ranks
+from tests.sampled import quick_and_full
 
 transformers = pytest.importorskip("transformers")
 
@@ -69,6 +70,7 @@ ONE_OF_EACH_TASK = {
     for row in RECORDED.values()
     if row.outcome == outcome
 }
+LONG = ("OBJECT_DETECTION",)  # which take ten seconds
 as_recorded = pytest.mark.skipif(
     any(row.version != transformers.__version__ for row in RECORDED.values()),
     reason="another version was recorded",
@@ -76,7 +78,10 @@ as_recorded = pytest.mark.skipif(
 
 
 @as_recorded
-@pytest.mark.parametrize("task", ONE_OF_EACH_TASK)
+@pytest.mark.parametrize(
+    "task",
+    quick_and_full(ONE_OF_EACH_TASK, [task for task in ONE_OF_EACH_TASK if task not in LONG]),
+)
 def test_a_class_of_each_task_is_counted_as_recorded(task: str) -> None:
     recorded = ONE_OF_EACH_TASK[task]
     model_type = next(kind for _, kind, name in families.classes() if name == recorded.name)

@@ -35,7 +35,7 @@ def beside(kind: str, schedule: str = "1F1B", **more: Any) -> dict[str, Any]:
 RECOMPUTED: dict[str, tuple[Any, ...]] = {
     name: ("deep", {**piped(name), **CHECKPOINTED}) for name in SCHEDULES
 }
-RECOMPUTED_IN_TURN = ("1F1B", "InterleavedZeroBubble", "DualPipeV")
+RECOMPUTED_IN_TURN = ("1F1B", "DualPipeV")
 
 # ---- trainings that are compared with the same training in one process: model, settings, data …
 # ----
@@ -81,13 +81,21 @@ ON_TWO: dict[str, tuple[Any, ...]] = {
     "compiled": ("shallow", {**piped("Interleaved1F1B"), "training.compile": True}),
 }
 
-# The same with another schedule as one above, of another kind; `test_other_schedules` has them.
-OTHER_SCHEDULES = (
+# Like another one above, with another schedule or setting; `test_other_trainings` has them.
+ONLY_FULL = (
+    "runs that are filled up",
     "every length, V",
+    "carried, 1F1B",
     "carried, InterleavedZeroBubble",
     "frozen, split",
+    "spare parameter",
     "recurring module, split",
+    "clip by value",
+    "split_spec",
+    "selective",
     "every_n",
+    "checkpointed latent",
+    "compiled",
 )
 
 # Of the schedules: 5 micro-batches for two pipelines, in runs of two; one of the pipelines runs a
@@ -102,9 +110,8 @@ SIDE_BY_SIDE: dict[str, tuple[Any, ...]] = {
     for schedule in SCHEDULES
     for kind in ("ddp", "fsdp")
 }
-# One of each kind of schedule, beside one of the two in turn;
-# `test_every_schedule_beside_the_other` has the rest.
-IN_TURN = ("1F1B, fsdp", "Interleaved1F1B, ddp", "ZBVZeroBubble, fsdp", "DualPipeV, ddp")
+# Two schedules, each beside one of the two; `test_every_schedule_beside_the_other` has the rest.
+IN_TURN = ("ZBVZeroBubble, fsdp", "DualPipeV, ddp")
 
 ON_FOUR: dict[str, tuple[Any, ...]] = {
     **{name: SIDE_BY_SIDE[name] for name in IN_TURN},
@@ -128,11 +135,20 @@ TOPOLOGIES: dict[str, tuple[int, dict[str, Any]]] = {
 # From a pipeline beside shards to each, and from one process to some: loading looks at what it
 # needs, not at who saved.
 GOES_ON = [
-    *(("pipeline", topology) for topology in (*TOPOLOGIES, "single")),
+    ("pipeline", "ddp:2"),
+    ("pipeline", "pipeline:4"),
+    ("pipeline", "single"),
+    ("single", "pipeline:2, DualPipeV"),
+]
+# `test_a_checkpoint_goes_on_in_the_remaining_layouts` has these.
+GOES_ON_IN_FULL = [
     *(
-        ("single", topology)
-        for topology in ("pipeline:2, DualPipeV", "pipeline:2*fsdp:2", "single")
+        ("pipeline", topology)
+        for topology in (*TOPOLOGIES, "single")
+        if ("pipeline", topology) not in GOES_ON
     ),
+    ("single", "pipeline:2*fsdp:2"),
+    ("single", "single"),
 ]
 
 
@@ -148,21 +164,26 @@ def case_name(case: Case) -> str:
     return f"{case.model}, {case.schedule}, {case.layout}"
 
 
+def loads_on(ranks: int, pairs: list[tuple[str, str]]) -> Calls:
+    """Calls that go on from a checkpoint, of those (origin, topology) that have so many ranks."""
+    return {
+        f"{origin} → {name}": ("go_on", (settings, str(folder_of(origin))))
+        for origin, name in pairs
+        for size, settings in [TOPOLOGIES.get(name, (1, {}))]
+        if size == ranks
+    }
+
+
 def calls_on(ranks: int) -> Calls:
     """Name → (function of `pipeline_cases`, its arguments)."""
     cases = (
-        {name: case for name, case in ON_TWO.items() if name not in OTHER_SCHEDULES}
+        {name: case for name, case in ON_TWO.items() if name not in ONLY_FULL}
         if ranks == 2
         else ON_FOUR
     )
     trainings = {name: ("train", case) for name, case in cases.items()}
     parity: Calls = {case_name(case): ("parity", (case,)) for case in grid(ranks, whole=False)}
-    goes_on: Calls = {
-        f"{origin} → {name}": ("go_on", (settings, str(folder_of(origin))))
-        for origin, name in GOES_ON
-        for size, settings in [TOPOLOGIES.get(name, (1, {}))]
-        if size == ranks
-    }
+    goes_on = loads_on(ranks, GOES_ON)
     if ranks == 4:
         return {
             "saved": ("save", (TOPOLOGIES["pipeline:2*fsdp:2"][1], str(folder_of("pipeline")))),

@@ -15,6 +15,7 @@ from lockstep import Trainer
 from lockstep.parallel.axes import replicate
 from lockstep.parallel.loss_accumulator import _ROOM, CarriedFigures
 from tests.ranks import run_ranks
+from tests.sampled import chosen, quick_and_full
 
 Figures = tuple[list[float], list[float]]
 
@@ -127,24 +128,27 @@ def seen(case: str, *, is_carried: bool) -> tuple[list[Any], list[float], list[i
     return records, weights, calls
 
 
-def both() -> dict[str, Any]:
+QUICK = ("uneven", "many")
+
+
+def both(cases: list[str]) -> dict[str, Any]:
     return {
-        case: [seen(case, is_carried=is_carried) for is_carried in (True, False)] for case in CASES
+        case: [seen(case, is_carried=is_carried) for is_carried in (True, False)] for case in cases
     }
 
 
 @pytest.fixture(scope="module")
-def runs() -> list[dict[str, Any]]:
-    return run_ranks(both, 2)
+def runs(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    return run_ranks(both, 2, chosen(request, "case"))
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", quick_and_full(CASES, QUICK))
 def test_carried_figures_are_those_of_an_all_reduce(case: str, runs: list[dict[str, Any]]) -> None:
     (carried_here, apart), (on_the_other, _) = (run[case] for run in runs)
     assert carried_here[:2] == apart[:2] == on_the_other[:2]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", quick_and_full(CASES, QUICK))
 def test_a_step_makes_no_all_reduce_besides_that_of_its_gradients(
     case: str, runs: list[dict[str, Any]]
 ) -> None:

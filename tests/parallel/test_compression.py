@@ -24,16 +24,17 @@ POWERSGD = {
     "distributed.ddp.compression.rank": 2,
     "distributed.ddp.compression.start_step": 2,
 }
+_STEPS = 10
 
 
 def in_one_launch() -> dict[str, Any]:
     """All cases that need two ranks, in one launch."""
-    found: dict[str, Any] = {"plain": losses(DDP)}
+    found: dict[str, Any] = {"plain": losses(DDP, steps=_STEPS)}
     for kind in ("fp16", "bf16"):
-        found[kind] = losses({**DDP, KIND: kind})
-    found["powersgd"] = losses(POWERSGD)
+        found[kind] = losses({**DDP, KIND: kind}, steps=_STEPS)
+    found["powersgd"] = losses(POWERSGD, steps=_STEPS)
     found["powersgd without memory"] = losses(
-        {**POWERSGD, "distributed.ddp.compression.error_feedback": False}
+        {**POWERSGD, "distributed.ddp.compression.error_feedback": False}, steps=_STEPS
     )
     found["full rank"] = losses({**POWERSGD, "distributed.ddp.compression.rank": 8}, steps=6)
     found["equal"] = replicas_stay_equal()

@@ -18,6 +18,7 @@ from tests.hosts import can_make_hosts, hosts, require_root
 from tests.parallel.diloco_cases import Run, all_of, interrupted, on_ranks, resumed, trainer_for
 from tests.parity.toy import Tokens, language_model
 from tests.ranks import run_ranks
+from tests.sampled import chosen, quick_and_full
 
 INT8 = {"distributed.diloco.send_as": "int8", "distributed.diloco.fragments": 3}
 INT4 = {"distributed.diloco.send_as": "int4"}
@@ -32,6 +33,13 @@ CASES: dict[str, tuple[Any, ...]] = {
     "running statistics": ({}, "normalised"),
     "muon": (MUON,),
 }
+# In the quick run; the first three are what other tests here compare with.
+QUICK = (
+    "int8, fragments",
+    "running statistics",
+    "four workers, of whom some get nothing at an epoch's end",
+    "muon",
+)
 SAVED = (6, INT8)  # in the middle of a round of 4
 EXCHANGES = {
     "ddp": ({"distributed.strategy": "ddp"}, 3),
@@ -42,21 +50,30 @@ EXCHANGES = {
 
 
 @pytest.fixture(scope="module")
-def alone() -> dict[str, Run]:
-    """One process, which takes the workers in turn."""
-    torch.set_num_threads(1)
-    return on_ranks(CASES)
+def cases(request: pytest.FixtureRequest) -> dict[str, tuple[Any, ...]]:
+    """What tests of this session compare."""
+    asked = {*QUICK[:3], *chosen(request, "case")}
+    return {name: case for name, case in CASES.items() if name in asked}
 
 
 @pytest.fixture(scope="module")
-def on_two(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], Path]:
+def alone(cases: dict[str, tuple[Any, ...]]) -> dict[str, Run]:
+    """One process, which takes the workers in turn."""
+    torch.set_num_threads(1)
+    return on_ranks(cases)
+
+
+@pytest.fixture(scope="module")
+def on_two(
+    cases: dict[str, tuple[Any, ...]], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[list[dict[str, Any]], Path]:
     """Two ranks, on two hosts where those can be made; and where the interrupted run was saved."""
     folder = tmp_path_factory.mktemp("diloco") / "saved"
     with hosts(2) if can_make_hosts() else nullcontext([]) as where:
-        return run_ranks(all_of, 2, CASES, str(folder), SAVED, EXCHANGES, on=where), folder
+        return run_ranks(all_of, 2, cases, str(folder), SAVED, EXCHANGES, on=where), folder
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", quick_and_full(CASES, QUICK))
 def test_workers_on_ranks_are_workers_in_one_process_to_the_bit(
     case: str, alone: dict[str, Run], on_two: tuple[list[dict[str, Any]], Path]
 ) -> None:

@@ -250,8 +250,12 @@ def message(topology: str, model: str, more: dict[str, Any]) -> str:
     return "no error"
 
 
+def train_all(cases: list[tuple[str, str, dict[str, Any]]]) -> list[Any]:
+    return [trained(*case) for case in cases]
+
+
 def in_one_launch(checkpoint: str) -> dict[str, Any]:
-    found: dict[str, Any] = {"alike": [trained(*case) for case in ALIKE]}
+    found: dict[str, Any] = {"alike": train_all(ALIKE[::2])}
     found["refused"] = [message(topology, model, more) for topology, model, more, _ in REFUSED]
     found["gone on"] = gone_on("fsdp", checkpoint)
     torch.distributed.set_debug_level(torch.distributed.DebugLevel.DETAIL)
@@ -304,10 +308,19 @@ def test_trap_76_units_that_cannot_be_called_scalars_and_experts_train_as_in_one
     """Containers, parameters without a dim, experts that no rank or only some use in a step, and
     complex ones.
     """
-    for place, (topology, model, more) in enumerate(ALIKE):
+    check_alike(ALIKE[::2], [rank["alike"] for rank in ranks])
+
+
+@pytest.mark.full
+def test_trap_76_the_others_train_as_in_one_process_too() -> None:
+    check_alike(ALIKE[1::2], run_ranks(train_all, 2, ALIKE[1::2]))
+
+
+def check_alike(cases: list[tuple[str, str, dict[str, Any]]], of_ranks: list[list[Any]]) -> None:
+    for place, (topology, model, more) in enumerate(cases):
         steps, parameters = trained("single", model, more)
-        for rank in ranks:
-            found, values = rank["alike"][place]
+        for of_rank in of_ranks:
+            found, values = of_rank[place]
             exact = more.get("distributed.reproducible")
             assert (
                 found == steps

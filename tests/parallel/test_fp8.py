@@ -42,7 +42,7 @@ TOPOLOGIES: dict[str, dict[str, Any]] = {
     },
 }
 
-MODES = {"fp32": ("ddp", "fsdp", "checkpointed", "pipeline"), "bf16": ("fsdp", "zero bubble")}
+MODES = {"fp32": ("fsdp",), "bf16": ("pipeline",)}
 ALL_MODES = {mode: tuple(TOPOLOGIES) for mode in MODES}
 
 

@@ -23,7 +23,7 @@ from tests.parity.matrix import MODELS, Case, Result, difference, reference, run
 from tests.parity.toy import Tokens
 from tests.ranks import run_ranks
 
-STEPS = 3
+STEPS = 2
 POLICIES: dict[str, dict[str, Any]] = {
     "transformer": {},
     "size": {"auto_wrap_policy": "size", "min_num_params": 500},
@@ -41,9 +41,9 @@ POLICIES: dict[str, dict[str, Any]] = {
 }
 OPTIONS: dict[str, dict[str, Any]] = {
     "forward prefetch": {"forward_prefetch": True},
-    "backward prefetch post": {"backward_prefetch": "post"},
     "backward prefetch none": {"backward_prefetch": "none"},
     "unsharded": {"accumulate": "unsharded"},
+    "backward prefetch post": {"backward_prefetch": "post"},
     "buffers in fp32": {"buffer_dtype": "fp32"},
 }
 
@@ -58,17 +58,22 @@ def fsdp(options: dict[str, Any], kind: str = "full_shard") -> tuple[tuple[str, 
     return tuple((f"distributed.fsdp.{key}", value) for key, value in keys.items())
 
 
-def cases() -> list[Case]:
+def cases(*, whole: bool = False) -> list[Case]:
+    """Every policy and option; unless `whole`, each policy with one model, and some options."""
     policies = [
         Case(model, "fsdp", 3, "none", fsdp(policy), STEPS)
-        for place, policy in enumerate(POLICIES.values())
-        for model in ("tied", ("hf", "bdh")[place % 2])
+        for policy, models in zip(
+            POLICIES.values(), (["tied"], ["tied"], ["hf"], ["bdh"]), strict=True
+        )
+        for model in (["tied", "hf", "bdh"] if whole else models)
     ]
-    options = [Case("tied", "fsdp", 3, "full", fsdp(option), STEPS) for option in OPTIONS.values()]
+    some = list(OPTIONS.values())[: None if whole else 3]
+    options = [Case("tied", "fsdp", 3, "full", fsdp(option), STEPS) for option in some]
+    modes = ("selective", "every_n") if whole else ("selective",)
     return [
         *policies,
         *options,
-        *(Case("tied", "fsdp", 3, mode, fsdp({}), STEPS) for mode in ("selective", "every_n")),
+        *(Case("tied", "fsdp", 3, mode, fsdp({}), STEPS) for mode in modes),
     ]
 
 
@@ -203,11 +208,7 @@ def test_trap_19_ties_and_counts_survive_every_wrap_policy(ranks: list[dict[str,
     Equal training shows that it is one parameter, and so does the number of parameters.
     """
     for rank in ranks:
-        for case, result in zip(cases(), rank["results"], strict=True):
-            assert isinstance(result, Result), f"{case}: {result}"
-            expected = reference(Case(case.model, "single", 1, "none", steps=STEPS), 6)
-            assert difference(result, expected) < 1e-5, case
-            assert result.num_parameters == expected.num_parameters
+        check_like_one_process(cases(), rank["results"])
         for (policy, model), seen in rank["policies"].items():
             if model == "hf":
                 assert (
@@ -216,6 +217,21 @@ def test_trap_19_ties_and_counts_survive_every_wrap_policy(ranks: list[dict[str,
                 )
             assert "" in seen["units"]
             assert len(seen["units"]) > 1 or model == "bdh", (policy, model, seen["units"])
+
+
+def check_like_one_process(trained: list[Case], results: list[Result | str]) -> None:
+    for case, result in zip(trained, results, strict=True):
+        assert isinstance(result, Result), f"{case}: {result}"
+        expected = reference(Case(case.model, "single", 1, "none", steps=STEPS), 6)
+        assert difference(result, expected) < 1e-5, case
+        assert result.num_parameters == expected.num_parameters
+
+
+@pytest.mark.full
+def test_every_model_trains_alike_under_every_policy_and_option() -> None:
+    whole = cases(whole=True)
+    for results in run_ranks(run_all, 2, whole, timeout=900):
+        check_like_one_process(whole, results)
 
 
 def test_units_follow_the_policy(ranks: list[dict[str, Any]]) -> None:

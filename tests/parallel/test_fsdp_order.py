@@ -20,6 +20,7 @@ from lockstep.strategy import parse_topology
 from lockstep.torch_compat.fsdp_state import TAKES_ZEROS
 from lockstep.trainer import Trainer
 from tests.ranks import run_ranks
+from tests.sampled import sampled
 
 WIDTH = 6
 SAMPLES = 48
@@ -235,20 +236,23 @@ def assert_like_one_process(cases: list[Case], found: list[list[tuple[float, flo
 joins = pytest.mark.skipif(not TAKES_ZEROS, reason="units are joined from torch 2.13 on")
 
 
+JOINED: list[Case] = [
+    ("fsdp:2", "towers", NONE_FIRST, {}),
+    ("fsdp:2", "towers", KINDS, {}),
+    ("fsdp:2", "towers", KINDS, {"distributed.reproducible": True}),
+    ("fsdp:2", "dropped", KINDS, {}),
+    ("fsdp:2", "growing", KINDS, {}),
+    ("fsdp:2", "frozen tower", KINDS, {}),
+    ("fsdp:2", "recomputed parts", NONE_FIRST, {}),
+    ("fsdp:2", "recomputed parts", KINDS, {}),
+    ("fsdp:2", "recomputed at times", KINDS, {}),
+    ("fsdp:2", "recomputed text", KINDS, {}),
+]
+
+
 @joins
-def test_ranks_join_the_units_that_their_data_leave_out() -> None:
-    cases: list[Case] = [
-        ("fsdp:2", "towers", KINDS, {}),
-        ("fsdp:2", "towers", NONE_FIRST, {}),
-        ("fsdp:2", "frozen tower", KINDS, {}),
-        ("fsdp:2", "dropped", KINDS, {}),
-        ("fsdp:2", "growing", KINDS, {}),
-        ("fsdp:2", "towers", KINDS, {"distributed.reproducible": True}),
-        ("fsdp:2", "recomputed parts", KINDS, {}),
-        ("fsdp:2", "recomputed parts", NONE_FIRST, {}),
-        ("fsdp:2", "recomputed text", KINDS, {}),
-        ("fsdp:2", "recomputed at times", KINDS, {}),
-    ]
+@sampled("cases", JOINED, 2)
+def test_ranks_join_the_units_that_their_data_leave_out(cases: list[Case]) -> None:
     for found in run_ranks(train_all, 2, cases):
         assert_like_one_process(cases, found)
 

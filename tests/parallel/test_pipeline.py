@@ -20,7 +20,7 @@ from tests.parallel.pipeline_cases import (
 from tests.parallel.pipeline_launch import (
     CHECKPOINTED,
     ON_TWO,
-    OTHER_SCHEDULES,
+    ONLY_FULL,
     RECOMPUTED,
     RECOMPUTED_IN_TURN,
     TRAININGS,
@@ -50,15 +50,13 @@ def test_trap_05_gradients_are_not_divided_by_the_number_of_micro_batches() -> N
     a step.
     """
     assert off("several runs") < TOLERANCE
-    assert off("runs that are filled up") < TOLERANCE
 
 
-@pytest.mark.parametrize("name", ["clip hard", "clip by value"])
-def test_trap_07_the_norm_is_that_of_all_stages_and_the_same_on_all_ranks(name: str) -> None:
+def test_trap_07_the_norm_is_that_of_all_stages_and_the_same_on_all_ranks() -> None:
     """A stage that clips by its own norm goes another way than the others."""
-    first, second = on_ranks(name)
+    first, second = on_ranks("clip hard")
     assert first == second
-    assert off(name) < TOLERANCE
+    assert off("clip hard") < TOLERANCE
 
 
 def test_trap_08_all_stages_skip_the_same_steps() -> None:
@@ -88,15 +86,12 @@ def test_trap_23_cuts_that_do_not_fit_stop_every_rank_before_the_start() -> None
         )
 
 
-@pytest.mark.parametrize("name", ["carried, 1F1B", "carried, DualPipeV"])
-def test_trap_26_an_auxiliary_loss_of_an_early_stage_travels_and_its_gradient_comes_back(
-    name: str,
-) -> None:
+def test_trap_26_an_auxiliary_loss_of_an_early_stage_travels_and_its_gradient_comes_back() -> None:
     """V-shaped schedules take only tuples, and carried integers have no gradient at all.
 
     The gradient of a sum, which is not contiguous, makes gloo's peer wait for ever.
     """
-    assert off(name) < TOLERANCE
+    assert off("carried, DualPipeV") < TOLERANCE
 
 
 def test_the_first_half_of_a_backward_pass_asks_only_for_gradients_that_there_are() -> None:
@@ -135,9 +130,8 @@ def test_every_schedule_recomputes_rightly() -> None:
         assert max(worst(of_rank[place], reference) for of_rank in results) < TOLERANCE, name
 
 
-@pytest.mark.parametrize("name", ["selective", "sequential", "checkpointed latent"])
-def test_other_kinds_of_recomputation(name: str) -> None:
-    assert off(name) < TOLERANCE
+def test_another_kind_of_recomputation() -> None:
+    assert off("sequential") < TOLERANCE
 
 
 @pytest.mark.parametrize("name", ["transformer", "bdh"])
@@ -192,24 +186,23 @@ def test_running_statistics_are_those_of_one_process(name: str) -> None:
         torch.testing.assert_close(value, expected[key], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "name", ["every length", "frozen", "spare parameter", "split_spec", "compiled"]
-)
+@pytest.mark.parametrize("name", ["every length", "frozen"])
 def test_odd_models_and_data(name: str) -> None:
     assert off(name) < TOLERANCE
 
 
 @pytest.mark.full
-def test_other_schedules() -> None:
-    """What tests above train, with a schedule of another kind."""
-    cases = [ON_TWO[name] for name in OTHER_SCHEDULES]
+@pytest.mark.timeout(1200)
+def test_other_trainings() -> None:
+    """What tests above train, with other schedules and settings; compiled blocks."""
+    cases = [ON_TWO[name] for name in ONLY_FULL]
     results = run_ranks(several, 2, [("train", case) for case in cases], timeout=900)
     for place, (model, settings, *rest) in enumerate(cases):
         alone = {key: value for key, value in settings.items() if not key.startswith("distributed")}
         reference = train(model, alone, *rest)
-        assert max(worst(of_rank[place], reference) for of_rank in results) < TOLERANCE, (
-            OTHER_SCHEDULES[place]
-        )
+        assert max(worst(of_rank[place], reference) for of_rank in results) < TOLERANCE, ONLY_FULL[
+            place
+        ]
 
 
 def test_bf16_autocast() -> None:

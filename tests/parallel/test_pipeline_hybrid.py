@@ -16,11 +16,13 @@ from tests.parallel.pipeline_cases import (
 )
 from tests.parallel.pipeline_launch import (
     GOES_ON,
+    GOES_ON_IN_FULL,
     IN_TURN,
     SIDE_BY_SIDE,
     TOPOLOGIES,
     folder_of,
     launched,
+    loads_on,
     uninterrupted,
 )
 from tests.parallel.test_pipeline import off
@@ -100,6 +102,19 @@ def test_trap_25_a_checkpoint_goes_on_in_every_other_layout(origin: str, topolog
         return
     for rank in launched(TOPOLOGIES[topology][0]):
         assert worst(rank[f"{origin} → {topology}"], rest) < TOLERANCE
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1200)
+def test_a_checkpoint_goes_on_in_the_remaining_layouts() -> None:
+    rest = uninterrupted()[2:]
+    launched(4)  # writes the checkpoint
+    assert worst(go_on({}, str(folder_of("single"))), rest) < TOLERANCE
+    for ranks in (2, 4):
+        calls = loads_on(ranks, GOES_ON_IN_FULL)
+        for of_rank in run_ranks(several, ranks, list(calls.values()), timeout=900):
+            for name, steps in zip(calls, of_rank, strict=True):
+                assert worst(steps, rest) < TOLERANCE, name
 
 
 def test_trap_25_no_buffer_stays_on_meta() -> None:

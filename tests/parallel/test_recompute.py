@@ -16,6 +16,7 @@ from lockstep.errors import UsageError
 from tests.parity.same_bits import digest, trainer_for
 from tests.parity.toy import Tokens
 from tests.ranks import run_ranks
+from tests.sampled import chosen, quick_and_full
 
 STEP = 4
 RANK = 1
@@ -23,6 +24,7 @@ RECOMPUTED = {"training.bad_numbers.recompute": True, "training.max_steps": 6}
 SKIPPED = {**RECOMPUTED, "training.bad_numbers.action": "skip"}
 POWERSGD = (STEP - 1, STEP + 1)  # its first step: before the wrong one, and after it
 TOPOLOGIES = ("ddp:2", "fsdp:2", "pipeline:2")
+QUICK = ("fsdp:2", "pipeline:2")
 
 
 class WrongProcessor:
@@ -70,9 +72,9 @@ def run(
     return digest(trainer), [one for one in said if one[1:] != (None, False)], error
 
 
-def on_ranks() -> dict[str, Any]:
+def on_ranks(topologies: list[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for topology in TOPOLOGIES:
+    for topology in topologies:
         found[topology] = [
             run(topology, settings, times, backward=backward)
             for settings, times, backward in (
@@ -93,8 +95,8 @@ def on_ranks() -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def ranks() -> list[dict[str, Any]]:
-    return run_ranks(on_ranks, 2)
+def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    return run_ranks(on_ranks, 2, chosen(request, "topology"))
 
 
 @pytest.mark.fault(
@@ -104,7 +106,7 @@ def ranks() -> list[dict[str, Any]]:
     " named, and the run ends in the bits of one that never failed; what is bad again is left to"
     " `action`",
 )
-@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize("topology", quick_and_full(TOPOLOGIES, QUICK))
 def test_the_run_ends_in_the_bits_of_one_that_never_failed(
     ranks: list[dict[str, Any]], topology: str
 ) -> None:

@@ -212,7 +212,12 @@ def test_trap_02_replicas_of_shards_send_nothing_before_the_last_micro_batch() -
             assert last > 0.9 * rank["gradients"]
 
 
-def test_the_same_bits_cost_no_traffic() -> None:
+@pytest.mark.parametrize(
+    "topologies",
+    [["fsdp:2"], pytest.param(["ddp:2", "pipeline:2"], marks=pytest.mark.full)],
+    ids="*".join,
+)
+def test_the_same_bits_cost_no_traffic(topologies: list[str]) -> None:
     """An all-to-all and an all-gather send what an all-reduce does; pipelines send what they always
     do.
 
@@ -220,7 +225,6 @@ def test_the_same_bits_cost_no_traffic() -> None:
     is kept.
     """
     require_root()
-    topologies = ["ddp:2", "fsdp:2", "pipeline:2"]
     with hosts(2) as both:
         for rank in run_ranks(all_of, 2, topologies, 1, 2, 2, on=both):
             for topology, found in zip(topologies, rank, strict=True):

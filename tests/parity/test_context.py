@@ -84,8 +84,8 @@ PLAIN_CASES: dict[str, Model] = {
 
 # In the full grid alone: each model and each way to attend is among the others.
 FULL = {
-    True: ("packed mixture", "packed latent", "exchanged, bdh"),
-    False: ("bdh", "latent", "mixture", "ring, latent"),
+    True: ("tied", "packed mixture", "packed latent", "exchanged, bdh", "hf:qwen3"),
+    False: ("recomputed in bf16", "bdh", "latent", "mixture", "ring, latent", "packed"),
 }
 
 

@@ -8,7 +8,7 @@ import torch
 from tests.parity.toy import language_model, losses, many, worst
 from tests.ranks import run_ranks
 
-TOLERANCE = 1e-5  # of fp32 sums in another order, over 20 steps of AdamW
+TOLERANCE = 1e-5  # of fp32 sums in another order, over 8 or 20 steps of AdamW
 
 
 def test_trap_01_the_loss_is_the_sum_over_all_valid_targets_however_the_batch_is_cut() -> None:
@@ -38,11 +38,13 @@ def test_the_number_of_ranks_changes_nothing(ranks: int) -> None:
     last batches.
     """
     cases = [
-        ({"distributed.strategy": s}, m) for s in ("ddp", "fsdp") for m in ("transformer", "bdh")
+        ({"distributed.strategy": s}, m, {"steps": 8})
+        for s in ("ddp", "fsdp")
+        for m in ("transformer", "bdh")
     ]
-    reference = {model: losses({}, model) for model in ("transformer", "bdh")}
+    reference = {model: losses({}, model, steps=8) for model in ("transformer", "bdh")}
     for results in run_ranks(many, ranks, cases):
-        for (settings, model), result in zip(cases, results, strict=True):
+        for (settings, model, _), result in zip(cases, results, strict=True):
             expected = reference[model]
             assert worst(losses_of(result), losses_of(expected)) < TOLERANCE, (settings, model)
             # A norm jumps where a rounding error carries a ReLU over its kink, so it is held to its

@@ -18,6 +18,7 @@ from tests.parity.same_bits import Bits, relay, trainer_for
 from tests.parity.test_tensor import check_both
 from tests.parity.toy import Tokens
 from tests.ranks import run_ranks
+from tests.sampled import sampled
 
 # name → (settings, model arguments)
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -57,29 +58,30 @@ def cases_of(topologies: dict[str, tuple[str, ...]], steps: int = 5) -> list[tup
     ]
 
 
-def test_the_same_training() -> None:
-    check_against_one_process(
-        4,
-        by_turns(
-            uneven(
-                cases_of(
-                    {
-                        "pipeline:2*fsdp:2": ("sigmoid, over the step",),
-                        "fsdp:2*tensor:2": ("sigmoid, over the step",),
-                        "ddp:4*expert:2": ("softmax",),
-                        "fsdp:4*expert:2": ("one expert a token",),
-                        "fsdp:4*expert:4": ("bf16",),
-                        "fsdp:2*context:2*expert:2": ("in chunks",),
-                        "hybrid:2x2*expert:2": ("sigmoid, over the step",),
-                        "ddp:2*tensor:2*expert:2": ("sigmoid, over the step",),
-                        "fsdp:2*tensor:2*expert:2": ("softmax",),
-                        "pipeline:2*fsdp:2*expert:2": ("sigmoid, over the step",),
-                    },
-                    steps=2,
-                )
-            )
-        ),
+COMPOSED = by_turns(
+    uneven(
+        cases_of(
+            {
+                "fsdp:2*tensor:2": ("sigmoid, over the step",),
+                "fsdp:4*expert:2": ("one expert a token",),
+                "ddp:2*tensor:2*expert:2": ("sigmoid, over the step",),
+                "fsdp:4*expert:4": ("bf16",),
+                "pipeline:2*fsdp:2": ("sigmoid, over the step",),
+                "fsdp:2*context:2*expert:2": ("in chunks",),
+                "ddp:4*expert:2": ("softmax",),
+                "hybrid:2x2*expert:2": ("sigmoid, over the step",),
+                "fsdp:2*tensor:2*expert:2": ("softmax",),
+                "pipeline:2*fsdp:2*expert:2": ("sigmoid, over the step",),
+            },
+            steps=2,
+        )
     )
+)
+
+
+@sampled("cases", COMPOSED, 3)
+def test_the_same_training(cases: list[tuple[Any, ...]]) -> None:
+    check_against_one_process(4, cases)
 
 
 @pytest.mark.full
@@ -197,23 +199,30 @@ TOPOLOGIES = (
 )
 
 
-def on_four_ranks(folder: str) -> tuple[list[tuple[int, int]], list[float], list[str], Bits]:
+def on_four_ranks(
+    folder: str, topologies: list[str]
+) -> tuple[list[tuple[int, int]], list[float], list[str], Bits]:
     return (
-        [bytes_sent(topology) for topology in TOPOLOGIES],
-        [evaluated(topology) for topology in TOPOLOGIES[1:]],
+        [bytes_sent(topology) for topology in topologies],
+        [evaluated(topology) for topology in topologies[1:]],
         [refused(*case) for case in REFUSED.values()],
         relay(
-            folder, "mixture", {"training.max_steps": 10}, list(TOPOLOGIES), 2, SMALL["vocab_size"]
+            folder, "mixture", {"training.max_steps": 5}, list(topologies), 1, SMALL["vocab_size"]
         ),
     )
 
 
-def test_bytes_evaluation_refusals_and_checkpoints(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "topologies",
+    [list(TOPOLOGIES[1::2]), pytest.param(list(TOPOLOGIES), marks=pytest.mark.full)],
+    ids=["some", "all"],
+)
+def test_bytes_evaluation_refusals_and_checkpoints(tmp_path: Path, topologies: list[str]) -> None:
     """A checkpoint of one composition loads on any other, and the run ends in the bits of one
     process.
     """
-    results = run_ranks(on_four_ranks, 4, str(tmp_path))
-    for place in range(len(TOPOLOGIES)):
+    results = run_ranks(on_four_ranks, 4, str(tmp_path), topologies)
+    for place in range(len(topologies)):
         sent, expected = (sum(of_rank[0][place][what] for of_rank in results) for what in (0, 1))
         assert sent == expected > 0
     assert {loss for of_rank in results for loss in of_rank[1]} == {evaluated("single")}
@@ -224,12 +233,12 @@ def test_bytes_evaluation_refusals_and_checkpoints(tmp_path: Path) -> None:
         relay(
             str(folder),
             "mixture",
-            {"training.max_steps": 10},
+            {"training.max_steps": 5},
             ["single"],
             steps,
             SMALL["vocab_size"],
         )[0]
-        for folder, steps in ((tmp_path, 2), (tmp_path / "other", 10))
+        for folder, steps in ((tmp_path, 5 - len(topologies)), (tmp_path / "other", 5))
     )
     assert digest == reference
 

@@ -24,6 +24,7 @@ from tests.parity.own_recomputation import (
     train,
 )
 from tests.ranks import run_ranks
+from tests.sampled import sampled
 
 REPRODUCIBLE = {"distributed.reproducible": True}
 # DDP and FSDP2 refuse the others
@@ -92,13 +93,16 @@ def test_one_process_draws_again_what_it_drew(way: str) -> None:
     assert_equal(*of_nets([("single", way, {})]), without(way), way)
 
 
-def test_ranks_draw_again_what_they_drew() -> None:
-    cases: list[Case] = [
-        *(("fsdp:2", way, {}) for way in WAYS if way != "reversible"),
-        *(("ddp:2", way, {}) for way in ("each", "each, reentrant", "reversible", "nested")),
-        ("fsdp:2", "shared", {"training.gradient_checkpointing": "full"}),
-        ("ddp:2", "each", {"training.gradient_checkpointing": "sequential", **REPRODUCIBLE}),
-    ]
+ON_RANKS: list[Case] = [
+    ("fsdp:2", "shared", {"training.gradient_checkpointing": "full"}),
+    ("ddp:2", "each", {"training.gradient_checkpointing": "sequential", **REPRODUCIBLE}),
+    *(("ddp:2", way, {}) for way in ("each", "each, reentrant", "reversible", "nested")),
+    *(("fsdp:2", way, {}) for way in WAYS if way != "reversible"),
+]
+
+
+@sampled("cases", ON_RANKS, 2)
+def test_ranks_draw_again_what_they_drew(cases: list[Case]) -> None:
     for case, numbers in zip(cases, run_ranks(of_nets, 2, cases)[0], strict=True):
         assert_equal(numbers, without(case[1]), f"{case}")
 
@@ -118,9 +122,14 @@ def test_what_a_strategy_can_not_repeat_is_one_error() -> None:
         assert "outside of the module that it belongs to" in text
 
 
-def test_stages_draw_again_what_they_drew() -> None:
-    cases: list[Case] = [("pipeline:2", way, {}) for way in PIPED]
-    cases.append(("pipeline:2", "each", ZERO_BUBBLE))
+IN_STAGES: list[Case] = [
+    ("pipeline:2", "each", ZERO_BUBBLE),
+    *(("pipeline:2", way, {}) for way in PIPED),
+]
+
+
+@sampled("cases", IN_STAGES, 2)
+def test_stages_draw_again_what_they_drew(cases: list[Case]) -> None:
     for case, numbers in zip(cases, run_ranks(of_chains, 2, cases)[0], strict=True):
         assert_equal(numbers, without(case[1], piped=True), f"{case}")
 

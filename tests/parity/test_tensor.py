@@ -67,7 +67,17 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen3_moe": ("hf:qwen3_moe", {}, {"vocab_size": 64, **EXPERTS}),
 }
 CASES = {name: case for name, case in CASES.items() if name not in NOT_PLANNED}
-ONLY_FULL = ("qwen2", "gemma", "phi3", "qwen3_moe")
+# The full grid's alone. Sequences that are not cut, and norms of heads, are in test_known_mistakes.
+ONLY_FULL = (
+    "whole sequences",
+    "products kept",
+    "bf16",
+    "qwen2",
+    "qwen3",
+    "gemma",
+    "phi3",
+    "qwen3_moe",
+)
 
 
 def in_turn(ranks: int, steps: int) -> list[tuple[Any, ...]]:
@@ -180,7 +190,7 @@ def own_balance(topology: str) -> list[tuple[float, float]]:
     unequal targets.
     """
     settings = {
-        "training.max_steps": 3,
+        "training.max_steps": 2,
         "distributed.reproducible": False,
         "training.global_batch_size": 8,
     }
@@ -432,10 +442,10 @@ class WithLogitPenalty(Transformer):
 
 
 def trained_and_evaluated(topology: str, kind: str, exact: bool) -> list[float]:
-    """Losses of three steps, then that of an evaluation, and the most likely tokens' sum outside of
+    """Losses of two steps, then that of an evaluation, and the most likely tokens' sum outside of
     the step.
     """
-    settings = {"training.max_steps": 3, "distributed.reproducible": exact}
+    settings = {"training.max_steps": 2, "distributed.reproducible": exact}
     args = {"n_layer": 2, "n_embd": 32, "n_head": 4, "vocab_size": 64, "dropout": 0.1}
     loss_fn = nn.CrossEntropyLoss() if kind == "function" else None
     with torch.device("meta"):

@@ -102,27 +102,30 @@ def outside(tmp_path: Path) -> Outside:
     return found
 
 
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ((), f"{NAME}:2*tensor:2"),
+        pytest.param(
+            ("distributed.reproducible=true", "distributed.open_axes=[tensor]"),
+            "every bit",
+            marks=pytest.mark.full,
+        ),
+    ],
+    ids=["up to the order of summation", "every bit"],
+)
 def test_it_takes_the_same_steps_as_one_process_alone_with_cut_layers_and_in_stages(
-    outside: Outside,
+    outside: Outside, settings: tuple[str, ...], says: str
 ) -> None:
     """And beside a pipeline, whose stages it stands around: up to the order of summation, and in
     every bit where the tree sums.
     """
     all_of_them = f"{NAME}:2,{NAME}:2*tensor:2,pipeline:2*{NAME}:2"
-    plain = outside.lockstep("verify", "config.yaml", "--against", all_of_them, "--steps", 2)
-    assert f"{NAME}:2*tensor:2" in plain
-    assert f"pipeline:2*{NAME}:2" in plain
-    exact = outside.lockstep(
-        "verify",
-        "config.yaml",
-        "--against",
-        all_of_them,
-        "--steps",
-        2,
-        "distributed.reproducible=true",
-        "distributed.open_axes=[tensor]",
+    found = outside.lockstep(
+        "verify", "config.yaml", "--against", all_of_them, "--steps", 2, *settings
     )
-    assert "every bit" in exact
+    assert says in found
+    assert f"pipeline:2*{NAME}:2" in found
 
 
 def test_a_plan_counts_the_bytes_that_it_names(outside: Outside) -> None:

@@ -6,11 +6,12 @@ shows.
 """
 
 import tempfile
-from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from tests.ranks import run_ranks
+from tests.sampled import chosen, quick_and_full
 from tests.simulated_device import cases, mistakes, rank_cases
 
 ALONE = [
@@ -26,24 +27,51 @@ TOGETHER = [
 ]
 
 
-@pytest.fixture(scope="module")
-def alone() -> Iterator[dict[str, str]]:
-    with tempfile.TemporaryDirectory() as folder:
-        yield run_ranks(cases.main, 1, folder)[0]
+# Only in `full`: as others, with another setting.
+ONLY_FULL = (
+    *(
+        f"as on the CPU: {name}"
+        for name in (
+            "fused",
+            "clipped by value",
+            "scaled losses",
+            "recomputed in runs",
+            "pinned batches",
+            "skipping bad numbers",
+        )
+    ),
+    *(
+        f"as one process: {name}"
+        for name in ("ddp, equal bits", "fsdp", "pipeline, equal bits", "fsdp, recomputed")
+    ),
+)
+
+
+def some(names: list[str]) -> list[Any]:
+    return quick_and_full(names, [name for name in names if name not in ONLY_FULL])
 
 
 @pytest.fixture(scope="module")
-def together() -> Iterator[list[dict[str, str]]]:
+def alone(request: pytest.FixtureRequest) -> dict[str, str]:
+    names = [name for name in chosen(request, "name") if name in ALONE]
     with tempfile.TemporaryDirectory() as folder:
-        yield run_ranks(rank_cases.main, 2, folder)
+        found: dict[str, str] = run_ranks(cases.main, 1, folder, names)[0]
+        return found
 
 
-@pytest.mark.parametrize("name", ALONE)
+@pytest.fixture(scope="module")
+def together(request: pytest.FixtureRequest) -> list[dict[str, str]]:
+    names = [name for name in chosen(request, "name") if name in TOGETHER]
+    with tempfile.TemporaryDirectory() as folder:
+        return run_ranks(rank_cases.main, 2, folder, names)
+
+
+@pytest.mark.parametrize("name", some(ALONE))
 def test_one_process(alone: dict[str, str], name: str) -> None:
     assert not alone[name], alone[name]
 
 
-@pytest.mark.parametrize("name", TOGETHER)
+@pytest.mark.parametrize("name", some(TOGETHER))
 def test_two_ranks(together: list[dict[str, str]], name: str) -> None:
     for rank, found in enumerate(together):
         assert not found[name], f"rank {rank}: {found[name]}"

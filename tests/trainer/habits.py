@@ -236,11 +236,11 @@ def ours(name: str, strategy: str, **more: Any) -> Result:
     return losses, ends
 
 
-def all_of(strategies: list[str]) -> dict[tuple[str, str, bool], Result]:
-    """Every model under every strategy: (model, strategy, reproducible) → what came out."""
+def all_of(strategies: list[str], names: list[str]) -> dict[tuple[str, str, bool], Result]:
+    """Models under every strategy: (model, strategy, reproducible) → what came out."""
     found = {}
     for strategy in strategies:
-        for name in MODELS:
+        for name in names:
             if name == "teacher" and strategy == "pipeline":
                 continue  # it is no chain
             for exact in (False, True):
@@ -337,11 +337,11 @@ class OnRanks:
     averages: list[tuple[list[float], list[float]]]
 
 
-def on_ranks(folder: str) -> OnRanks:
+def on_ranks(folder: str, names: list[str]) -> OnRanks:
     """All of the cases of two ranks, in one launch."""
     averages = [
         average_goes_on(f"{folder}/{strategy}", strategy)
         for strategy in ("ddp", "fsdp", "pipeline")
     ]
     found = refusals(["ddp", "fsdp"], reproducible=False)
-    return OnRanks(all_of(["ddp", "fsdp", "pipeline"]), found, averages)
+    return OnRanks(all_of(["ddp", "fsdp", "pipeline"], names), found, averages)

@@ -13,23 +13,33 @@ from lockstep import Trainer, WeightAverage
 from lockstep.errors import UsageError
 from lockstep.parallel.parallel_model import take_hooks
 from tests.ranks import run_ranks
+from tests.sampled import chosen, quick_and_full
 from tests.trainer import habits
 
+QUICK = ("hooks", "ema", "noise", "teacher")
+
+
+def asked(request: pytest.FixtureRequest) -> list[str]:
+    return [name for name in chosen(request, "name") if name in habits.MODELS]
+
 
 @pytest.fixture(scope="module")
-def on_ranks(tmp_path_factory: pytest.TempPathFactory) -> habits.OnRanks:
-    return run_ranks(habits.on_ranks, 2, str(tmp_path_factory.mktemp("average")))[0]
+def on_ranks(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> habits.OnRanks:
+    folder = str(tmp_path_factory.mktemp("average"))
+    return run_ranks(habits.on_ranks, 2, folder, asked(request))[0]
 
 
 @pytest.fixture(scope="module")
-def alone() -> dict[tuple[str, str, bool], habits.Result]:
+def alone(request: pytest.FixtureRequest) -> dict[tuple[str, str, bool], habits.Result]:
     try:
-        return habits.all_of(["single"])
+        return habits.all_of(["single"], asked(request))
     finally:
         torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize("name", habits.MODELS)
+@pytest.mark.parametrize("name", quick_and_full(habits.MODELS, QUICK))
 def test_trap_71_a_habit_is_respected_by_every_strategy(
     name: str, on_ranks: habits.OnRanks, alone: dict[tuple[str, str, bool], habits.Result]
 ) -> None:

@@ -21,6 +21,7 @@ from lockstep.verify.outcome import Outcome
 from lockstep.verify.places import code_at
 from lockstep.verify.text import script_text as text
 from lockstep.verify.watch import injected
+from tests.sampled import quick_and_full
 
 SCRIPTS = Path(__file__).parent / "scripts"
 
@@ -39,15 +40,20 @@ def kinds(outcome: Outcome) -> dict[str, bool]:
     ("faults", "found"),
     [
         (["accumulate", "autocast", "deep", "fp16", "look", "noise", "own draws", "zero"], {}),
-        (
+        pytest.param(
             ["own draws", "dropout", "batch norm"],
             {"random numbers": False, "batch statistics": False},
+            marks=pytest.mark.full,
         ),
         (
             ["unsharded", "rate", "drift"],
             {"samples": True, "learning rate": True, "replicas": True},
         ),
-        (["sum", "schedule"], {"learning rate schedule": True, "sum of gradients": True}),
+        pytest.param(
+            ["sum", "schedule"],
+            {"learning rate schedule": True, "sum of gradients": True},
+            marks=pytest.mark.full,
+        ),
         (["seeds", "unwrapped"], {"first values": True, "gradient synchronisation": True}),
         (["uneven", "accumulate"], {"loss normalisation": True, "gradient accumulation": True}),
     ],
@@ -175,7 +181,7 @@ def test_a_script_of_lightning(fault: tuple[str, ...], found: dict[str, bool]) -
         pytest.param(
             "-m torch.distributed.run --nproc-per-node {n} --standalone", marks=pytest.mark.full
         ),
-        "-m lockstep launch --nproc-per-node {n}",
+        pytest.param("-m lockstep launch --nproc-per-node {n}", marks=pytest.mark.full),
     ],
 )
 def test_a_command_in_place_of_a_script(launcher: str) -> None:
@@ -355,7 +361,9 @@ def files(folder: Path) -> dict[str, bytes]:
     return {str(p): p.read_bytes() if p.is_file() else b"" for p in folder.rglob("*")}
 
 
-@pytest.mark.parametrize("kind", ["script", "new folder", "command"])
+@pytest.mark.parametrize(
+    "kind", quick_and_full(["script", "new folder", "command"], ["new folder", "command"])
+)
 def test_a_proof_leaves_run_directories_as_they_are(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -229,7 +229,7 @@ def test_the_page(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ("LinkThatReturnsOtherSums", "gradient synchronisation"),
         pytest.param("ReplicaThatIsChanged", "replicas", marks=pytest.mark.full),
-        ("sound", ""),
+        pytest.param("sound", "", marks=pytest.mark.full),
     ],
 )
 def test_ranks_are_compared(case: str, found: str, tmp_path: Path) -> None:
@@ -303,6 +303,7 @@ trainer.train(data)
 """
 
 
+@pytest.mark.full
 def test_what_another_rank_finds_is_told_and_counted_by_the_name_that_the_model_has(
     tmp_path: Path,
 ) -> None:
