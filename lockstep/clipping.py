@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from lockstep import accelerator
-from lockstep.parallel.parallel_model import local
+from lockstep.tensors import local
 from lockstep.torch_compat import foreach
 
 _LEAST_WEIGHT_NORM = 1e-3  # ε: units that start at zero can still grow

@@ -113,14 +113,3 @@ def layout_of(config: DistributedConfig, facts: RankFacts) -> Layout:
             update={"strategy": REPLICAS if facts.world_size > 1 else SINGLE}
         )
     return resolve(config, facts.world_size, ranks_per_machine(facts))
-
-
-def local_chunk(full: torch.Tensor, dim: int, size: int, coordinate: int) -> torch.Tensor:
-    """Return the shard of `full` that FSDP2 gives to `coordinate` of `size` ranks.
-
-    It is the one of `torch.chunk` along `dim`.
-    """
-    chunks = full.chunk(size, dim)
-    if coordinate < len(chunks):
-        return chunks[coordinate]
-    return full.narrow(dim, 0, 0)

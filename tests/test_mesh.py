@@ -9,9 +9,9 @@ from lockstep.config import Config, DistributedConfig, StepConfig
 from lockstep.config.checks import step_contradictions
 from lockstep.errors import UsageError, refuse
 from lockstep.layout import SIZED, Layout
-from lockstep.mesh import local_chunk
 from lockstep.registry import STRATEGIES
 from lockstep.strategy import Strategy, parse_topology, resolve, strategy_named
+from lockstep.tensors import local_chunk
 
 
 class OfAPackage(Strategy):

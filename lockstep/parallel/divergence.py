@@ -17,11 +17,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lockstep.config import StepConfig
 from lockstep.errors import RunError, listed
-from lockstep.parallel.parallel_model import ParallelModel, local
+from lockstep.parallel.parallel_model import ParallelModel
+from lockstep.tensors import as_integers, fingerprint, local
 
 _FEW_ELEMENTS = 2  # that a flipped bit can leave apart: a tied or a padded one
 _MOST_TENSORS = 4  # that are looked at element by element
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def guard_replicas(
@@ -128,19 +128,6 @@ def compare(
     return _diverged(_gathered(prints, group), {name: tensors[name] for name in names}, group, step)
 
 
-def fingerprint(tensor: Tensor) -> Tensor:
-    """Return the sum of a tensor's bits, read as integers; 0-dim int64, modulo 2⁶⁴."""
-    return _integers(tensor).sum(dtype=torch.int64)
-
-
-def _integers(tensor: Tensor) -> Tensor:
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
-    if tensor.dtype == torch.bool:
-        tensor = tensor.to(torch.uint8)
-    return tensor.contiguous().reshape(-1).view(_INTEGERS[tensor.element_size()])
-
-
 def _gathered(value: Tensor, group: dist.ProcessGroup) -> Tensor:
     everyone = [torch.empty_like(value) for _ in range(group.size())]
     dist.all_gather(everyone, value, group=group)
@@ -207,7 +194,7 @@ def _elements_apart(tensors: list[Tensor], group: dist.ProcessGroup) -> tuple[bo
     differ = total = 0
     bits = ""
     for tensor in tensors:
-        stacked = _gathered(_integers(local(tensor)).clone(), group)
+        stacked = _gathered(as_integers(local(tensor)).clone(), group)
         places = (stacked != stacked[0]).any(0).nonzero().flatten().tolist()
         differ = differ + len(places)
         total = total + stacked.shape[1]

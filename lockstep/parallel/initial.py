@@ -22,10 +22,10 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.overrides import TorchFunctionMode
 
 from lockstep.errors import RunError, UsageError, first_line
-from lockstep.mesh import local_chunk
 from lockstep.models.stored import StoredWeights, read
 from lockstep.parallel.facts import canonical_names
 from lockstep.randomness import derive_key, seeded
+from lockstep.tensors import local_chunk
 
 
 def to_empty(model: nn.Module, device: torch.device) -> None:

@@ -40,6 +40,7 @@ from lockstep.parallel.passes import AroundPasses, Evaluate, ForwardBackward, Ru
 from lockstep.parallel.reproducible.exact_norm import exact_norm, gradient_norm
 from lockstep.parallel.state_form import StateForm
 from lockstep.randomness import RandomState
+from lockstep.tensors import local
 from lockstep.torch_compat import foreach
 from lockstep.torch_compat.gradient_hooks import (
     has_hooks_after_accumulation,
@@ -348,11 +349,6 @@ class ParallelModel:
         """
         for parameter in self.parameters.values():
             parameter.grad = None
-
-
-def local(tensor: Tensor) -> Tensor:
-    """Return this rank's piece of a DTensor; any other tensor itself."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def layer_norms(placed: ParallelModel, factor: Number) -> dict[str, float]:

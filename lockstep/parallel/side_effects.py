@@ -35,7 +35,6 @@ from torch.overrides import TorchFunctionMode
 
 from lockstep.errors import UsageError, listed
 from lockstep.parallel.attribute_changes import OF_TORCH, AttributeChanges
-from lockstep.parallel.divergence import fingerprint
 from lockstep.parallel.kept_numbers import (
     KeptNumber,
     RecordedReads,
@@ -44,7 +43,8 @@ from lockstep.parallel.kept_numbers import (
     members,
     sequence_of,
 )
-from lockstep.parallel.parallel_model import ParallelModel, local
+from lockstep.parallel.parallel_model import ParallelModel
+from lockstep.tensors import fingerprint, local
 from lockstep.torch_compat.pytree import tree_leaves
 from lockstep.torch_compat.tensor_versions import version_of
 

@@ -47,9 +47,10 @@ from lockstep.parallel import tensor_blocks
 from lockstep.parallel.changes import replace_method
 from lockstep.parallel.facts import ModelFacts
 from lockstep.parallel.loss_parallel import cut_token_losses
-from lockstep.parallel.parallel_model import ParallelModel, local
+from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parallel.tensor_blocks import SEQUENCE, LayerCut, OnSend
 from lockstep.parallel.tensor_plan import PRODUCTS, TensorPlan
+from lockstep.tensors import local
 
 _BUCKET = 1 << 24  # numbers that are summed in one message, and copied for it
 

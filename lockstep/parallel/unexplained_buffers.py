@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.errors import UsageError, listed
-from lockstep.parallel.divergence import fingerprint
 from lockstep.parallel.gathered_rows import KEY, BufferPlace
+from lockstep.tensors import fingerprint
 from lockstep.torch_compat.tensor_versions import version_of
 
 _log = logging.getLogger("lockstep")

@@ -29,7 +29,7 @@ from lockstep.mesh import device_mesh, expert_mesh
 from lockstep.optim import build_optimizer
 from lockstep.parallel.facts import ModelFacts, Named
 from lockstep.parallel.loss_accumulator import LossAccumulator
-from lockstep.parallel.parallel_model import ParallelModel, local
+from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parallel.place import place, prepared
 from lockstep.parallel.site import DryRun, Site
 from lockstep.plan.tracker import (
@@ -50,6 +50,7 @@ from lockstep.plan.workload import REPEATED, Workload, kept_blocks
 from lockstep.precision import Precision, resolve_mode
 from lockstep.randomness import RandomState
 from lockstep.strategy import strategy_named
+from lockstep.tensors import local
 from lockstep.torch_compat.fake_tensors import FakeTensorMode
 from lockstep.torch_compat.mesh_caches import forget_meshes
 

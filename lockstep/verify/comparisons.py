@@ -14,11 +14,9 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
 
-from lockstep.mesh import local_chunk
-from lockstep.parallel.parallel_model import local
 from lockstep.strategy import strategy_named
+from lockstep.tensors import local, shard_like
 from lockstep.trainer import Trainer
 from lockstep.verify.algebra import CEILING, relation
 from lockstep.verify.differences import SCALAR_TOLERANCE, TensorDifference
@@ -71,18 +69,6 @@ def compare_tensor(
 def _bits(tensor: Tensor) -> Tensor:
     tensor = tensor.contiguous().reshape(-1)
     return tensor.view(torch.uint8) if tensor.numel() else tensor
-
-
-def shard_like(full: Tensor, mine: Tensor) -> Tensor:
-    """Return the part of a whole tensor that this rank holds of it."""
-    if isinstance(mine, DTensor):
-        mesh = mine.device_mesh
-        coordinate = mine.device_mesh.get_coordinate()
-        assert coordinate is not None
-        for axis, placement in enumerate(mine.placements):
-            if isinstance(placement, Shard):
-                full = local_chunk(full, placement.dim, mesh.size(axis), coordinate[axis])
-    return full
 
 
 def message_rounding(trainer: Trainer) -> tuple[float, float]:

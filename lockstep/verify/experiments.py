@@ -23,13 +23,14 @@ from lockstep.config import Config
 from lockstep.data.batches import MicroBatch
 from lockstep.layout import SAME_BATCH
 from lockstep.models.protocol import pipeline_segments_of
-from lockstep.parallel.parallel_model import local
 from lockstep.strategy import parse_topology
+from lockstep.tensors import local
 from lockstep.torch_compat.gradient_hooks import remove_hooks
 from lockstep.torch_compat.module_hooks import remove_backward_hooks
 from lockstep.torch_compat.optimizer_step import remove_step_pre_hooks, run_first
 from lockstep.verify.memory import ModelMemory
-from lockstep.verify.modes import FullPrecision, MeanDraws, SameDraws, alone
+from lockstep.verify.modes import alone
+from lockstep.verify.operation_modes import FullPrecision, MeanDraws, SameDraws
 from lockstep.verify.subject import Case, Spec
 
 if TYPE_CHECKING:
@@ -274,12 +275,6 @@ def _forward_alone(trainer: "Trainer") -> None:
 
     random_state.at = observed_at  # type: ignore[method-assign]
     trainer.placed.around_passes.append(observed_run)
-
-
-def with_other_last_bits(tensor: Tensor, generator: torch.Generator) -> Tensor:
-    """Return a tensor whose elements are moved up or down by their last bit, at random."""
-    signs = torch.randint(0, 2, tensor.shape, generator=generator).to(tensor) * 2 - 1
-    return tensor * (1 + torch.finfo(tensor.dtype).eps * signs)
 
 
 def is_indexed(data: Any) -> bool:

@@ -20,9 +20,9 @@ from torch.distributed.tensor import DTensor
 
 from lockstep.data.batches import MicroBatch
 from lockstep.parallel.loss_accumulator import Loss, LossAccumulator
-from lockstep.parallel.parallel_model import local
 from lockstep.parallel.passes import ForwardBackward
 from lockstep.strategy import strategy_named
+from lockstep.tensors import local, shard_like, with_other_last_bits
 from lockstep.torch_compat.pytree import tree_flatten, tree_unflatten
 from lockstep.trainer import Trainer
 from lockstep.verify import recorded_flow
@@ -36,8 +36,7 @@ from lockstep.verify.algebra import (
     reduced_relation,
     relation,
 )
-from lockstep.verify.comparisons import shard_like
-from lockstep.verify.experiments import settings_of_module, with_other_last_bits
+from lockstep.verify.experiments import settings_of_module
 from lockstep.verify.memory import ModelMemory
 from lockstep.verify.recorded_flow import (
     BACKWARD,

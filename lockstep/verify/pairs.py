@@ -13,11 +13,12 @@ from lockstep.config import Config, load_config, require_runnable
 from lockstep.errors import EXIT_DONE, EXIT_FAILED, UsageError
 from lockstep.launch import fork_server
 from lockstep.scratch import temporary
-from lockstep.verify import require_startable, text
+from lockstep.verify import text
 from lockstep.verify.command import starter_of
 from lockstep.verify.config_pair import compare_configs, losses_of_configs
 from lockstep.verify.launchers import with_ranks
 from lockstep.verify.outcome import Outcome
+from lockstep.verify.proof import require_startable
 from lockstep.verify.script.pair import PairedLosses, compare_scripts, paired_losses
 from lockstep.verify.script.record import ScriptTask
 from lockstep.verify.script.runs import Runs, script_starter, start_command

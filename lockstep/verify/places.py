@@ -12,6 +12,7 @@ libraries, of Python and of `lockstep verify` are not the user's own.
 Tests: tests/verify/test_places.py, tests/verify/test_script.py
 """
 
+import inspect
 import linecache
 import re
 import sys
@@ -160,3 +161,21 @@ def order_of(loader: Any) -> str:
         if line:
             return line
     return ""
+
+
+def line_of_code() -> str:
+    """Return the line of the user's code, or of a model that ships, that calls torch.
+
+    "" if something else does.
+    """
+    frame = inspect.currentframe()
+    frame = frame.f_back.f_back if frame is not None and frame.f_back is not None else None
+    while frame is not None and "/torch/" in frame.f_code.co_filename:
+        frame = frame.f_back
+    if frame is None:
+        return ""
+    file = frame.f_code.co_filename
+    ours = "/lockstep/" in file and (
+        "/lockstep/models/" not in file or file.endswith("/protocol.py")
+    )
+    return "" if ours else f"{short_path(file)}:{frame.f_lineno}"

@@ -6,7 +6,6 @@ first differ.
 Tests: tests/verify/test_updates.py
 """
 
-import inspect
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.launch.failures import short_path
-from lockstep.parallel.divergence import fingerprint
+from lockstep.tensors import fingerprint
 from lockstep.torch_compat.dispatch_mode import TorchDispatchMode
 from lockstep.verify.algebra import Relation
+from lockstep.verify.places import line_of_code
 
 # micro-batch, module, number of its call, what: "input 0", "gradient of output 1" …
 Key = tuple[int, str, int, str]
@@ -141,24 +140,6 @@ class ObservedOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     (name, bits, norm, line)
                 )
         return result
-
-
-def line_of_code() -> str:
-    """Return the line of the user's code, or of a model that ships, that calls torch.
-
-    "" if something else does.
-    """
-    frame = inspect.currentframe()
-    frame = frame.f_back.f_back if frame is not None and frame.f_back is not None else None
-    while frame is not None and "/torch/" in frame.f_code.co_filename:
-        frame = frame.f_back
-    if frame is None:
-        return ""
-    file = frame.f_code.co_filename
-    ours = "/lockstep/" in file and (
-        "/lockstep/models/" not in file or file.endswith("/protocol.py")
-    )
-    return "" if ours else f"{short_path(file)}:{frame.f_lineno}"
 
 
 def first_line(mine: Operations, right: Operations, first: Deviation) -> str:

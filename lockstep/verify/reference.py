@@ -34,7 +34,7 @@ from lockstep.verify.experiments import (
     is_indexed,
     switched_off,
 )
-from lockstep.verify.modes import MeanDraws
+from lockstep.verify.operation_modes import MeanDraws
 from lockstep.verify.recorded_flow import SLACK
 from lockstep.verify.subject import MAIN, Case, Spec
 from lockstep.verify.trace import GRADIENT, VALUE, StepObserver, Stored, Trace

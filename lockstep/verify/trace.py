@@ -18,24 +18,22 @@ Tests: tests/verify/test_updates.py, tests/verify/test_reference.py
 import hashlib
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from lockstep.data.batches import MicroBatch
-from lockstep.parallel.divergence import fingerprint
 from lockstep.parallel.loss_accumulator import LossAccumulator
-from lockstep.parallel.parallel_model import local
 from lockstep.parallel.passes import ForwardBackward
 from lockstep.records import StepRecord, plain
+from lockstep.tensors import bytes_of, fingerprint, local
 from lockstep.torch_compat.optimizer_step import run_first
 from lockstep.torch_compat.pytree import tree_leaves
 from lockstep.trainer import Trainer
@@ -372,28 +370,3 @@ def _text(value: Any) -> str:
         if number or (isinstance(value, Tensor) and value.numel() == 1)
         else repr(value)
     )
-
-
-def bytes_of(tree: Any) -> bytes:
-    """Return bytes that tell a nested sample from others, the same in every process."""
-    if isinstance(tree, Tensor):
-        plain = tree.detach().cpu().contiguous()
-        return (
-            f"{plain.dtype}{tuple(plain.shape)}".encode()
-            + plain.flatten().view(torch.uint8).numpy().tobytes()
-        )
-    if isinstance(tree, np.ndarray):
-        return f"{tree.dtype}{tree.shape}".encode() + np.ascontiguousarray(tree).tobytes()
-    if isinstance(tree, Mapping):
-        return (
-            b"{"
-            + b",".join(bytes_of(key) + b":" + bytes_of(value) for key, value in tree.items())
-            + b"}"
-        )
-    if isinstance(tree, list | tuple):
-        return b"[" + b",".join(map(bytes_of, tree)) + b"]"
-    if isinstance(tree, str | bytes | int | float | bool | type(None)):
-        return repr(tree).encode()
-    with suppress(Exception):
-        return pickle.dumps(tree)
-    return repr(type(tree)).encode()

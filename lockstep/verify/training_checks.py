@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DistributedSampler
 
 from lockstep.errors import listed
-from lockstep.parallel.parallel_model import local
+from lockstep.tensors import local
 from lockstep.torch_compat.loss_functions import is_mean
 from lockstep.torch_compat.wrapper_names import WRAPPER_NAMES
 from lockstep.verify.places import own_line

@@ -34,8 +34,8 @@ from torch.optim.optimizer import (
 
 from lockstep.environment import rank_facts
 from lockstep.errors import listed
-from lockstep.parallel.divergence import fingerprint
 from lockstep.store_threads import StoreThread
+from lockstep.tensors import fingerprint
 from lockstep.torch_compat import script_patches
 from lockstep.verify.training_checks import LoopFinding, Nesting, TrainingChecks
 

@@ -27,8 +27,8 @@ from lockstep.errors import LockstepError, RunError, first_line
 from lockstep.layout import SIZED
 from lockstep.models.protocol import offered
 from lockstep.monitor.figures import gather_objects
-from lockstep.parallel.parallel_model import local
 from lockstep.strategy import EXPERT, SINGLE, parse_topology, strategy_named
+from lockstep.tensors import local, shard_like, with_other_last_bits
 from lockstep.torch_compat.pytree import tree_map_only
 from lockstep.trainer import Trainer
 from lockstep.verify import comparisons, experiments
@@ -305,7 +305,7 @@ def trainer_of(
             for parameter in trainer.placed.parameters.values():
                 if parameter.is_floating_point():
                     with torch.no_grad():
-                        parameter.copy_(experiments.with_other_last_bits(parameter, generator))
+                        parameter.copy_(with_other_last_bits(parameter, generator))
         yield trainer, _InFloat64(subject.data) if double else subject.data, names
 
 
@@ -326,7 +326,7 @@ def _start_from(trainer: Trainer, stored: Stored) -> None:
         for name, tensor in tensors.items():
             value = stored.get(kind, name)
             if value is not None:
-                local(tensor.detach()).copy_(comparisons.shard_like(value, tensor))
+                local(tensor.detach()).copy_(shard_like(value, tensor))
 
 
 class _InFloat64(Dataset[Any]):

@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.divergence_guard import seconds_of_step_and_check
 from lockstep.errors import RunError
-from lockstep.parallel.divergence import fingerprint
+from lockstep.tensors import fingerprint
 from tests.parity.same_bits import trainer_for
 from tests.parity.toy import Tokens
 from tests.ranks import run_ranks

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lockstep.models.observed import LossCalls
 from lockstep.torch_compat.loss_functions import NAMES, is_mean
-from lockstep.verify.modes import MeanDraws
+from lockstep.verify.operation_modes import MeanDraws
 
 _SCORES = torch.randn(4, 3)
 _TARGETS = torch.tensor([0, 1, 2, 0])

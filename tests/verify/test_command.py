@@ -9,7 +9,8 @@ import pytest
 from lockstep.cli import main
 from lockstep.config import config_from
 from lockstep.errors import UsageError
-from lockstep.verify import default_against, spec_of, verify, worker
+from lockstep.verify import worker
+from lockstep.verify.proof import default_against, spec_of, verify
 from lockstep.verify.subject import Case, Spec
 from lockstep.verify.trace import Trace
 from tests.test_ready_configs import READY, small

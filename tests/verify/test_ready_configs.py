@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 import lockstep.config
-from lockstep import verify as package
 from lockstep.config import config_from, load_config
 from lockstep.launch.spawn import spawn_again
 from lockstep.strategy import SINGLE, parse_topology
-from lockstep.verify import Outcome, default_against
+from lockstep.verify import Outcome
+from lockstep.verify import proof as package
+from lockstep.verify.proof import default_against
 from lockstep.verify.subject import Case, Spec, VerifyJob
 from lockstep.verify.worker import settings_of
 from tests.test_ready_configs import READY, SMALL, small

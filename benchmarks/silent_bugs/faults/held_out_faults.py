@@ -27,7 +27,7 @@ from benchmarks.silent_bugs.faults.models import (
 )
 from benchmarks.silent_bugs.faults.registry import fault, on_rank_1, on_ranks
 from lockstep.models.mixture import Router
-from lockstep.parallel.parallel_model import local
+from lockstep.tensors import local
 from lockstep.trainer import Trainer
 from lockstep.verify import Subject
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from benchmarks.silent_bugs.faults.models import Net, Taught, Tokens, Vectors, follow_student, net
 from benchmarks.silent_bugs.faults.registry import fault, on_rank_1, on_ranks
-from lockstep.parallel.parallel_model import local
+from lockstep.tensors import local
 from lockstep.trainer import Trainer
 from lockstep.verify import Subject
 

@@ -24,10 +24,11 @@ from lockstep.parallel.context import apply_context, cut_objective
 from lockstep.parallel.context_attention import SequenceCut
 from lockstep.parallel.facts import ModelFacts
 from lockstep.parallel.loss_weights import LossWeights
-from lockstep.parallel.parallel_model import ParallelModel, local
+from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parallel.passes import within
 from lockstep.parallel.site import Site
 from lockstep.parallel.tensor_cuts import sum_over_ranks
+from lockstep.tensors import local
 
 _FLOAT = 4  # bytes of a number of a gradient
 

@@ -20,8 +20,8 @@ from lockstep.collectives import create_group
 from lockstep.errors import UsageError
 from lockstep.parallel.facts import ModelFacts, Named
 from lockstep.parallel.initial import FirstValues
-from lockstep.parallel.parallel_model import local
 from lockstep.parallel.strides import laid_like
+from lockstep.tensors import local
 
 
 @dataclass(frozen=True)

@@ -26,10 +26,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from lockstep.data.batches import MicroBatch
-from lockstep.mesh import local_chunk
 from lockstep.parallel.comm import all_gather_flat
 from lockstep.parallel.expert import PlacedExperts
-from lockstep.parallel.parallel_model import local
 from lockstep.parallel.pipeline.stage_parameters import StageParameters
 from lockstep.parallel.reproducible.tree import (
     Partials,
@@ -39,6 +37,7 @@ from lockstep.parallel.reproducible.tree import (
 )
 from lockstep.parallel.strides import lay_gradients
 from lockstep.parallel.transport import Meta, Metas
+from lockstep.tensors import local, local_chunk
 
 _BUCKET = 25 << 20  # bytes of gradients that are sent at once
 # parameters, with the sums of their gradients over each node

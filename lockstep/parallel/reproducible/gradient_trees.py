@@ -41,7 +41,6 @@ from torch.nn.parallel import DistributedDataParallel
 from lockstep.data.batches import MicroBatch
 from lockstep.errors import UsageError
 from lockstep.parallel.comm.gloo import AllToAll
-from lockstep.parallel.parallel_model import local
 from lockstep.parallel.passes import AroundMicroBatch, MicroBatchPass
 from lockstep.parallel.reproducible.tree import (
     Node,
@@ -54,6 +53,7 @@ from lockstep.parallel.reproducible.tree import (
     tree_assignment,
 )
 from lockstep.parallel.strides import lay_gradients
+from lockstep.tensors import local
 
 
 class GradientTree(AroundMicroBatch):

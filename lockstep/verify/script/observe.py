@@ -42,13 +42,12 @@ from lockstep.launch.failures import read_all, short_path
 from lockstep.launch.script import run_script
 from lockstep.launch.worker import mark_done
 from lockstep.output import flush_both
-from lockstep.parallel.parallel_model import local
 from lockstep.paths import RUNS
 from lockstep.processes import descendants, is_running, wants_processor
+from lockstep.tensors import local, with_other_last_bits
 from lockstep.torch_compat import script_patches
 from lockstep.torch_compat.pytree import tree_leaves
-from lockstep.verify.experiments import with_other_last_bits
-from lockstep.verify.modes import FullPrecision, MeanDraws
+from lockstep.verify.operation_modes import FullPrecision, MeanDraws
 from lockstep.verify.places import (
     is_own,
     line_of_definition,

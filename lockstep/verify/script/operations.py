@@ -19,11 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.parallel.divergence import fingerprint
+from lockstep.tensors import fingerprint
 from lockstep.torch_compat.dispatch_mode import TorchDispatchMode
 from lockstep.torch_compat.pytree import tree_leaves
-from lockstep.verify.places import is_reading, own_line
-from lockstep.verify.recorded_flow import line_of_code
+from lockstep.verify.places import is_reading, line_of_code, own_line
 
 FORWARD = "forward"
 BACKWARD = "backward"

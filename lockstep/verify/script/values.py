@@ -17,14 +17,12 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from lockstep.parallel.parallel_model import local
+from lockstep.tensors import bytes_of, local, shard_like
 from lockstep.torch_compat import script_patches
 from lockstep.torch_compat.pytree import tree_leaves, tree_map_only
-from lockstep.verify.comparisons import shard_like
 from lockstep.verify.places import order_of, own_line
 from lockstep.verify.script.draws import BatchKey
 from lockstep.verify.script.record import ScriptRecord, ScriptTask, TensorPiece, batch_file
-from lockstep.verify.trace import bytes_of
 
 
 def give(parameter: Tensor, ranks: Sequence[Tensor]) -> int | None:
