@@ -9,10 +9,10 @@ import pytest
 
 from benchmarks.silent_bugs import faults
 from benchmarks.silent_bugs.faults import Fault, sound
-from lockstep import verify as package
 from lockstep.config import config_from
 from lockstep.launch.spawn import spawn_again
 from lockstep.verify import Outcome
+from lockstep.verify import proof as package
 from lockstep.verify.subject import Case, Spec, VerifyJob
 from tests.sampled import chosen, quick_and_full
 from tests.verify import subjects

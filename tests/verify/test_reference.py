@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.silent_bugs.faults import data, memory, models, sound
-from lockstep import verify as package
 from lockstep.config import config_from
 from lockstep.verify import direct_causes, experiments, reference
+from lockstep.verify import proof as package
 from lockstep.verify.differences import Evidence, StepResult
 from lockstep.verify.reference import (
     BASE,

@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks.silent_bugs.faults.models import Net, Taught, Tokens, Vectors, follow_student
-from lockstep import verify as package
 from lockstep.config import config_from
 from lockstep.strategy import SINGLE
 from lockstep.trainer import Trainer
 from lockstep.verify import Subject
+from lockstep.verify import proof as package
 from lockstep.verify.algebra import reduced_relation
 from lockstep.verify.causes import cause_of
 from lockstep.verify.comparisons import compare_with_perturbed
