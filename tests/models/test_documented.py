@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-import lockstep.verify
+import lockstep.verify.proof
 from lockstep.config import config_from
 from lockstep.launch.spawn import spawn_again
 from lockstep.verify import Subject, verify
@@ -44,7 +44,7 @@ def test_the_model_that_says_how_it_is_cut_is_the_same_when_it_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(
-        lockstep.verify, "_spawn", partial(spawn_again, preload=["tests.preloaded"])
+        lockstep.verify.proof, "_spawn", partial(spawn_again, preload=["tests.preloaded"])
     )
     settings = config_from({"training.batch_size": 2, "training.global_batch_size": 8})
     assert verify(cut_model, ["pipeline:2", "tensor:2"], config=settings, steps=1).passed
