@@ -56,6 +56,7 @@ from lockstep.launch.rank_starts import (
     reason_of_script,
 )
 from lockstep.launch.script import run_script
+from lockstep.launch.sizes import require_sizes
 from lockstep.launch.worker import (
     FAILURES,
     LAUNCHER_PID,
@@ -143,6 +144,9 @@ def train(
         options, use_gpus=distributed.device != "cpu", single_reason=one_process or None
     )
     _check_layout(config, processes, options)
+    require_sizes(
+        config, processes, options.nodes[1], on_cpu=_device_type(config) in ("auto", "cpu")
+    )
     check_named_files(config.data.name, config.data.args)
     _check_hugging_face(config)
     if not options.several_nodes:
