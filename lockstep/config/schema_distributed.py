@@ -41,7 +41,7 @@ class DDPConfig(Section):
     """Options of `strategy: ddp`."""
 
     bucket_cap_mb: float = key(
-        25.0, "Size of the buckets in which gradients are sent, in MiB.", gt=0
+        25.0, "Size of the buckets in which gradients are sent, in MiB.", gt=0, le=10**9
     )
     find_unused_parameters: bool = key(
         False, "Search each step for parameters that got no gradient. Costs time."
@@ -184,7 +184,9 @@ class DistributedConfig(Section):
     for them. Wheels of torch lack mpi."""
     init_method: str = key("env://", pattern=r"^(env://|tcp://[^/\s]+:\d{1,5})$")
     """Where ranks find each other: `env://` (set by the launcher) or `tcp://HOST:PORT`."""
-    timeout_seconds: float = key(1800.0, "A collective that takes longer is a failure.", gt=0)
+    timeout_seconds: float = key(
+        1800.0, "A collective that takes longer is a failure.", gt=0, le=10**9
+    )
     hang: HangConfig = section(HangConfig, "When a step counts as hanging.")
     on_failure: Literal["restart", "continue", "stop"] = key("restart")
     """When a rank dies: `restart` all of them, as often as `--max-restarts` says; `continue` on

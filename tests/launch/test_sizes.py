@@ -55,3 +55,10 @@ def test_configs_that_ship_are_taken() -> None:
     for path in shipped:
         require_sizes(load_config(path), 8)
     assert shipped
+
+
+@pytest.mark.parametrize("key", ["distributed.timeout_seconds", "distributed.ddp.bucket_cap_mb"])
+def test_numbers_that_torch_can_not_hold_are_refused_when_they_are_loaded(key: str) -> None:
+    with pytest.raises(UsageError, match=key.rpartition(".")[2]):
+        config_from({key: 1e18})
+    config_from({key: 1e9})
