@@ -9,11 +9,13 @@ Tests: tests/models/test_adapters.py, tests/parity/test_adapters.py,
 tests/parity/test_fine_tuning.py
 """
 
+import re
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from lockstep.errors import UsageError, first_line, listed
+from lockstep.errors import UsageError, did_you_mean, first_line, listed
 
 if TYPE_CHECKING:
     from lockstep.config.schema_training import LoraConfig
@@ -77,9 +79,10 @@ def add_adapters(model: nn.Module, lora: "LoraConfig", auto: str) -> None:
     """Put adapters into a model's layers, in place, and freeze everything else."""
     config = peft_config(lora, auto)
     peft = peft_package()
+    layers = [name for name, _ in model.named_modules()]
     try:
         peft.inject_adapter_in_model(config, model, ADAPTER)
-    except (ValueError, TypeError, RuntimeError) as error:
+    except (ValueError, TypeError, RuntimeError, re.error) as error:
         raise UsageError(
             f"peft can't put these adapters into a {type(model).__name__}",
             where=_WHERE,
@@ -95,3 +98,37 @@ def add_adapters(model: nn.Module, lora: "LoraConfig", auto: str) -> None:
             why="peft exchanges such a parameter in each forward pass, which shards do not survive",
             fix="write target_modules: [q_proj, k_proj, v_proj, o_proj], the layers of attention",
         )
+    adapted = [
+        name for name, each in model.named_modules() if isinstance(each, peft.tuners.lora.LoraLayer)
+    ]
+    _require_effect(lora, layers, adapted)
+
+
+def _require_effect(lora: "LoraConfig", layers: Sequence[str], adapted: Sequence[str]) -> None:
+    """Refuse names in the settings which no layer has: peft passes over them without a word.
+
+    Args:
+        layers: names of all modules.
+        adapted: names of those that have adapters.
+    """
+    for key in ("target_modules", "exclude_modules", "modules_to_save"):
+        names = getattr(lora, key)
+        for name in names if isinstance(names, list) else ():
+            dot = "" if key == "modules_to_save" else "."  # as peft compares them
+            if not any(f".{each}".endswith(f"{dot}{name}") for each in layers):
+                raise _without_effect(key, name, layers)
+    for key in ("rank_pattern", "alpha_pattern"):
+        for pattern in getattr(lora, key):
+            # as peft.utils.other.get_pattern_key
+            if not any(re.match(rf"(.*\.)?({pattern})$", each) for each in adapted):
+                raise _without_effect(key, pattern, adapted)
+
+
+def _without_effect(key: str, name: str, layers: Sequence[str]) -> UsageError:
+    """Return the error about a name that no layer has."""
+    ends = sorted({each.rpartition(".")[2] for each in layers if each} - set(map(str, range(999))))
+    what = f"{key} names {name!r}, and no layer has that name{did_you_mean(name, ends)}"
+    if key.endswith("pattern"):
+        what = f"{key} names {name!r}, and no layer with adapters has that name"
+    fix = f"leave it out, or write the end of a name: {listed(ends)}"
+    return UsageError(what, where=f"{_WHERE}.{key}", fix=fix)

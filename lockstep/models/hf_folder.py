@@ -330,11 +330,16 @@ def _filled(description: Mapping[str, Any], weights: Mapping[str, Tensor]) -> An
     config = settings.from_dict(dict(description["config"]))
     with torch.device("meta"):
         model = kind(config)
-    model.name_or_path = description["source"] or ""
     prefix = ""
     if description["adapters"]:
         model = _wrapped(model, description)
         prefix = _OF_PEFT
+        if _unties(model.get_base_model()):
+            for each in (config, config.get_text_config()):
+                each.tie_word_embeddings = False
+            with torch.device("meta"):
+                model = _wrapped(kind(config), description)
+    (model.get_base_model() if prefix else model).name_or_path = description["source"] or ""
     named = {prefix + name: tensor for name, tensor in weights.items()}
     found = model.load_state_dict(named, strict=False, assign=True)
     wrong = [*found.missing_keys, *found.unexpected_keys]
@@ -347,6 +352,21 @@ def _filled(description: Mapping[str, Any], weights: Mapping[str, Tensor]) -> An
     # Names of one parameter share memory; the library writes such a parameter once.
     (model.get_base_model() if prefix else model).tie_weights()
     return model
+
+
+def _unties(base: Any) -> bool:
+    """Return whether adapters make embeddings differ that are tied without them.
+
+    They do where one of the two is adapted or trained in full: the other keeps its values. A folder
+    that says that they are tied would have one tensor for both.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    if not getattr(base.config.get_text_config(), "tie_word_embeddings", False):
+        return False
+    ends = (base.get_input_embeddings(), base.get_output_embeddings())
+    return any(isinstance(each, BaseTunerLayer | AuxiliaryTrainingWrapper) for each in ends)
 
 
 def _wrapped(model: nn.Module, description: Mapping[str, Any]) -> Any:

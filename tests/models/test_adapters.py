@@ -91,6 +91,12 @@ def test_a_missing_package_is_named(base: str, monkeypatch: pytest.MonkeyPatch) 
     [
         ({"target_modules": ["nothing"]}, r"can't put these adapters into a(.|\n)*nothing"),
         ({"target_modules": "(", "layers_to_transform": 1}, "peft refuses the adapters"),
+        ({"target_modules": ["q_proj", "v_prj"]}, r"'v_prj', and no layer(.|\n)*did you mean"),
+        ({"exclude_modules": ["o_prj"]}, r"exclude_modules names 'o_prj', and no layer has"),
+        ({"modules_to_save": ["heads"]}, r"modules_to_save names 'heads', and no layer has"),
+        ({"rank_pattern": {"o_proj": 2}}, r"rank_pattern names 'o_proj', and no layer with ad"),
+        ({"alpha_pattern": {"layers.9.q_proj": 2}}, r"alpha_pattern names 'layers.9.q_proj'"),
+        ({"rank_pattern": {"(": 2}}, r"can't put these adapters into a"),
     ],
 )
 def test_what_peft_refuses_is_one_error(base: str, changes: dict[str, Any], says: str) -> None:

@@ -205,3 +205,30 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     saved = trainer.save_checkpoint(tmp_path / "step-00000000")
     with pytest.raises(UsageError, match="does not say that its model is one of transformers"):
         export_hugging_face(saved, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"target_modules": ["embed_tokens", "q_proj"]},
+        {"target_modules": ["lm_head", "q_proj"]},
+        {"modules_to_save": ["embed_tokens"]},
+        {"modules_to_save": ["lm_head"]},
+    ],
+)
+def test_embeddings_that_adapters_untie_are_written_apart(
+    changes: dict[str, Any], tmp_path: Path
+) -> None:
+    """In a folder that ties them, the values of one would stand for both."""
+    peft = pytest.importorskip("peft")
+    name = base_of(tmp_path / "base")
+    model, saved = trained(name, tmp_path, **{"model.lora": {**LORA, **changes}})
+    expected = logits(model, plain=False)
+    kind = transformers.AutoModelForCausalLM
+    export_hugging_face(saved, tmp_path / "merged")
+    assert not json.loads((tmp_path / "merged" / "config.json").read_text())["tie_word_embeddings"]
+    torch.testing.assert_close(logits(kind.from_pretrained(tmp_path / "merged")), expected)
+    export_hugging_face(saved, tmp_path / "adapter", adapter=True)
+    base = kind.from_pretrained(tmp_path / "base")
+    wrapped = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
+    torch.testing.assert_close(logits(wrapped), expected)
