@@ -3,8 +3,8 @@
 The property is the other ranks, or the cut of sequences; random numbers and 16 bits are in
 `operation_modes.py`.
 
-Tests: tests/verify/test_experiments.py, tests/verify/test_experiments_leave_no_trace.py,
-tests/verify/test_updates.py
+Tests: tests/verify/test_complete_sequences.py, tests/verify/test_experiments.py,
+tests/verify/test_experiments_leave_no_trace.py, tests/verify/test_updates.py
 """
 
 import os
@@ -71,7 +71,8 @@ class CompleteSequences:
         context = trainer.placed.context
         assert context is not None
         (model,) = trainer.placed.parts
-        # name of the first whose outputs are others than on whole sequences, if one is found
+        # name of the first whose outputs are others than on whole sequences on any rank, if one is
+        # found
         self.module = ""
         # whether it is an `Attend` that numbers the positions of a part otherwise
         self.numbers = False
@@ -121,7 +122,18 @@ class CompleteSequences:
 
     @torch.no_grad()
     def _compare(self, part: tuple[Any, Any], complete: tuple[Any, Any]) -> None:
-        """Find the first module whose outputs are others on a part of the sequences."""
+        """Find the first module whose outputs are others on a part of the sequences.
+
+        Ranks see other parts: one whose part begins a sequence computes some modules rightly that
+        others do not. The earliest call of all ranks counts.
+        """
+        deviating = gather_objects(self._first_deviating(part, complete))
+        _, self.module = min((call for call in deviating if call is not None), default=(0, ""))
+
+    def _first_deviating(
+        self, part: tuple[Any, Any], complete: tuple[Any, Any]
+    ) -> tuple[int, str] | None:
+        """Return the number of this rank's first call that deviates, and its module's name."""
         found = []
         calls = dict(self._random.calls)
         for is_part, (args, kwargs) in ((True, part), (False, complete)):
@@ -138,13 +150,13 @@ class CompleteSequences:
             for handle in handles:
                 handle.remove()
             found.append(seen)
-        for (name, mine), (_, theirs) in zip(*found, strict=False):
+        for call, ((name, mine), (_, theirs)) in enumerate(zip(*found, strict=False)):
             for dim in range(1, mine.dim()):
                 if theirs.shape[dim] == mine.shape[dim] * self._context.ranks:
                     right = self._context.part(theirs, dim).double()
                     if (mine.double() - right).norm() > _FAR * right.norm():
-                        self.module = name
-                        return
+                        return call, name
+        return None
 
 
 def _has(value: Any, length: int) -> bool:

@@ -312,7 +312,8 @@ class _Ranks:
                 "learning rate", f"ranks step with different learning rates in step {step}: {rates}"
             )
         apart: dict[str, list[str]] = {}
-        for key in ranks[0]["prints"]:
+        # Rank 0 may lack a gradient that others have.
+        for key in dict.fromkeys(key for said in ranks for key in said["prints"]):
             what, kind, name = key.split("|", 2)
             values = {said["prints"].get(key) for said in ranks}
             if len(values) == 1:

@@ -149,6 +149,11 @@ def test_lines_of_other_causes() -> None:
     assert lines_of(UNKNOWN, BACK) == ""  # none is better than a wrong one
     assert lines_of("clipping", BACK, (CLIP, "t.py:35")) == "t.py:35"
     assert lines_of("learning rate schedule", places=ScriptPlaces(schedule="t.py:41")) == "t.py:41"
+    # what rank 1 alone does has its line there
+    only_there = [ScriptRecord(steps=[step(BACK)]), ScriptRecord(steps=[step((CLIP, "t.py:36"))])]
+    outcome = Outcome("2 ranks", 2, causes=[Cause("clipping", "")])
+    name_lines(outcome, LineEvidence(only_there))
+    assert outcome.causes[0].line == "t.py:36"
     made = ScriptPlaces(optimizers=["t.py:8"], made={"": "t.py:7"})
     assert lines_of("learning rate", STEP, places=made, column="settings") == "t.py:8"
     assert lines_of("first values", places=made, parameters=("head.weight",)) == "t.py:7"

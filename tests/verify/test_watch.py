@@ -333,13 +333,29 @@ def test_what_another_rank_finds_is_told_and_counted_by_the_name_that_the_model_
     assert "watch-training: 4 steps, 2 found" in told, told
 
 
-def test_ranks_that_reach_no_store_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def without_store(monkeypatch: pytest.MonkeyPatch, checks: TrainingChecks) -> watch._Ranks:
+    """Rank 0 of two that reach no store."""
     monkeypatch.setattr(watch, "_CONNECT_SECONDS", 0.1)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
-    ranks = watch._Ranks(TrainingChecks())
+    return watch._Ranks(checks)
+
+
+def test_a_gradient_that_rank_0_alone_lacks_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where rank 0 skips a part of the model: what rank 1 has is compared, too."""
+    checks = TrainingChecks()
+    ranks = without_store(monkeypatch, checks)
+    weight = {"weight|wrapped0|head.weight": 7}
+    with_gradient = {**weight, "gradient|wrapped0|head.weight": 9}
+    said = [{"prints": prints, "rates": []} for prints in (weight, with_gradient)]
+    ranks._compare(1, said)
+    assert list(checks.findings) == ["gradient synchronisation"]
+
+
+def test_ranks_that_reach_no_store_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = without_store(monkeypatch, TrainingChecks())
     ranks.send(0, {})
     ranks.flush(60.0)
     ranks.send(1, {})

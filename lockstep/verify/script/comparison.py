@@ -77,7 +77,8 @@ class ScriptComparison:
     def on_ranks(self, pieces: Sequence[Pieces]) -> dict[str, list[Any]]:
         """Return each parameter's value, or another tensor of it, on each rank."""
         ranks = self.world.tensors(pieces)
-        return {name: [rank[name] for rank in ranks if name in rank] for name in ranks[0]}
+        names = dict.fromkeys(name for rank in ranks for name in rank)
+        return {name: [rank[name] for rank in ranks if name in rank] for name in names}
 
     def alone(self, what: str, feeds: Sequence[Feed], **changes: Any) -> list[ScriptRecord]:
         """Run the script as one process for each of the feeds."""
@@ -505,7 +506,7 @@ def _micro_batch_cause(
 
 def _statistics_cause(c: ScriptComparison, first: Difference) -> Cause | None:
     """Return the cause if the gradients agree where batch normalisation uses running statistics."""
-    if not c.records[0].normalises:
+    if not any(record.normalises for record in c.records):
         return None
     undone = {key: c.given[key] for key in _UNDONE if key in c.given}
     folder, records = c.runs.world(

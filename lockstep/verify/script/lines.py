@@ -33,10 +33,15 @@ class LineEvidence:
     traced: Sequence[ScriptRecord] = field(default_factory=list)  # ranks whose operations were
 
     @property
+    def steps(self) -> list[RecordedStep]:
+        """The step that differs, or the last before it, of each rank that took one."""
+        taken = [record.steps for record in self.records if record.steps]
+        return [steps[min(self.step, len(steps) - 1)] for steps in taken]
+
+    @property
     def last_step(self) -> RecordedStep:
-        """The step that differs, of rank 0, or the last before it."""
-        steps = self.records[0].steps
-        return steps[min(self.step, len(steps) - 1)] if steps else RecordedStep()
+        """The same of rank 0."""
+        return next(iter(self.steps), RecordedStep()) if self.records[0].steps else RecordedStep()
 
     @property
     def loss(self) -> str:
@@ -77,10 +82,11 @@ def _line(cause: Cause, evidence: LineEvidence) -> str:
         return _line_of_synchronisation(cause, evidence)
     if cause.kind == "precision":
         return _of_parameters(cause, places.models, record)
+    # Rank 0 may be one that does not clip, say, where others do.
     found = {
-        "clipping": step.line_of(CLIP),
-        "communication hook": places.hook,
-        "learning rate schedule": places.schedule,
+        "clipping": _first([each.line_of(CLIP) for each in evidence.steps]),
+        "communication hook": _first([each.places.hook for each in evidence.records]),
+        "learning rate schedule": _first([each.places.schedule for each in evidence.records]),
         "uneven steps": places.reads.get(record.training_loader or 0, ""),
         "replicas": step.line_of(UPDATE),
     }
@@ -89,6 +95,10 @@ def _line(cause: Cause, evidence: LineEvidence) -> str:
         scheduled = places.schedule and first == step.settings and evidence.step
         return places.schedule if scheduled else next(iter(places.optimizers), "")
     return found.get(cause.kind, "")
+
+
+def _first(lines: Sequence[str]) -> str:
+    return next(filter(None, lines), "")
 
 
 def _of_parameters(cause: Cause, lines: dict[str, str], record: ScriptRecord) -> str:
