@@ -5,8 +5,9 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import psutil
@@ -24,6 +25,7 @@ from lockstep.errors import RunError
 from lockstep.records import RunDirectory
 from tests.checkpoint.places import Disks
 from tests.checkpoint.shared import CONFIG, assert_same, blank, known, snapshot
+from tests.hosts import Host, hosts, require_root
 from tests.ranks import REPOSITORY, free_port, run_ranks
 
 
@@ -247,23 +249,36 @@ monitor: {log_steps: 1, sinks: [jsonl]}
 """
 
 
-def launched(hosts: list[Path], steps: int) -> list[psutil.Popen]:
-    """A launcher of two ranks on each host, whose disk is its working directory."""
+def launched(
+    hosts: list[Path], steps: int, networks: Mapping[Path, Host] = MappingProxyType({})
+) -> list[psutil.Popen]:
+    """A launcher of two ranks on each host, whose disk is its working directory; `networks` has the
+    namespace of a host that is in one.
+    """
     port = free_port()
+    first = networks[hosts[0]].address if networks else "127.0.0.1"
     started = []
     for number, host in enumerate(hosts):
         host.mkdir(exist_ok=True)
         (host / "train.yaml").write_text(CONFIG_OF_A_RUN)
         several = ["--nnodes", str(len(hosts)), "--node-rank", str(number)]
-        where = ["--master-addr", "127.0.0.1", "--master-port", str(port)]
+        where = ["--master-addr", first, "--master-port", str(port)]
+        network = networks.get(host)
         options = ["--output-dir", "run", "--nproc-per-node", str(4 // len(hosts))]
         options += [f"training.max_steps={steps}"]
         options += [*several, *where] if len(hosts) > 1 else []
         started.append(
             psutil.Popen(
-                [sys.executable, "-m", "lockstep", "train", "train.yaml", *options],
+                [
+                    *([] if network is None else network.command),
+                    *(sys.executable, "-m", "lockstep", "train", "train.yaml", *options),
+                ],
                 cwd=host,
-                env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+                env={
+                    **os.environ,
+                    "PYTHONPATH": str(REPOSITORY),
+                    **({} if network is None else network.environment),
+                },
                 stdout=(host / "said").open("a"),
                 stderr=subprocess.STDOUT,
             )
@@ -271,9 +286,11 @@ def launched(hosts: list[Path], steps: int) -> list[psutil.Popen]:
     return started
 
 
-def ended(hosts: list[Path], steps: int) -> str:
+def ended(
+    hosts: list[Path], steps: int, networks: Mapping[Path, Host] = MappingProxyType({})
+) -> str:
     """Train to the end; return the digest."""
-    codes = [process.wait() for process in launched(hosts, steps)]
+    codes = [process.wait() for process in launched(hosts, steps, networks)]
     assert codes == [0] * len(hosts), [(host / "said").read_text() for host in hosts]
     newest = checkpoint.newest(HostDisks(str(hosts[0] / "disk")))
     assert newest is not None
@@ -291,9 +308,26 @@ def ended(hosts: list[Path], steps: int) -> str:
 )
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_run_goes_on_without_a_host(tmp_path: Path, lost: int) -> None:
-    hosts = [tmp_path / f"host-{number}" for number in (0, 1)]
-    running = launched(hosts, 1_000_000)
-    disk = HostDisks(str(hosts[1 - lost] / "disk"))
+    without_a_host(tmp_path, lost, {})
+
+
+@pytest.mark.full
+@pytest.mark.root
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("lost", [0, 1])
+def test_hosts_with_networks_of_their_own_go_on_without_one(tmp_path: Path, lost: int) -> None:
+    """They reach each other's disks by the addresses of their network."""
+    require_root()
+    with hosts(3) as three:
+        folders = [tmp_path / name for name in ("host-0", "host-1", "new")]
+        without_a_host(tmp_path, lost, dict(zip(folders, three, strict=True)))
+
+
+def without_a_host(tmp_path: Path, lost: int, networks: Mapping[Path, Host]) -> None:
+    """Lose one of two hosts; go on with the other alone, then with a new one."""
+    folders = [tmp_path / f"host-{number}" for number in (0, 1)]
+    running = launched(folders, 1_000_000, networks)
+    disk = HostDisks(str(folders[1 - lost] / "disk"))
     while len(disk.names()) < 2:
         assert all(process.poll() is None for process in running)
         psutil.wait_procs(running, 0.5)
@@ -301,13 +335,14 @@ def test_a_run_goes_on_without_a_host(tmp_path: Path, lost: int) -> None:
         for one in [process, *process.children(recursive=True)]:
             one.kill()
     psutil.wait_procs(running)
-    shutil.rmtree(hosts[lost])
-    left = hosts[1 - lost]
+    shutil.rmtree(folders[lost])
+    left = folders[1 - lost]
     reached = max(checkpoint.step_of(name) or 0 for name in disk.names())
-    alone = ended([left], reached + 10)
+    alone = ended([left], reached + 10, networks)
     resumed = [e["step"] for e in RunDirectory(left / "run").read_events() if e["kind"] == "resume"]
     assert resumed == [reached]
-    replaced = ended([left, tmp_path / "new"] if lost else [tmp_path / "new", left], reached + 20)
+    both = [left, tmp_path / "new"] if lost else [tmp_path / "new", left]
+    replaced = ended(both, reached + 20, networks)
     straight = [tmp_path / "straight"]
     assert ended(straight, reached + 10) == alone
     assert ended(straight, reached + 20) == replaced
