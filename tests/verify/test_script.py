@@ -67,6 +67,7 @@ def test_replicas(faults: list[str], found: dict[str, bool]) -> None:
     assert outcome.passed == (not any(found.values()))
     assert outcome.steps == 2
     assert any("2 ranks take" in notice for notice in outcome.notices)
+    assert not any("broadcast" in notice for notice in outcome.notices)
 
 
 def test_the_line_is_not_of_what_ranks_with_the_right_gradient_do_too() -> None:
@@ -308,6 +309,28 @@ def test_a_script_without_loaders_is_judged_where_the_batch_is_held(tmp_path: Pa
     assert not other.passed
     assert "one process trains on 8 samples and 2 ranks on 16" in other.not_judged
     assert "? cannot judge" in text("train.py", [other])
+
+
+@pytest.mark.full
+def test_targets_that_broadcast_are_noted(tmp_path: Path) -> None:
+    """Each prediction meets the targets of all samples of a batch, on one process, too."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch\n"
+        "from torch import nn\n"
+        "torch.manual_seed(0)\n"
+        "inputs = torch.randn(64, 4)\n"
+        "model = nn.Linear(4, 1)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "for step in range(4):\n"
+        "    batch = inputs[step * 8 : step * 8 + 8]\n"
+        "    nn.functional.mse_loss(model(batch), batch[:, 0]).backward()\n"
+        "    optimizer.step()\n"
+        "    optimizer.zero_grad()\n"
+    )
+    (outcome,) = verify_script(str(script), [], [1], steps=2)
+    (notice,) = [notice for notice in outcome.notices if "broadcast" in notice]
+    assert "train.py:9: a loss is given [8, 1] and the targets [8]" in notice
 
 
 def test_a_script_that_fails_or_takes_no_step_did_not_run(tmp_path: Path) -> None:

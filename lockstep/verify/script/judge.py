@@ -106,6 +106,12 @@ def _explain_crash(runs: Runs, outcome: Outcome, text: str) -> None:
         outcome.causes.append(Cause("crash", text, ["the script's own error"]))
 
 
+def _broadcasts(records: Sequence[ScriptRecord]) -> list[str]:
+    """Return what losses broadcast, by line, on any rank."""
+    found = {line: text for record in records for line, text in record.broadcasts.items()}
+    return [f"{line}: {text}" if line else text for line, text in found.items()]
+
+
 class _Judgement(ScriptComparison):
     def judge(self) -> None:
         """Run the script as often as it takes, and fill the outcome."""
@@ -136,6 +142,7 @@ class _Judgement(ScriptComparison):
                 " data"
             )
             return
+        outcome.notices.extend(_broadcasts(self.records))
         outcome.causes.extend(loop_causes(self.records))
         outcome.causes.extend(self._seen_on_ranks())
         taken = [len(record.steps) for record in self.records]

@@ -55,6 +55,7 @@ from lockstep.verify.places import (
     own_line,
 )
 from lockstep.verify.script import values
+from lockstep.verify.script.broadcasts import watch_losses
 from lockstep.verify.script.draws import BatchKey, ObservedDraws
 from lockstep.verify.script.operations import BACKWARD, FORWARD, UPDATE, TracedOperations
 from lockstep.verify.script.record import (
@@ -175,6 +176,7 @@ class _ScriptObserver:
         script_patches.patch_modules(self._module_made)
         script_patches.patch_schedules(self._schedule_stepped)
         script_patches.patch_seeds(self._seeded)
+        watch_losses(self._broadcast)
         verified_part.append((partial(setattr, self, "active", True), self.finish))
         # A command's script is not known; it is observed whole until a part begins.
         with suppress(OSError):
@@ -287,6 +289,10 @@ class _ScriptObserver:
         self._checks.schedule_stepped(schedule)
         if schedule.last_epoch > 0:  # else it is made
             self.record.places.note_schedule(own_line())
+
+    def _broadcast(self, text: str) -> None:
+        if torch.is_grad_enabled():  # else it may be a metric
+            self.record.broadcasts.setdefault(own_line(), text)
 
     def _seeded(self, seed: Any) -> None:
         begun = self.record.batches or self.record.steps

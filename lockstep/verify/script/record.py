@@ -306,6 +306,8 @@ class ScriptRecord:
     # communication hooks of DistributedDataParallel: name, and whether torch offers it
     hooks: list[tuple[str, bool]] = field(default_factory=list)
 
+    broadcasts: dict[str, str] = field(default_factory=dict)  # line of a loss → what it broadcasts
+
     def note_statistics(self) -> None:
         """Note that a module normalises by the statistics of its batch."""
         self.normalises = True
