@@ -93,13 +93,24 @@ def check_shardable(optimizer: Optimizer) -> None:
 
 
 def explain_failed_update(optimizer: Optimizer, error: Exception) -> None:
-    """Raise a UsageError if an optimizer's update failed on parameters that are cut.
+    """Raise a UsageError if an update failed that is torch's own, or on parameters that are cut.
 
     It computes something of the whole parameter, or writes into its state in a way that DTensor
     does not know: Adafactor's norms, Rprop's mask. Return if the reason must be another one.
     """
     cut = any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"])
-    if not cut or isinstance(error, torch.OutOfMemoryError) or lost_a_peer(error):
+    if isinstance(error, torch.OutOfMemoryError) or lost_a_peer(error):
+        return
+    if not cut or optimizer.defaults.get("capturable") or optimizer.defaults.get("differentiable"):
+        # What a device says may come from an operation before.
+        refused = isinstance(error, _REFUSALS) and not isinstance(error, torch.AcceleratorError)
+        if refused and type(optimizer).__module__.startswith("torch.optim."):
+            raise UsageError(
+                f"{type(optimizer).__name__} can't update these parameters",
+                where="training.optimizer, training.optimizer_args",
+                why=first_line(error),
+                fix="leave the arguments out that it names, or take another optimizer",
+            ) from error
         return
     raise UsageError(
         f"{type(optimizer).__name__} failed on parameters of which each rank holds a part",
@@ -190,17 +201,31 @@ def build_optimizer(
     ):
         settings["fused"] = True
     try:
-        return kind(groups, **{**settings, **args})
-    except TypeError as error:
-        what = f"the optimizer {name} does not accept these arguments: {error}"
-        fix = f"it accepts {', '.join(n for n in accepted if n != 'params')}"
-        raise UsageError(what, where="training.optimizer_args", fix=fix) from None
+        made = kind(groups, **{**settings, **args})
+    except _REFUSALS as error:
+        raise _not_accepted(name, kind, error) from error
+    if not isinstance(made, Optimizer):
+        what = f"{name} returned {type(made).__name__}, which is not an optimizer"
+        fix = "let it return an object of a subclass of torch.optim.Optimizer"
+        raise UsageError(what, where=OPTIMIZERS.where, fix=fix)
+    return made
+
+
+# What optimizers raise about arguments: of other names, out of range, or that exclude each other.
+_REFUSALS = (TypeError, ValueError, IndexError, RuntimeError, AssertionError)
+
+
+def _not_accepted(name: str, kind: Callable[..., Any], error: Exception) -> UsageError:
+    accepted = [each for each in inspect.signature(kind).parameters if each != "params"]
+    what = f"the optimizer {name} does not accept these arguments: {first_line(error)}"
+    fix = f"it accepts {', '.join(accepted)}"
+    return UsageError(what, where="training.optimizer_args", fix=fix)
 
 
 def check_optimizer(name: str, args: Mapping[str, Any]) -> None:
     """Raise the UsageError that `build_optimizer` would for a config's optimizer.
 
-    Nothing is created.
+    Of torch's own optimizers one of a single parameter is made, which refuses bad values.
     """
     kind = OPTIMIZERS.load_callable(name)
     if isinstance(kind, type) and not issubclass(kind, Optimizer):
@@ -220,6 +245,11 @@ def check_optimizer(name: str, args: Mapping[str, Any]) -> None:
     require_arguments(
         kind, {"lr": 0.0, **args}, f"the optimizer {name}", "training.optimizer_args", []
     )
+    if kind.__module__.startswith("torch.optim."):
+        try:
+            kind([nn.Parameter(torch.zeros(1, 1))], **{"lr": 0.0, **args})
+        except _REFUSALS as error:
+            raise _not_accepted(name, kind, error) from error
 
 
 def rebind(
@@ -373,17 +403,22 @@ def check_schedule(schedule: Schedule) -> None:
 
     If `total` is known, it must return a number.
     """
-    require_call(
-        SCHEDULES.load_callable(schedule.kind),
-        ("updates", "schedule"),
-        schedule.kind,
-        SCHEDULES.where,
-    )
+    found = SCHEDULES.load_callable(schedule.kind)
+    if isinstance(found, type):
+        what = f"{schedule.kind} is a class, and a schedule of a config is a function"
+        why = "it takes (updates, schedule), and returns the factor of the peak learning rate"
+        fix = "write such a function, or constant, linear, cosine or wsd"
+        raise UsageError(what, where=SCHEDULES.where, why=why, fix=fix)
+    require_call(found, ("updates", "schedule"), schedule.kind, SCHEDULES.where)
     if schedule.total:
         try:
             schedule.factor(schedule.warmup)
         except RunError as error:
             raise UsageError(error.what, where=error.where, fix=error.fix) from None
+        except Exception as error:  # of the user's function
+            what = f"the schedule {schedule.kind} failed after {schedule.warmup} updates"
+            why = f"{type(error).__name__}: {first_line(error)}"
+            raise UsageError(what, where=SCHEDULES.where, why=why) from error
 
 
 def constant(updates: int, schedule: Schedule) -> float:

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -12,7 +12,10 @@ from lockstep.errors import UsageError
 from lockstep.optim import (
     Schedule,
     build_optimizer,
+    check_optimizer,
+    check_schedule,
     check_shardable,
+    explain_failed_update,
     rebind,
     register_elementwise,
     scaled_learning_rate,
@@ -127,3 +130,66 @@ def test_optimizer_arguments_are_checked() -> None:
         build_optimizer("adamw", parameters, args={"bettas": 1}, **common)
     with pytest.raises(UsageError, match=r"torch\.optim has no Nope"):
         build_optimizer("torch.optim:Nope", parameters, args={}, **common)
+    with pytest.raises(UsageError, match="returned NoneType, which is not an optimizer"):
+        build_optimizer(f"{__name__}:_makes_none", parameters, args={}, **common)
+
+
+def _makes_none(parameters: Any, lr: float) -> None:
+    """Forget to return the optimizer."""
+
+
+@pytest.mark.parametrize(
+    ("name", "args"),
+    [
+        ("adamw", {"betas": [1.5, 0.9]}),
+        ("adamw", {"betas": [0.9]}),
+        ("adamw", {"betas": "text"}),
+        ("adamw", {"eps": -1}),
+        ("adamw", {"fused": True, "foreach": True}),
+        ("sgd", {"nesterov": True}),
+        ("torch.optim:RMSprop", {"alpha": -1}),
+    ],
+)
+def test_values_that_an_optimizer_refuses_are_one_error_before_and_in_a_run(
+    name: str, args: dict[str, Any]
+) -> None:
+    says = r"the optimizer \S+ does not accept these arguments"
+    with pytest.raises(UsageError, match=says):
+        check_optimizer(name, args)
+    with pytest.raises(UsageError, match=says):
+        build_optimizer(
+            name,
+            {"weight": torch.nn.Parameter(torch.zeros(2))},
+            learning_rate=0.1,
+            weight_decay=None,
+            args=args,
+            device=torch.device("cpu"),
+            reproducible=False,
+        )
+
+
+@pytest.mark.parametrize("option", ["capturable", "differentiable"])
+def test_an_option_with_which_an_update_fails_is_one_error(option: str) -> None:
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    parameter.grad = torch.ones(2)
+    optimizer = torch.optim.AdamW([parameter], **{option: True})
+    with pytest.raises(Exception, match=r".") as caught:
+        optimizer.step()
+    with pytest.raises(UsageError, match="AdamW can't update these parameters"):
+        explain_failed_update(optimizer, caught.value)
+
+
+def _fails(updates: int, schedule: Schedule) -> float:
+    return 1 / updates
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("torch.optim.lr_scheduler:StepLR", "StepLR is a class, and a schedule of a config is a"),
+        (f"{__name__}:_fails", "_fails failed after 0 updates"),
+    ],
+)
+def test_a_schedule_that_is_no_function_or_fails_is_one_error(kind: str, says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        check_schedule(Schedule(kind, 8))
