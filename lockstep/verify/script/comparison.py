@@ -4,7 +4,7 @@ It also explains the first difference.
 
 A cause is named by what undoes the difference, or makes it.
 
-Tests: tests/verify/test_script.py
+Tests: tests/verify/test_script.py, tests/verify/test_values_of_ranks.py
 """
 
 from collections.abc import Sequence
