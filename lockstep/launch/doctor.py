@@ -14,8 +14,9 @@ from lockstep.diagnose import BAD, GOOD, WARN, Finding
 from lockstep.environment import rank_facts
 from lockstep.errors import EXIT_DONE, EXIT_FAILED
 from lockstep.launch import warm
+from lockstep.launch.launcher import LaunchJob, launch
 from lockstep.launch.options import LaunchOptions, process_count
-from lockstep.launch.train import LaunchJob, in_this_process, is_rank, launch, prepare
+from lockstep.launch.train import in_this_process, is_rank, prepare
 from lockstep.launch.worker import run_as_worker
 from lockstep.scratch import temporary
 
