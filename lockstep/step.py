@@ -320,16 +320,18 @@ class Step:
                 placed.parameters[name].grad = None
         updates, norm = placed.model_updates(accumulator, self.factor, count)
         # Under fp16 the loss scale handles a norm that is not finite.
-        seen = 0.0 if self.loss_scale is not None else norm
+        checked_norm = 0.0 if self.loss_scale is not None else norm
         step = self.progress.step + 1
+        # Each rank added the number of its step: the sum differs if one is at another step.
         out_of_step = accumulator.step_marks - step * placed.layout.world_size
         check = self.anomaly_detector.check(
-            step, loss, seen, accumulator.stop_votes, out_of_step, targets
+            step, loss, checked_norm, accumulator.stop_votes, out_of_step, targets
         )
         if check.anomaly is not None:
             empty = accumulator.without_targets()
             check = replace(check, anomaly=check.anomaly.beside(empty) if empty else check.anomaly)
-        return _FinishedGradients(loss, targets, accumulator.tokens_read, norm, updates, check)
+        tokens = accumulator.tokens_read
+        return _FinishedGradients(loss, targets, tokens, norm, updates, check)
 
     def _update(
         self, finished: _FinishedGradients, samples: int, recomputed: str | None = None
@@ -342,44 +344,28 @@ class Step:
         placed = self.placed
         updates = finished.updates
         norm = finished.norm
-        numbers = finished.check
-        groups = self.optimizer.param_groups
-        if len(groups) != self._num_groups:
-            self._adopt_groups()
-            self._rates = None
-        if self.schedule is not None:
-            if self._rates is not None and isinstance(self.schedule, Schedule):
-                self._keep_callers_rates(groups, self._rates)
-            self._rates = self.schedule.rates(groups, self.progress.updates)
-            for group, rate in zip(groups, self._rates, strict=True):
-                group["lr"] = rate
+        anomaly = finished.check.anomaly
+        self._set_rates()
+        lr = float(self.optimizer.param_groups[0]["lr"])
         step = self.progress.step + 1
         # On a GPU an anomaly may be that of the step before, whose gradient was zero if it had no
         # valid target.
-        is_bad = numbers.anomaly is not None and numbers.anomaly.step == step
+        is_bad = anomaly is not None and anomaly.step == step
         # host waits
         overflow = self.loss_scale is not None and not is_bad and not math.isfinite(float(norm))
-        lr = float(groups[0]["lr"])
         gradient_norms = None
         if self.wants_layer_norms(step) and updates:
             with updates[0].in_place(self.optimizer):
                 gradient_norms = layer_norms(placed, updates[0].to_mean)
-        self.stopping = numbers.stop or self.stopping
-        self.anomaly = numbers.anomaly
+        self.stopping = finished.check.stop or self.stopping
+        self.anomaly = anomaly
+
         skipped = overflow or is_bad
         clipped = None
         if skipped:
             self.progress.skipped.append(self.progress.step)
         else:
-            for update in updates:
-                with update.in_place(self.optimizer):
-                    gradients = placed.gradients() if update.gradients is None else update.gradients
-                    clipped = self._clip_and_update(gradients, update.to_mean, update.norm)
-            self.progress.updates += 1
-            if self.after_update:
-                with torch.no_grad():
-                    for call in self.after_update:
-                        call(self.progress.updates)
+            clipped = self._apply(updates)
         if is_bad:
             self._undo()
         placed.finish_update(skipped)
@@ -405,8 +391,41 @@ class Step:
         for check in placed.checks:
             check(self.progress.step)
         self.clock.enter("other")
-        self._raise_if_bad(numbers.anomaly)
+        self._raise_if_bad(anomaly)
         return record
+
+    def _set_rates(self) -> None:
+        """Set the learning rate of each parameter group for this step's update."""
+        groups = self.optimizer.param_groups
+        if len(groups) != self._num_groups:
+            self._adopt_groups()
+            self._rates = None
+        if self.schedule is None:
+            return
+        if self._rates is not None and isinstance(self.schedule, Schedule):
+            self._keep_callers_rates(groups, self._rates)
+        self._rates = self.schedule.rates(groups, self.progress.updates)
+        for group, rate in zip(groups, self._rates, strict=True):
+            group["lr"] = rate
+
+    def _apply(self, updates: Sequence[ModelUpdate]) -> Number | None:
+        """Clip the gradients and update the parameters; return `StepRecord.clipped`.
+
+        `updates` has one entry; under `local_training`, one for each model that trains by itself.
+        """
+        clipped: Number | None = None
+        for update in updates:
+            with update.in_place(self.optimizer):
+                gradients = (
+                    self.placed.gradients() if update.gradients is None else update.gradients
+                )
+                clipped = self._clip_and_update(gradients, update.to_mean, update.norm)
+        self.progress.updates += 1
+        if self.after_update:
+            with torch.no_grad():
+                for call in self.after_update:
+                    call(self.progress.updates)
+        return clipped
 
     def _keep_callers_rates(self, groups: list[dict[str, Any]], made: Sequence[Any]) -> None:
         """Take a rate that the caller's code set on the optimizer as the new peak.

@@ -2,7 +2,7 @@
 
 A rank without a pipeline is a pipeline of one stage: it runs F0 B0 F1 B1 …, a micro-batch after the
 other. Under a pipeline a rank runs the program of its schedule (`lockstep.parallel.transport`):
-passes, with sends and receives between them. What the passes do to each other is kept here, by
+passes, with sends and receives between them. What one pass makes for a later one is kept here, by
 stage and by position of the micro-batch in the run:
 
     F of stage s    takes the activations of stage s-1; keeps its inputs and outputs; leaves
@@ -57,9 +57,8 @@ _NOTHING_KNOWN = KnownMessages()
 class Carrier(Protocol):
     """Takes gradients of each micro-batch, and carries their sums back from stage to stage.
 
-    A sum travels with a message.
-
-    See `lockstep.parallel.pipeline.trees`.
+    A sum travels in the message that has the gradients of a stage's inputs. See
+    `lockstep.parallel.pipeline.trees`.
     """
 
     def roots(self, stage: int, carried: Tensors) -> list[tuple[Tensor, Tensor]]:
@@ -81,7 +80,8 @@ class Stage:
     earlier: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.is_first, self.is_last = self.index == 0, self.index == self.count - 1
+        self.is_first = self.index == 0
+        self.is_last = self.index == self.count - 1
         self.before = _own_methods(self.around, "before")
         self.after_forward = _own_methods(self.around[::-1], "after_forward")
         self.before_backward = _own_methods(self.around, "before_backward")
@@ -111,8 +111,8 @@ def stage_of_model(
 
 def _own_methods(around: Sequence[AroundMicroBatch], name: str) -> list[Any]:
     """Return the method `name` of each object that overrides it; empty methods are not called."""
-    nothing = getattr(AroundMicroBatch, name)
-    return [getattr(each, name) for each in around if getattr(type(each), name) is not nothing]
+    inherited = getattr(AroundMicroBatch, name)
+    return [getattr(each, name) for each in around if getattr(type(each), name) is not inherited]
 
 
 class Executor:
@@ -146,7 +146,8 @@ class Executor:
         self._carrier = carrier
         self._halves = halves
         self._record_work = recorder_of_work()
-        self._left: dict[Message, Tensors] = {}  # made by a pass here, for another stage
+        # what passes here have made for another stage, of this rank or of another
+        self._outgoing: dict[Message, Tensors] = {}
         # (stage, position) → after F, until B or W
         self._under_way: dict[tuple[int, int], MicroBatchPass] = {}
 
@@ -180,10 +181,10 @@ class Executor:
                         micro_batch, per_step, factor, is_last, [], each.stage, each.micro_batch
                     )
                     self.forward(passing, accumulator)
-                    self._went_forward()
+                    self._record_progress()
                 else:
                     self.backward(each)
-                    self._went_forward()
+                    self._record_progress()
             self._transport.finish()
             if last:
                 self.after_step(per_step)
@@ -208,7 +209,8 @@ class Executor:
                 if not isinstance(each, ScheduledPass):
                     self._exchange(each)
                 else:
-                    stage, micro_batch = self.stages[each.stage], micro_batches[each.micro_batch]
+                    stage = self.stages[each.stage]
+                    micro_batch = micro_batches[each.micro_batch]
                     inputs = (
                         ()
                         if stage.is_first
@@ -219,32 +221,32 @@ class Executor:
                     if stage.is_last:
                         done(micro_batch, outputs)
                     else:
-                        self._left[Message("F", each.stage + 1, each.micro_batch)] = outputs
-                    self._went_forward()
+                        self._outgoing[Message("F", each.stage + 1, each.micro_batch)] = outputs
+                    self._record_progress()
             self._transport.finish()
         except BaseException:
-            self._forget()
+            self._clear()
             raise
 
     def _exchange(self, each: Send | Receive) -> None:
-        """Start to send what a pass has left, or to receive what one will need."""
+        """Start to send what a pass has made, or to receive what one will need."""
         if isinstance(each, Send):
-            self._transport.send(each.message, each.peer, self._left.pop(each.message))
+            self._transport.send(each.message, each.peer, self._outgoing.pop(each.message))
         else:
             self._transport.receive(each.message, each.peer)
 
-    def _went_forward(self) -> None:
-        """Record that long work goes forward, where a launcher or other ranks read it."""
+    def _record_progress(self) -> None:
+        """Record that a pass has run, where a launcher or other ranks look for hangs."""
         if self._record_work is not None:
             self._record_work()
 
     def alone(self, passing: MicroBatchPass, kind: str) -> None:
-        """Run one pass without its neighbours, for a rehearsal; drop what it leaves for them."""
+        """Run one pass by itself, for a rehearsal; drop what it makes for other stages."""
         if kind == "F":
             self.forward(passing, None)
         else:
             self.backward(ScheduledPass(kind, passing.stage, passing.position))
-        self._left.clear()
+        self._outgoing.clear()
 
     # ---- a model that is one stage ----
 
@@ -273,7 +275,7 @@ class Executor:
         count = len(micro_batches)
         for number, micro_batch in enumerate(micro_batches, start=1):
             self.run_micro_batch(micro_batch, accumulator, factor, number == count)
-            self._went_forward()
+            self._record_progress()
 
     # ---- passes ----
 
@@ -292,7 +294,7 @@ class Executor:
         if not stage.is_last:
             passing.outputs = outputs
             leaves = tuple(each.detach().requires_grad_(each.requires_grad) for each in outputs)
-            self._left[Message("F", stage.index + 1, passing.position)] = leaves
+            self._outgoing[Message("F", stage.index + 1, passing.position)] = leaves
             return None
         loss: Loss = outputs
         if accumulator is not None:
@@ -303,36 +305,40 @@ class Executor:
         passing.gradient = torch.full_like(loss.value, weight)
         return loss
 
-    def backward(self, one: ScheduledPass) -> None:
+    def backward(self, scheduled: ScheduledPass) -> None:
         """Run B, I or W of a micro-batch whose forward pass has run."""
-        kind, index, position = one
+        kind, index, position = scheduled
         splits = self._halves and kind != "B"
         if kind == "W" and not splits:
-            return  # I has done it
-        ends = kind == "W" or not splits  # the gradients of weights are there then
-        stage, passing = self.stages[index], self._under_way[index, position]
-        gradients: Gradients = (passing.gradient,)
+            return  # I has computed the gradients of weights, too
+        completes = kind == "W" or not splits  # the gradients of weights are there after this pass
+        stage = self.stages[index]
+        passing = self._under_way[index, position]
+
+        output_gradients: Gradients = (passing.gradient,)
         carried: Tensors = ()
         if kind != "W" and not stage.is_last:
-            gradients, carried = self._take_gradients(stage, passing)
+            output_gradients, carried = self._take_gradients(stage, passing)
         self._random_state.micro_batch = passing.micro_batch.index
         for enter in stage.before_backward:
             enter(passing)
-        found: Gradients = ()
-        # the shortest way: each call of a function costs here
+
+        input_gradients: Gradients = ()
         if stage.count == 1 and not passing.further_roots:
+            # the shortest way: each call of a function costs here
             torch.autograd.backward(passing.outputs[0], passing.gradient)
         elif not splits:
-            found = self._whole(stage, passing, gradients, carried)
+            input_gradients = self._backward_at_once(stage, passing, output_gradients, carried)
         elif kind == "I":
-            found = self._first_half(stage, passing, gradients)
+            input_gradients = self._first_half(stage, passing, output_gradients)
         else:
             assert passing.second_half is not None
             passing.second_half.run()
         for leave in stage.after_backward:
             leave(passing)
+
         sums: Tensors = ()
-        if ends:
+        if completes:
             del self._under_way[index, position]
             if self._carrier is not None:
                 sums = self._carrier.done(index, position, carried)
@@ -341,9 +347,9 @@ class Executor:
             if not self._under_way:
                 self._random_state.backward_done()
         if kind != "W" and not stage.is_first:
-            both = zip(passing.inputs, found, strict=True)
-            back = [_sendable(value, gradient) for value, gradient in both if value.requires_grad]
-            self._left[Message("B", index - 1, position)] = (*back, *sums)
+            pairs = zip(passing.inputs, input_gradients, strict=True)
+            back = [_sendable(value, gradient) for value, gradient in pairs if value.requires_grad]
+            self._outgoing[Message("B", index - 1, position)] = (*back, *sums)
 
     def after_step(self, micro_batches_per_step: int) -> None:
         """Call what comes once a step, after this rank's last pass."""
@@ -352,8 +358,9 @@ class Executor:
                 leave(micro_batches_per_step)
 
     def _take(self, message: Message) -> Tensors:
-        here = self._left.pop(message, None)
-        return self._transport.take(message) if here is None else here
+        """Take a message: from a stage of this rank if one has made it, else from another rank."""
+        local = self._outgoing.pop(message, None)
+        return self._transport.take(message) if local is None else local
 
     def _take_gradients(self, stage: Stage, passing: MicroBatchPass) -> tuple[Gradients, Tensors]:
         """Take from the next stage the gradients of this one's outputs, and the carried sums."""
@@ -363,7 +370,7 @@ class Executor:
         )
         return gradients, tuple(arrived)
 
-    def _whole(
+    def _backward_at_once(
         self, stage: Stage, passing: MicroBatchPass, gradients: Gradients, carried: Tensors
     ) -> Gradients:
         """Compute the gradients of inputs and weights at once; return those of the inputs."""
@@ -376,21 +383,22 @@ class Executor:
             return ()
         if carried and self._carrier is not None:
             for weight, arrived in self._carrier.roots(stage.index, carried):
-                outputs, gradients = (*outputs, weight), (*gradients, arrived)
+                outputs = (*outputs, weight)
+                gradients = (*gradients, arrived)
         return backward(outputs, gradients, passing.inputs, as_made=self._carrier is not None)
 
     def _first_half(self, stage: Stage, passing: MicroBatchPass, gradients: Gradients) -> Gradients:
         """Compute the gradients of the inputs, and keep what is left for W."""
-        # what the graph does not keep of them can go
-        outputs, passing.outputs = passing.outputs, ()
-        found: Gradients = ()
+        outputs = passing.outputs
+        passing.outputs = ()  # what the graph does not keep of them can be freed
+        input_gradients: Gradients = ()
         if stage.is_first:  # it has no inputs whose gradients could come first
             half = whole_second_half(outputs, gradients)
         else:
-            found, half = first_half(outputs, gradients, passing.inputs)
+            input_gradients, half = first_half(outputs, gradients, passing.inputs)
         half.further_roots = passing.further_roots
         passing.second_half = half
-        return found
+        return input_gradients
 
     # ---- errors ----
 
@@ -399,13 +407,14 @@ class Executor:
         explanations = [
             each.failed(error) for stage in self.stages.values() for each in stage.around[::-1]
         ]
-        self._forget()
-        clearer = next((found for found in explanations if found is not None), None)
+        self._clear()
+        clearer = next((each for each in explanations if each is not None), None)
         if clearer is not None:
             raise clearer from error
 
-    def _forget(self) -> None:
-        self._left.clear()
+    def _clear(self) -> None:
+        """Drop what passes have left; after an error."""
+        self._outgoing.clear()
         self._under_way.clear()
         self._transport.forget()
 
@@ -415,8 +424,6 @@ _BACKWARD = ScheduledPass("B", 0, 0)  # of a model that is one stage
 
 def _sendable(value: Tensor, gradient: Tensor | None) -> Tensor:
     """Return a gradient as the stage before waits for it: zeros for an input that was not used."""
-    return (
-        torch.zeros_like(value, memory_format=torch.contiguous_format)
-        if gradient is None
-        else gradient
-    )
+    if gradient is None:
+        return torch.zeros_like(value, memory_format=torch.contiguous_format)
+    return gradient

@@ -71,25 +71,15 @@ def place(
     and gets none: for `lockstep plan`, under a fake process group.
     """
     model = facts.model
-    strategy = strategy_named(layout.strategy)
-    refuse_wrapped(model)
-    refuse(
-        step_contradictions(config, layout, device.type if dry_run is None else dry_run.device_type)
-    )
-    exact = config.distributed.reproducible
-    sharded = strategy.cuts_parameters(layout)
-    refuse_parameters(model, sharded=sharded, reproducible=exact)
-    refuse_scripted(facts, sharded=sharded)
     in_stages = _in_stages(layout)
-    loss = None
-    if facts.loss is not None:
-        refuse_parameters(facts.loss.module, sharded=False, reproducible=exact)
-        refuse_shared(facts.loss, cut=_cuts(layout) or in_stages or layout.tensor > 1)
-        loss = LossWeights(facts.loss, reproducible=exact)
+    device_type = device.type if dry_run is None else dry_run.device_type
+    refuse_unplaceable(facts, layout, config, device_type)
+    loss = loss_weights_of(facts, layout, config)
     switch_tf32(config.precision.tf32)
-    of_loss = {} if loss is None else loss.own
-    hooks = take_hooks(model, of_loss, workers=layout.workers > 0)
-    attributes = {**facts.attributes, **{name: dict(vars(p)) for name, p in of_loss.items()}}
+    loss_parameters = {} if loss is None else loss.own
+    hooks = take_hooks(model, loss_parameters, workers=layout.workers > 0)
+    loss_attributes = {name: dict(vars(p)) for name, p in loss_parameters.items()}
+    attributes = {**facts.attributes, **loss_attributes}
     if in_stages:
         refuse_hooks_outside_segments(facts)
 
@@ -99,34 +89,66 @@ def place(
     for axis in site.axes.values():
         placed = axis.trained(placed)
 
-    size = facts.num_parameters + sum(p.numel() for p in of_loss.values())
-    if not in_stages:
+    num_parameters = facts.num_parameters + sum(p.numel() for p in loss_parameters.values())
+    if not in_stages:  # a rank of a pipeline holds some of them
         held = sum(p.numel() for p in placed.parameters.values())
-        assert size == held, "placement changed the number of parameters"
+        assert num_parameters == held, "placement changed the number of parameters"
         assert set(placed.parameters) == set(attributes), "placement changed names of parameters"
     keep_attributes(placed, attributes)
     evaluate = placed.evaluate
-    kept = [buffers for buffers in site.running if buffers.any]
-    if dry_run is None and kept:
-        evaluate = keeping(kept, evaluate, apart=bool(site.ways.patterns))
+    kept_buffers = [buffers for buffers in site.running if buffers.any]
+    if dry_run is None and kept_buffers:
+        evaluate = keeping(kept_buffers, evaluate, apart=bool(site.ways.patterns))
     placed = replace(
         placed,
         root=model,
         aliases=facts.aliases,
-        num_parameters=size,
+        num_parameters=num_parameters,
         gradient_hooks=hooks,
         form=facts.form,
         evaluate=evaluate,
     )
-    if dry_run is None:
-        same = [each for axis in site.axes.values() for each in axis.replicas(placed)]
-        if placed.local_training is None:
-            placed = replace(placed, replicas=[*same, *along_replicate(site)])
-        divergence.guard_replicas(placed, config, site.mesh, same, site.spread)
-        every = config.distributed.divergence_check_steps or 100
-        side_effects.watch(placed, compiled=config.training.compile, looks_every=every)
-        if site.ways.patterns:
-            warn_of_unwritten(placed, site.ways)
+    return watched(placed, site) if dry_run is None else placed
+
+
+def refuse_unplaceable(
+    facts: ModelFacts, layout: Layout, config: StepConfig, device_type: str
+) -> None:
+    """Refuse a model or a config that this layout can't have, before anything is changed."""
+    sharded = strategy_named(layout.strategy).cuts_parameters(layout)
+    refuse_wrapped(facts.model)
+    refuse(step_contradictions(config, layout, device_type))
+    refuse_parameters(facts.model, sharded=sharded, reproducible=config.distributed.reproducible)
+    refuse_scripted(facts, sharded=sharded)
+
+
+def loss_weights_of(facts: ModelFacts, layout: Layout, config: StepConfig) -> LossWeights | None:
+    """Return the weights of a loss function that is a module; None where it is not one.
+
+    A UsageError if this layout can't train them.
+    """
+    if facts.loss is None:
+        return None
+    exact = config.distributed.reproducible
+    refuse_parameters(facts.loss.module, sharded=False, reproducible=exact)
+    refuse_shared(facts.loss, cut=_cuts(layout) or _in_stages(layout) or layout.tensor > 1)
+    return LossWeights(facts.loss, reproducible=exact)
+
+
+def watched(placed: ParallelModel, site: Site) -> ParallelModel:
+    """Add to a placed model the checks that look at it while it trains.
+
+    Replicas are compared, and side effects of forward passes that a layout would lose are found.
+    """
+    config = site.config
+    same = [each for axis in site.axes.values() for each in axis.replicas(placed)]
+    if placed.local_training is None:
+        placed = replace(placed, replicas=[*same, *along_replicate(site)])
+    divergence.guard_replicas(placed, config, site.mesh, same, site.spread)
+    every = config.distributed.divergence_check_steps or 100
+    side_effects.watch(placed, compiled=config.training.compile, looks_every=every)
+    if site.ways.patterns:
+        warn_of_unwritten(placed, site.ways)
     return placed
 
 
@@ -213,16 +235,16 @@ def require_placed(placed: object, placement: Site) -> None:
             " lockstep.parallel.placement"
         )
         raise UsageError(what, where="distributed.strategy", fix=fix)
-    if placement.dry_run is None and (
-        left := [name for name, p in placed.parameters.items() if p.is_meta]
-    ):
+    if placement.dry_run is not None:
+        return  # a plan has no values
+    without_values = [name for name, p in placed.parameters.items() if p.is_meta]
+    if without_values:
+        what = f"{place} left {listed(without_values)} without values"
         fix = (
             "call placement.materialise(), which brings the model to its device, before the"
             " parameters are used"
         )
-        raise UsageError(
-            f"{place} left {listed(left)} without values", where="distributed.strategy", fix=fix
-        )
+        raise UsageError(what, where="distributed.strategy", fix=fix)
 
 
 def prepared(site: Site) -> Site:
@@ -236,7 +258,7 @@ def prepared(site: Site) -> Site:
     config = site.config
     dry_run = site.dry_run
     model = facts.model
-    shared = layout.world_size > 1
+    several_ranks = layout.world_size > 1
     in_stages = _in_stages(layout)
     cuts = _cuts(layout)
     sharded = cuts or (in_stages and layout.data_parallel_size > 1)
@@ -244,6 +266,7 @@ def prepared(site: Site) -> Site:
     log_lines += lay_out(
         model, keeps_formats=not sharded and not layout.spreads, aligned=site.reproducible
     )
+
     first = None
     if facts.on_meta and dry_run is None:
         first = FirstValues(model, config.training.seed)
@@ -252,6 +275,7 @@ def prepared(site: Site) -> Site:
     if strategy_named(layout.strategy).keys_random_numbers(site.device):
         key_model(facts, site.random_state, cut=in_stages)
     log_lines += transform(facts, config, site.random_state)
+
     # Units are read before axes cut layers, so that they are the same ones on any topology, but not
     # before float8, which puts linears of its own in place of some that a wrap policy may pick.
     units: Sequence[Unit] = ()
@@ -260,17 +284,19 @@ def prepared(site: Site) -> Site:
     if site.reproducible:
         join_uses_of_inputs(unit.module for unit in units[:-1])
         log_lines += switch_on(site.device)
-    if first is None and dry_run is None and shared and not broadcast_values(model):
+
+    if first is None and dry_run is None and several_ranks and not broadcast_values(model):
         log_lines.append(
             "the model's values differed between ranks: all took rank 0's (seed ranks alike before"
             " the model is made)"
         )
-    if shared:
+    if several_ranks:
         refuse_synchronised(model)
+
     if dry_run is not None:
         mesh = dry_run.mesh
     else:
-        mesh = device_mesh(layout, site.device.type) if shared else None
+        mesh = device_mesh(layout, site.device.type) if several_ranks else None
     if dry_run is not None and layout.tensor * layout.expert > 1 and facts.on_meta:
         # a parameter on meta can't become a piece that is a fake tensor
         to_empty(model, torch.device("cpu"))
@@ -284,6 +310,7 @@ def prepared(site: Site) -> Site:
     if first is not None:
         pieces = [axis.piece for axis in site.axes.values()]
         first.keep(pieces[::-1])  # the last one cuts first
+
     if site.loss is not None and dry_run is not None:
         site.loss.to_fake()
     elif site.loss is not None:
@@ -357,7 +384,8 @@ def key_model(facts: ModelFacts, random_state: RandomState, *, cut: bool = False
 def refuse_parameters(model: nn.Module, *, sharded: bool, reproducible: bool) -> None:
     """Refuse parameters that do not exist yet, and gradients that this layout can't sum."""
     parameters = dict(model.named_parameters())
-    if lazy := [name for name, parameter in parameters.items() if is_lazy(parameter)]:
+    lazy = [name for name, parameter in parameters.items() if is_lazy(parameter)]
+    if lazy:
         what = (
             f"{listed(lazy)} has no shape yet: a lazy module makes its parameters at its first"
             " forward pass"
@@ -373,9 +401,8 @@ def refuse_parameters(model: nn.Module, *, sharded: bool, reproducible: bool) ->
             what = f"{name or type(model).__name__} makes sparse gradients"
             why = "gradients are summed over micro-batches and ranks, and clipped, as dense tensors"
             raise UsageError(what, why=why, fix=f"write {type(module).__name__}(…, sparse=False)")
-    if sharded and (
-        empty := [name for name, parameter in parameters.items() if not parameter.numel()]
-    ):
+    empty = [name for name, parameter in parameters.items() if not parameter.numel()]
+    if sharded and empty:
         what = f"the parameter {listed(empty)} has no elements, so FSDP can't cut it"
         raise UsageError(
             what, where="distributed.strategy: fsdp", fix="leave it out, or write strategy: ddp"
