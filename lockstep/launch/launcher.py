@@ -101,8 +101,8 @@ def launch(job: LaunchJob, options: LaunchOptions, processes: int) -> int:
     options.check()
     check_numbers(os.environ)
     job.logs.mkdir(parents=True, exist_ok=True)
-    launcher = _Launcher(job, options, processes)
-    variables = launcher.variables()
+    local_launch = _LocalLaunch(job, options, processes)
+    variables = local_launch.variables()
     code = EXIT_FAILED
     try:
         with (
@@ -110,13 +110,13 @@ def launch(job: LaunchJob, options: LaunchOptions, processes: int) -> int:
             environment_with(variables),
             rank_starter(job.fresh, log_to_stderr) as starter,
         ):
-            code = launcher.run(starter)
+            code = local_launch.run(starter)
         return code
     except LockstepError as error:
         print_error(error)
         return error.exit_code
     finally:
-        launcher.clean_up(failed=code != EXIT_DONE)
+        local_launch.clean_up(failed=code != EXIT_DONE)
 
 
 def _exit_before_ranks(number: int) -> None:
@@ -126,7 +126,7 @@ def _exit_before_ranks(number: int) -> None:
     )
 
 
-class _Launcher:
+class _LocalLaunch:
     """One launch on this machine: its folders, its agent, and what is left to do after it."""
 
     def __init__(self, job: LaunchJob, options: LaunchOptions, processes: int) -> None:

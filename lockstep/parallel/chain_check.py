@@ -210,26 +210,28 @@ def _distance(outputs: Any, expected: Any) -> float | None:
 
     None where shapes differ, or none is finite.
     """
-    found, wanted = (
-        [
-            leaf
-            for leaf in tree_leaves(logits_of(each))
-            if isinstance(leaf, Tensor) and leaf.is_floating_point()
-        ]
-        for each in (outputs, expected)
-    )
-    if not wanted or [each.shape for each in found] != [each.shape for each in wanted]:
+    tensors = _floating_tensors(outputs)
+    references = _floating_tensors(expected)
+    same_shapes = [each.shape for each in tensors] == [each.shape for each in references]
+    if not references or not same_shapes:
         return None
     pairs = [
-        (one.double(), other.double())
-        for one, other in zip(found, wanted, strict=True)
-        if other.numel()
+        (tensor.double(), reference.double())
+        for tensor, reference in zip(tensors, references, strict=True)
+        if reference.numel()
     ]
-    largest = max((float(other.abs().max()) for _, other in pairs), default=0.0)
+    largest = max((float(reference.abs().max()) for _, reference in pairs), default=0.0)
     if not math.isfinite(largest):
         return None
-    distance = max((float((one - other).abs().max()) for one, other in pairs), default=0.0)
+    differences = (float((tensor - reference).abs().max()) for tensor, reference in pairs)
+    distance = max(differences, default=0.0)
     return distance / largest if largest else distance
+
+
+def _floating_tensors(outputs: Any) -> list[Tensor]:
+    """Return the tensors of a model's outputs that have differences worth measuring."""
+    leaves = tree_leaves(logits_of(outputs))
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
 
 @contextmanager

@@ -24,7 +24,7 @@ Tests: tests/parity/test_tensor.py, tests/parallel/test_worked_examples.py
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MethodType
@@ -84,6 +84,34 @@ class TensorCuts:
         # fused updates run over the memory as it lies
         return piece.clone(memory_format=torch.contiguous_format)
 
+    def cut_value(self, name: str, parameter: nn.Parameter, dim: int, unit: int) -> None:
+        """Keep this rank's piece of a parameter, in place.
+
+        Args:
+            name: its canonical name; a tied weight is cut once, under whichever name comes first.
+            parameter: with its complete value.
+            dim: along which it is cut.
+            unit: how many rows must stay together: the width of a head, or 1.
+        """
+        if name in self.dims:
+            return
+        _check_divides(name, parameter.shape[dim], unit, self.cut)
+        self.dims[name] = dim
+        self.shapes[name] = parameter.shape
+        parameter.data = self.piece(name, parameter.data)
+
+    def add_partial(self, names: Mapping[int, str], parameters: Iterable[nn.Parameter]) -> None:
+        """Note complete parameters of whose gradient a rank has a part, which ranks then add up.
+
+        In blocks each rank computes the sum itself.
+
+        Args:
+            names: id of a parameter → its canonical name.
+            parameters: that see a part of the heads, or of the sequence.
+        """
+        if self.cut.blocks is None:
+            self.partial |= {names[id(parameter)] for parameter in parameters}
+
     def whole(self, name: str, piece: Tensor) -> DTensor:
         """Return the complete tensor of which this rank has `piece`.
 
@@ -138,47 +166,60 @@ def apply_tensor(
         on_send=on_send,
     )
     cuts = TensorCuts(mesh, cut)
-    most = _most_heads(plan)
+    most_heads = _most_heads(plan)
     for name, module, attribute, way in plan.layers:
         if way.startswith("fused"):
-            unit = plan.heads[name][1] if way == "fused_heads" else 1
-            _fuse(module, name, unit, cut)
-            around = model.get_submodule(name.rpartition(".")[0])
-            if way == "fused_heads":
-                fit_heads(around, cut.ranks)
-            else:
-                fit_units(around)
-            cuts.partial |= (
-                {names[id(p)] for p in module.parameters()} if cut.blocks is None else set()
-            )
+            _cut_fused(model, plan, name, module, way, cut)
+            cuts.add_partial(names, module.parameters())
             continue
+
         if attribute is None:
             _MAKE[way](module, cut)
-        unit = 1
-        if way == "heads":
-            around, unit = plan.heads[name]
-            heads = _weight(module).shape[0] // unit
-            copies = _copies(heads, most[around], cut)
-            if copies:
-                if hasattr(around, "num_key_value_groups"):  # of transformers
-                    around.num_key_value_groups = most[around] // (heads * copies)  # type: ignore[assignment]
-                _repeat_heads(module, unit, copies, cut)
-                cuts.partial |= (
-                    {names[id(p)] for p in module.parameters()} if cut.blocks is None else set()
-                )
-                continue
+        if way == "heads" and _repeats_heads(plan, name, module, most_heads, cut):
+            cuts.add_partial(names, module.parameters())
+            continue
+
+        unit = plan.heads[name][1] if way == "heads" else 1
         for parameter, dim in _cut_parameters(module, attribute, way):
-            full = names[id(parameter)]
-            if full not in cuts.dims:  # a tied weight is cut once
-                _check_divides(full, parameter.shape[dim], unit, cut)
-                cuts.dims[full] = dim
-                cuts.shapes[full] = parameter.shape
-                parameter.data = cuts.piece(full, parameter.data)
-        if cut.blocks is None:
-            cuts.partial |= {
-                names[id(parameter)] for parameter in _partial_parameters(module, way, cut)
-            }
+            cuts.cut_value(names[id(parameter)], parameter, dim, unit)
+        cuts.add_partial(names, _partial_parameters(module, way, cut))
     return cuts
+
+
+def _cut_fused(
+    model: nn.Module, plan: TensorPlan, name: str, module: Any, way: str, cut: LayerCut
+) -> None:
+    """Let a layer that holds several, as q, k and v, and the module around it compute parts."""
+    unit = plan.heads[name][1] if way == "fused_heads" else 1
+    _fuse(module, name, unit, cut)
+    around = model.get_submodule(name.rpartition(".")[0])
+    if way == "fused_heads":
+        fit_heads(around, cut.ranks)
+    else:
+        fit_units(around)
+
+
+def _repeats_heads(
+    plan: TensorPlan,
+    name: str,
+    module: nn.Module,
+    most_heads: Mapping[nn.Module, int],
+    cut: LayerCut,
+) -> bool:
+    """Return whether each rank keeps all heads of a layer, which are fewer than the ranks.
+
+    If so, the layer computes those that this rank's queries attend to. 8 heads of queries and 2 of
+    keys on 4 ranks: rank 1 has queries 2 and 3, whose keys are those of head 0.
+    """
+    around, width = plan.heads[name]
+    heads = _weight(module).shape[0] // width
+    copies = _copies(heads, most_heads[around], cut)
+    if not copies:
+        return False
+    if hasattr(around, "num_key_value_groups"):  # of transformers
+        around.num_key_value_groups = most_heads[around] // (heads * copies)  # type: ignore[assignment]
+    _repeat_heads(module, width, copies, cut)
+    return True
 
 
 def _most_heads(plan: TensorPlan) -> dict[nn.Module, int]:

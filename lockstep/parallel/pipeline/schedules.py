@@ -95,14 +95,7 @@ def actions(name: str, ranks: int, stages_per_rank: int, count: int) -> list[lis
     """Return what each rank computes in a run, in order. This needs no process group."""
     # torch runs it without a list of actions; the list that it draws is another one
     if name == "1F1B":
-        orders = []
-        for rank in range(ranks):
-            ahead = min(count, ranks - rank)
-            forward = [ScheduledPass("F", rank, i) for i in range(count)]
-            backward = [ScheduledPass("B", rank, i) for i in range(count)]
-            pairs = [each for pair in zip(backward, forward[ahead:], strict=False) for each in pair]
-            orders.append(forward[:ahead] + pairs + backward[count - ahead :])
-        return orders
+        return [_one_forward_one_backward(rank, ranks, count) for rank in range(ranks)]
     stages = ranks * stages_per_rank
     stand_ins = [
         SimpleNamespace(
@@ -117,13 +110,29 @@ def actions(name: str, ranks: int, stages_per_rank: int, count: int) -> list[lis
         for _ in range(stages_per_rank)
     ]
     order = build(name, stand_ins, count).pipeline_order
+    return [_passes_of(order[rank]) for rank in range(ranks)]
+
+
+def _one_forward_one_backward(rank: int, ranks: int, count: int) -> list[ScheduledPass]:
+    """Return what a rank computes under 1F1B: forward passes ahead, then backward and forward.
+
+    Rank 0 of 2 with 4 micro-batches has 2 forward passes ahead: F0 F1 B0 F2 B1 F3 B2 B3.
+    """
+    ahead = min(count, ranks - rank)
+    forward = [ScheduledPass("F", rank, i) for i in range(count)]
+    backward = [ScheduledPass("B", rank, i) for i in range(count)]
+    order = forward[:ahead]
+    for before, after in zip(backward, forward[ahead:], strict=False):
+        order += [before, after]
+    return order + backward[count - ahead :]
+
+
+def _passes_of(entries: Sequence[Any]) -> list[ScheduledPass]:
+    """Return the passes in a rank's list of torch's actions, without its idle times."""
     return [
-        [
-            ScheduledPass(entry.computation_type.value, entry.stage_index, entry.microbatch_index)
-            for entry in order[rank]
-            if entry is not None and entry.computation_type.value in ("F", "B", "I", "W")
-        ]
-        for rank in range(ranks)
+        ScheduledPass(entry.computation_type.value, entry.stage_index, entry.microbatch_index)
+        for entry in entries
+        if entry is not None and entry.computation_type.value in ("F", "B", "I", "W")
     ]
 
 
@@ -144,23 +153,17 @@ def forward_program_of(
 ) -> Program:
     """Return a rank's program for the forward passes of `count` micro-batches.
 
-    The schedule `name` places the stages.
-
-    As many micro-batches as there are ranks go through all stages of a rank before the next ones:
-    that fills the pipeline, and bounds what waits to be sent.
+    The schedule `name` places the stages. As many micro-batches as there are ranks go through all
+    stages of a rank before the next ones: that fills the pipeline, and bounds what waits to be
+    sent. On 2 ranks with stages 0 and 2 on rank 0, 3 micro-batches are F0 F1 of stage 0, F0 F1 of
+    stage 2, then F2 of each.
     """
     rank_of_stage = holders(name, ranks, stages_per_rank)
-    windows = [range(begin, min(begin + ranks, count)) for begin in range(0, count, ranks)]
-    orders = [
-        [
-            ScheduledPass("F", stage, micro_batch)
-            for window in windows
-            for stage, holder in enumerate(rank_of_stage)
-            if holder == each
-            for micro_batch in window
-        ]
-        for each in range(ranks)
-    ]
+    orders: list[list[ScheduledPass]] = [[] for _ in range(ranks)]
+    for begin in range(0, count, ranks):
+        window = range(begin, min(begin + ranks, count))
+        for stage, holder in enumerate(rank_of_stage):
+            orders[holder] += [ScheduledPass("F", stage, each) for each in window]
     return programs(orders, rank_of_stage)[rank]
 
 
@@ -227,14 +230,12 @@ def simulate(
     line = pipeline(
         orders, seconds, [0.0] * len(rank_of_stage), rank_of=list(rank_of_stage.values())
     )
-    tasks = [
-        [task for task in line.tasks if task.stream == ("compute", rank)]
-        for rank in range(len(orders))
-    ]
-    pairs = [zip(order, done, strict=True) for order, done in zip(orders, tasks, strict=True)]
-    return ScheduleTimeline(
-        tuple(tuple(Timed(each, task.begin, task.end) for each, task in pair) for pair in pairs)
-    )
+    timed_ranks = []
+    for rank, order in enumerate(orders):
+        tasks = [task for task in line.tasks if task.stream == ("compute", rank)]
+        pairs = zip(order, tasks, strict=True)
+        timed_ranks.append(tuple(Timed(each, task.begin, task.end) for each, task in pairs))
+    return ScheduleTimeline(tuple(timed_ranks))
 
 
 def picture_of(config: StepConfig, ranks: int | None = None) -> str:
@@ -272,8 +273,8 @@ def picture(schedule: str, ranks: int, stages_per_rank: int, micro_batches: int)
     run = timeline(schedule, ranks, stages_per_rank, micro_batches)
     facts = SCHEDULES[schedule]
     count = facts.padded(micro_batches, ranks, ranks * stages_per_rank)
-    laps = stages_per_rank > 1
-    width = len(str(count - 1)) + 1 + laps
+    laps = stages_per_rank > 1  # stages of a rank are lettered then
+    width = len(str(count - 1)) + 1 + laps  # of a cell: F, a letter, the micro-batch
     left = len(f"rank {ranks - 1}  ")
     shown = min(int(run.end), (_COLUMNS - left) // (width + 1))
     kinds = "F forward, B backward, twice as long"
@@ -282,23 +283,23 @@ def picture(schedule: str, ranks: int, stages_per_rank: int, micro_batches: int)
     each = f" × {stages_per_rank} stages" if laps else ""
     extra = f", filled up to {count} with copies of no weight" if count > micro_batches else ""
     lines = [f"{facts.name}, {ranks} ranks{each}, {micro_batches} micro-batches{extra} ({kinds})"]
-    for rank, done in enumerate(run.ranks):
+
+    for rank, passes in enumerate(run.ranks):
         cells = ["·".ljust(width)] * int(run.end)
-        for timed in done:
+        for timed in passes:
             lap = chr(ord("a") + timed.work.stage // ranks) if laps else ""
             text = f"{timed.work.kind}{lap}{timed.work.micro_batch}".ljust(width)
             for column in range(int(timed.start), int(timed.end)):
                 cells[column] = text
         lines.append(f"rank {rank}".ljust(left) + " ".join(cells[:shown]).rstrip())
+
     if shown < run.end:
         lines.append(f"(the first {shown} of {run.end:.0f} columns)")
     if laps:
-        rank_of_stage = holders(schedule, ranks, stages_per_rank)
-        stages_of = [
-            ", ".join(str(stage) for stage, holder in enumerate(rank_of_stage) if holder == rank)
-            for rank in range(ranks)
-        ]
-        held = [f"{rank}: {stages}" for rank, stages in enumerate(stages_of)]
+        stages_of: list[list[str]] = [[] for _ in range(ranks)]
+        for stage, holder in enumerate(holders(schedule, ranks, stages_per_rank)):
+            stages_of[holder].append(str(stage))
+        held = [f"{rank}: {', '.join(stages)}" for rank, stages in enumerate(stages_of)]
         lines.append(f"stages of rank {'; '.join(held)} (a, b … from the first to the last)")
     times = f"{stages_per_rank}·" if laps else ""
     theory = f" = (p-1)/({times}m+p-1) = {ranks - 1}/{stages_per_rank * count + ranks - 1}"

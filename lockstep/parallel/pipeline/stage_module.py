@@ -184,11 +184,8 @@ def stage_module_of(
     }
     # A module that is a segment several times draws new numbers in each run, and counts its runs
     # under all its names.
-    before = [
-        id(module)
-        for i in range(plan.parts.stages[stage].start)
-        for module in [plan.segments[i][1]]
-    ]
+    earlier_segments = plan.segments[: plan.parts.stages[stage].start]
+    before = [id(module) for _, module in earlier_segments]
     earlier = {
         name: before.count(id(module)) for name, module in plan.segments if id(module) in before
     }

@@ -191,7 +191,7 @@ class StageTrees:
     # ---- the sum over parallel pipelines, of all parameters that are complete on a rank ----
 
     def _sum_over_pipelines(self, group: dist.ProcessGroup) -> None:
-        """Sum over pipelines bucket by bucket: one travels while the next is laid together."""
+        """Sum over pipelines bucket by bucket: one is sent while the next is filled."""
         sums = list(self._of_nodes(group))
         # A parameter that no micro-batch of any pipeline used stays without a gradient.
         seen = [any(value is not None for value in values) for _, values in sums]
@@ -212,28 +212,24 @@ class StageTrees:
         like = torch.empty(0, device=self.device)
         widths = [self._width(name) for name, _ in bucket]
         nodes = range(len(bucket[0][1]))
-        rows: list[Tensor | None] = [
-            torch.cat(
-                [
-                    self._rows(name, values[node], w)
-                    for (name, values), w in zip(bucket, widths, strict=True)
-                ],
-                1,
-            )
-            for node in nodes
-        ]
+        rows: list[Tensor | None] = []
+        for node in nodes:
+            of_parameters = zip(bucket, widths, strict=True)
+            parts = [self._rows(name, sums[node], width) for (name, sums), width in of_parameters]
+            rows.append(torch.cat(parts, 1))
         return TreeReduceScatter(rows, like, sum(widths), self.leaves, group)
 
     def _width(self, name: str) -> int:
         """Return the number of elements of a parameter that a rank gets.
 
-        It is one replica's part of the largest shard.
+        It is one replica's part of the largest shard. [5, 4] over 2 shards of dim 0 and 3 replicas:
+        the largest shard has 3 rows, 12 elements, and a replica gets 4 of them.
         """
         shape, dim = self._sharding_of(name)
-        rest = math.prod(shape) // max(1, shape[dim]) if shape else 1
-        return -(
-            -(-(-(shape[dim] if shape else 1) // self._shards) * rest) // self._replicas.size()
-        )
+        rows = shape[dim] if shape else 1
+        row_size = math.prod(shape) // max(1, rows)
+        largest_shard = -(-rows // self._shards) * row_size
+        return -(-largest_shard // self._replicas.size())
 
     def _rows(self, name: str, value: Tensor | None, width: int) -> Tensor:
         """Return a complete gradient as [ranks, width], with a row for each (replica, shard).

@@ -27,6 +27,7 @@ tests/parity/test_shared_inputs.py
 """
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -295,13 +296,12 @@ class ShardTree(GradientTree):
         return of_groups[replica * self._groups : (replica + 1) * self._groups]
 
     def nodes(self) -> list[list[Node]]:
-        return [
-            nodes_that_cover(
-                set(leaves_of(node for nodes in self._of_replica(replica) for node in nodes)),
-                self.leaves,
-            )
-            for replica in range(self.replicas.size())
-        ]
+        """Return the nodes whose sums each replica has, by replica."""
+        nodes_of_replicas = []
+        for replica in range(self.replicas.size()):
+            held = chain.from_iterable(self._of_replica(replica))
+            nodes_of_replicas.append(nodes_that_cover(set(leaves_of(held)), self.leaves))
+        return nodes_of_replicas
 
 
 class _Unit:
