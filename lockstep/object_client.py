@@ -302,14 +302,14 @@ def run_apart(work: Callable[[], object], about: str) -> None:
             os.close(read)
             try:
                 work()
-                told: list[Any] = []
+                outcome: list[Any] = []
             except LockstepError as error:
                 parts = [error.what, error.where, error.why, error.fix]
-                told = [isinstance(error, UsageError), *parts]
+                outcome = [isinstance(error, UsageError), *parts]
             except OSError as error:
-                told = [False, f"{about} has failed", None, str(error), None]
+                outcome = [False, f"{about} has failed", None, str(error), None]
             with os.fdopen(write, "w") as stream:
-                json.dump(told, stream)
+                json.dump(outcome, stream)
             code = 0
         finally:
             os._exit(code)
@@ -319,9 +319,9 @@ def run_apart(work: Callable[[], object], about: str) -> None:
     os.waitpid(child, 0)
     if not text:
         raise RunError(f"{about} has failed", why="the process that does it has died")
-    told = json.loads(text)
-    if told:
-        is_usage, what, where, why, fix = told
+    outcome = json.loads(text)
+    if outcome:
+        is_usage, what, where, why, fix = outcome
         raise (UsageError if is_usage else RunError)(what, where=where, why=why, fix=fix)
 
 

@@ -428,12 +428,12 @@ def constant(updates: int, schedule: Schedule) -> float:
 
 def linear(updates: int, schedule: Schedule) -> float:
     """Return a factor that falls in a straight line from the end of the warm-up."""
-    return _left(1 - _progress(updates, schedule.warmup, schedule.total), schedule)
+    return _above_minimum(1 - _progress(updates, schedule.warmup, schedule.total), schedule)
 
 
 def cosine(updates: int, schedule: Schedule) -> float:
     """Return a factor that falls in one half-cosine from the end of the warm-up."""
-    return _left(
+    return _above_minimum(
         0.5 * (1 + math.cos(math.pi * _progress(updates, schedule.warmup, schedule.total))),
         schedule,
     )
@@ -442,14 +442,15 @@ def cosine(updates: int, schedule: Schedule) -> float:
 def warmup_stable_decay(updates: int, schedule: Schedule) -> float:
     """Return 1, and in the last updates a factor that falls in a straight line."""
     start = max(schedule.warmup, schedule.total - round(schedule.total * schedule.decay_ratio))
-    return _left(1 - _progress(updates, start, schedule.total), schedule)
+    return _above_minimum(1 - _progress(updates, start, schedule.total), schedule)
 
 
 def _progress(updates: int, start: int, total: int) -> float:
     return min(1.0, max(0.0, (updates - start) / max(1, total - start)))
 
 
-def _left(shape: float, schedule: Schedule) -> float:
+def _above_minimum(shape: float, schedule: Schedule) -> float:
+    """Return the factor for a shape that falls from 1 to 0: it falls to `min_ratio`."""
     return schedule.min_ratio + (1 - schedule.min_ratio) * shape
 
 

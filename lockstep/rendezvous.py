@@ -235,8 +235,8 @@ class StoredDepartures:
         self._prefix = f"lockstep/left-{number}"
         self._any = f"{self._prefix}/any"
 
-    def tell(self, last: Call | None) -> None:
-        """Say that this rank makes no more calls.
+    def announce(self, last: Call | None) -> None:
+        """Announce that this rank makes no more calls.
 
         Neither key waits for an answer: the store may have ended, too.
         """
@@ -246,8 +246,8 @@ class StoredDepartures:
             )
             self._store.set(self._any, "")
 
-    def told(self) -> dict[int, Call | None]:
-        """Return the ranks that have said so, with their last calls.
+    def announced(self) -> dict[int, Call | None]:
+        """Return the ranks that have announced it, with their last calls.
 
         None if the store can't be asked any more.
         """

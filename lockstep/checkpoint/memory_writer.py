@@ -69,7 +69,7 @@ from lockstep.checkpoint.write import padded, raw_header
 from lockstep.torch_compat import foreach
 
 _ALIGNED = 64  # bytes: where a block may begin in a file
-# what a rank says of its part of a copy; the greatest of all ranks counts
+# outcomes of a rank's part of a copy; the greatest of all ranks counts
 _WRITTEN = 0
 _CHANGED = 1
 _FAILED = 2
@@ -179,7 +179,7 @@ class MemoryWriter:
         failure = f"the copy of step {step} was not made"
         error: Exception | None = None
         staged: Staged | None = None
-        said = _CHANGED
+        outcome = _CHANGED
         self._show_proven()
         folder = self._folders[0] if len(self._folders) == 2 else None
         beside: dict[str, bytes] | None = None
@@ -188,22 +188,22 @@ class MemoryWriter:
             if folder is not None and self._is_as_planned(staged, folder):
                 folder.fill(staged.parts)
                 beside = self._describe(step, staged, folder, config_yaml)
-                said = _WRITTEN
+                outcome = _WRITTEN
         except Exception as caught:  # every rank raises it, after the vote
             error = caught
-            said = _FAILED
+            outcome = _FAILED
         if folder is not None and folder.duties.several:
             received = folder.exchange.run(beside)
             try:
-                if received is not None and said == _WRITTEN:
+                if received is not None and outcome == _WRITTEN:
                     self._put_beside(folder, received)
             except Exception as caught:
                 error = caught
-                said = _FAILED
-        said = self._worst(said)
-        if said == _FAILED:
+                outcome = _FAILED
+        outcome = self._worst_outcome(outcome)
+        if outcome == _FAILED:
             self._raise(failure, error)
-        if said == _CHANGED:
+        if outcome == _CHANGED:
             assert staged is not None
             folder = self._write_anew(failure, step, staged, config_yaml)
         assert folder is not None
@@ -292,7 +292,7 @@ class MemoryWriter:
         facts = _Facts.of(staged)
         # One more folder is made where nothing has changed. On another rank something may have.
         keeps = len(self._folders) == 1 and facts == self._facts
-        keeps = self._worst(_WRITTEN if keeps else _CHANGED) == _WRITTEN
+        keeps = self._worst_outcome(_WRITTEN if keeps else _CHANGED) == _WRITTEN
         if not keeps:
             self._folders.clear()
         self._facts = facts
@@ -349,11 +349,11 @@ class MemoryWriter:
         self._folders.insert(0, made[0])
         return made[0]
 
-    def _worst(self, said: int) -> int:
-        """Return the greatest of what the ranks say."""
+    def _worst_outcome(self, outcome: int) -> int:
+        """Return the greatest outcome of all ranks."""
         if self._ranks.size == 1:
-            return said
-        box = torch.full((1,), said, dtype=torch.int32)
+            return outcome
+        box = torch.full((1,), outcome, dtype=torch.int32)
         dist.all_reduce(box, dist.ReduceOp.MAX, group=self._ranks.group)
         return int(box.item())
 

@@ -10,7 +10,7 @@ from lockstep.heartbeat.files import Call
 def different_calls(calls: dict[int, Call]) -> UsageError:
     """Return the error for ranks that make different calls at the same place in their order."""
     by_rank = sorted(calls.items())
-    said = ", ".join(f"rank {rank} calls {call.name}" for rank, call in by_rank)
+    different = ", ".join(f"rank {rank} calls {call.name}" for rank, call in by_rank)
     lines = ", ".join(
         f"rank {rank} at {call.line or 'a line of Lockstep'}" for rank, call in by_rank
     )
@@ -23,7 +23,7 @@ def different_calls(calls: dict[int, Call]) -> UsageError:
         " files"
     )
     return UsageError(
-        f"the ranks do not make the same calls: {said}", where=lines, why=why, fix=fix
+        f"the ranks do not make the same calls: {different}", where=lines, why=why, fix=fix
     )
 
 
@@ -33,12 +33,11 @@ def ended_without(rank: int, call: Call, left: dict[int, Call | None]) -> UsageE
     `left` has the last calls of those ranks.
     """
     ended = sorted(left.items())
-    said = ", ".join(f"rank {other}" for other, _ in ended) + (
-        " has" if len(ended) == 1 else " have"
-    )
+    ended_ranks = ", ".join(f"rank {other}" for other, _ in ended)
+    have = "has" if len(ended) == 1 else "have"
     what = (
-        f"the ranks do not make the same calls: rank {rank} calls {call.name}, and {said} ended"
-        " without it"
+        f"the ranks do not make the same calls: rank {rank} calls {call.name}, and"
+        f" {ended_ranks} {have} ended without it"
     )
     lines = [f"rank {rank} at {call.line or 'a line of Lockstep'}"]
     lines += [

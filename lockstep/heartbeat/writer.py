@@ -64,11 +64,11 @@ class Departures(Protocol):
     Ranks of this machine can't read their files.
     """
 
-    def tell(self, last: Call | None) -> None:
-        """Say that this rank makes no more calls; `last`: the last one that it made."""
+    def announce(self, last: Call | None) -> None:
+        """Announce that this rank makes no more calls; `last`: the last one that it made."""
 
-    def told(self) -> dict[int, Call | None]:
-        """Return the ranks that have said so."""
+    def announced(self) -> dict[int, Call | None]:
+        """Return the ranks that have announced it, each with its last call."""
 
 
 class Heartbeat:
@@ -117,8 +117,8 @@ class Heartbeat:
         self._write_head()
 
         # Whoever comes second finds the difference: each writes its own call before it looks.
-        for rank, seen in self._seen().items():
-            other = read_call(seen, self._number)
+        for rank, beats in self._files_of_others().items():
+            other = read_call(beats, self._number)
             if other is not None and other.number == self._number and other.name != name:
                 self.leave()
                 raise different_calls({self.rank: mine, rank: other})
@@ -154,8 +154,8 @@ class Heartbeat:
         mine = read_call(self._map, under_way[0])
         if mine is None or mine.number != under_way[0]:
             return None
-        for rank, seen in self._others.items():
-            failed = read_failure(seen, rank)
+        for rank, beats in self._others.items():
+            failed = read_failure(beats, rank)
             if failed is not None and failed.number == mine.number:
                 return mine, failed
         return None
@@ -167,7 +167,7 @@ class Heartbeat:
         """
         if self._map is None or self._under_way:
             return {}
-        newest = {rank: last_call(seen) for rank, seen in self._others.items()}
+        newest = {rank: last_call(beats) for rank, beats in self._others.items()}
         return {
             rank: call
             for rank, call in newest.items()
@@ -188,7 +188,7 @@ class Heartbeat:
         """
         self.beat(self._state[0], "left")
         if self._departures is not None and self._map is not None:
-            self._departures.tell(last_call(self._map))
+            self._departures.announce(last_call(self._map))
 
     def tell_other_machines(self, departures: Departures | None) -> None:
         """Tell the ranks of other machines, too, that this one has left; None: there are none."""
@@ -203,7 +203,7 @@ class Heartbeat:
 
         They can be read after their folder is removed.
         """
-        self._seen()
+        self._files_of_others()
 
     def ranks_that_left(self) -> dict[int, Call | None]:
         """Return the ranks that have left, each with its last call.
@@ -214,11 +214,11 @@ class Heartbeat:
         """
         deadline = time.monotonic() + _LEAVING_SECONDS
         while True:
-            found = {} if self._departures is None else self._departures.told()
+            found = {} if self._departures is None else self._departures.announced()
             found |= {
-                rank: last_call(seen)
-                for rank, seen in self._seen().items()
-                if phase_of(seen) == "left"
+                rank: last_call(beats)
+                for rank, beats in self._files_of_others().items()
+                if phase_of(beats) == "left"
             }
             is_alone = not self._others and self._departures is None
             if is_alone or any(map(was_killed, self._others.values())):
@@ -328,7 +328,8 @@ class Heartbeat:
                 self._map, 0, self._process, step, phase, seconds, self._number, nested, awaits
             )
 
-    def _seen(self) -> dict[int, mmap.mmap]:
+    def _files_of_others(self) -> dict[int, mmap.mmap]:
+        """Return the mapped heartbeat files of this machine's other ranks, as far as they exist."""
         if self._shared is not None and len(self._others) < self._ranks - 1:
             for path in self._shared.glob("beat-*"):
                 rank = int(path.name.removeprefix("beat-"))

@@ -473,19 +473,19 @@ class OtherMachines:
 
     def _exchange(self, thread: StoreThread) -> None:
         """Tell the other machines when ranks here go forward, and hear when theirs do."""
-        told = self._signs
+        published = self._signs
         counts = [0, 0]
         heard = [[0, 0] for _ in self._others]
         # the machine that hosts the store is gone, which ends the run
         with suppress(RuntimeError, ValueError):
             while not thread.closing.wait(_TELL_SECONDS):
                 signs = self._signs
-                if signs != told:
+                if signs != published:
                     counts = [
                         count + (new > old)
-                        for count, new, old in zip(counts, signs, told, strict=True)
+                        for count, new, old in zip(counts, signs, published, strict=True)
                     ]
-                    told = signs
+                    published = signs
                     self._store.set(self._mine, json.dumps(counts))
                 now = [
                     json.loads(self._store.get(key)) if self._store.check([key]) else [0, 0]

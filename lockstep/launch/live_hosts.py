@@ -177,7 +177,9 @@ class LiveHosts(LiveRanks):
         self._require_others()
         report = self._report
         report.killed = sorted({*report.killed, *seen.killed})
-        report.done = [rank for rank in self._own if (self._failures / done_mark(rank)).exists()]
+        report.done = [
+            rank for rank in self._local_ranks if (self._failures / done_mark(rank)).exists()
+        ]
         if not seen.failed:
             report.looks += 1
         elif seen.failed != seen.killed:
@@ -187,17 +189,17 @@ class LiveHosts(LiveRanks):
             return False
         if seen.failed:  # the first launcher says who goes on
             return True
-        has_place = any(rank in self._own for rank in (*world.members, *world.spares))
+        has_place = any(rank in self._local_ranks for rank in (*world.members, *world.spares))
         return seen.running or (not has_place and not world.ended)
 
     @property
-    def _own(self) -> list[int]:
+    def _local_ranks(self) -> list[int]:
         return [rank for rank, machine in self._machine_of.items() if machine == self._number]
 
     def give_up(self) -> None:
         """Tell all ranks that none goes on without others any more, unless they have ended well."""
         world = self.world
-        own = set(self._own) & {*world.members, *world.spares}
+        own = set(self._local_ranks) & {*world.members, *world.spares}
         ended_well = {*self._report.done, *(world.spares if world.ended else ())}
         if world.over or own <= ended_well:
             return
@@ -233,7 +235,7 @@ class LiveHosts(LiveRanks):
 
     def _talk(self, thread: StoreThread) -> None:
         """Say what this launcher has seen, and hear or decide who goes on, until it is closed."""
-        said = ""
+        sent = ""
         said_at = before = time.monotonic()
         leads = self._number == 0
         try:
@@ -243,10 +245,10 @@ class LiveHosts(LiveRanks):
                 now = time.monotonic()
                 report = self._report
                 text = json.dumps([report.looks, report.killed, report.done, report.refusal])
-                if text != said or now - said_at > _BEAT_SECONDS:
+                if text != sent or now - said_at > _BEAT_SECONDS:
                     report.beat += 1
                     self._store.set(f"{_KEY}/said/{self._number}", json.dumps(vars(report)))
-                    said = text
+                    sent = text
                     said_at = now
                 self._hear(min(now - before, _GAP_SECONDS))
                 before = now
@@ -336,22 +338,22 @@ class LiveHosts(LiveRanks):
             self._note_round()
         if not text:
             return
-        told = LiveWorld.of_text(text.decode())
-        self.refusal = told.refusal
+        announced = LiveWorld.of_text(text.decode())
+        self.refusal = announced.refusal
         world = self.world
-        if told.generation > world.generation:
+        if announced.generation > world.generation:
             # clocks of machines are not compared
-            told = replace(told, died=self._looked, noticed=time.monotonic())
-            if self._number not in told.gone:
-                told.beats(self._beats).mkdir(exist_ok=True)
+            announced = replace(announced, died=self._looked, noticed=time.monotonic())
+            if self._number not in announced.gone:
+                announced.beats(self._beats).mkdir(exist_ok=True)
         else:
-            told = replace(told, died=world.died, noticed=world.noticed)
-        told = replace(told, over=told.over or world.over, refusal="")
-        if told.text != world.text:
-            if self._number in told.gone:
-                self.world = told  # these ranks are ended: they are told nothing more
+            announced = replace(announced, died=world.died, noticed=world.noticed)
+        announced = replace(announced, over=announced.over or world.over, refusal="")
+        if announced.text != world.text:
+            if self._number in announced.gone:
+                self.world = announced  # these ranks are ended: they are told nothing more
             else:
-                self.tell(told)
+                self.tell(announced)
 
     # ---- what differs from one machine ----
 

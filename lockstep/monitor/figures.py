@@ -210,16 +210,23 @@ class StragglerWatch:
         if len(table["own"]) == 1:
             return None
         own = table["own"][rank]
-        others = _others(table["own"], rank)
+        others = _median_of_others(table["own"], rank)
         if own < self._config.threshold * others or own - others < _LEAST_SECONDS:
             return None
-        phase = max(_OWN_PHASES, key=lambda name: table[name][rank] - _others(table[name], rank))
+        phase = max(
+            _OWN_PHASES, key=lambda name: table[name][rank] - _median_of_others(table[name], rank)
+        )
         return Straggler(
-            rank, own / max(others, 1e-9), phase, table[phase][rank], _others(table[phase], rank)
+            rank,
+            own / max(others, 1e-9),
+            phase,
+            table[phase][rank],
+            _median_of_others(table[phase], rank),
         )
 
 
-def _others(values: list[float], rank: int) -> float:
+def _median_of_others(values: list[float], rank: int) -> float:
+    """Return the median of the values of all ranks but one."""
     return median(values[:rank] + values[rank + 1 :])
 
 

@@ -351,7 +351,7 @@ def vocabulary_lookup(
     # For each element one rank's part is not zero, so the sum has the same bits in any order.
     return with_backward(
         lambda found: _no_view(cut.sum(found[None], cut=cut.sequence)),
-        lambda pull: _left(pull, cut),
+        lambda pull: _complete_gradient(pull, cut),
         found,
     )
 
@@ -562,7 +562,7 @@ class _Row(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
-        pulls = _alike(_left(gradients[0], ctx.cut), ctx.count)
+        pulls = _alike(_complete_gradient(gradients[0], ctx.cut), ctx.count)
         of_x = of_weight = None
         if ctx.needs_input_grad[0]:
             of_x = _products(pulls, in_blocks(weight, ctx.count)).transpose(0, 1).reshape(x.shape)
@@ -604,8 +604,11 @@ def in_blocks(x: Tensor, count: int) -> Tensor:
     return x.reshape(-1, count, x.shape[-1] // count).transpose(0, 1).contiguous()
 
 
-def _left(gradient: Tensor, cut: LayerCut) -> Tensor:
-    """Return the complete gradient of what left cut layers, of which a rank may have its tokens."""
+def _complete_gradient(gradient: Tensor, cut: LayerCut) -> Tensor:
+    """Return the complete gradient of the outputs of cut layers.
+
+    Where sequences are cut between layers, a rank has that of its own tokens.
+    """
     return cut.gathered(gradient) if cut.sequence and cut.group is not None else gradient
 
 

@@ -165,7 +165,7 @@ class UnexplainedBuffers:
                 raise self._error(new)
             self._written = seen
             _log.warning(
-                "warning: %s: %s; ranks take rank 0's after each step", self._what(new), _WHY
+                "warning: %s: %s; ranks take rank 0's after each step", self._description(new), _WHY
             )
 
     def _put_back(self, name: str) -> None:
@@ -215,15 +215,12 @@ class UnexplainedBuffers:
             return None
         return torch.stack([fingerprint(place.tensor.detach()) for place in self.places.values()])
 
-    def _what(self, names: list[str]) -> str:
-        first = self._when.get(names[0], "")
-        since = (
-            ""
-            if self._steps == 1
-            else f", first{first}"
-            if first
-            else ", first seen on another rank"
-        )
+    def _description(self, names: list[str]) -> str:
+        """Return the sentence with which the warning and the error begin."""
+        since = ""
+        if self._steps != 1:
+            first = self._when.get(names[0], "")
+            since = f", first{first}" if first else ", first seen on another rank"
         return f"the forward pass changes the buffer {listed(names)}{since}"
 
     def _error(self, names: list[str]) -> UsageError:
@@ -232,7 +229,9 @@ class UnexplainedBuffers:
             " rank0); "
         )
         fix += "or compute it outside of the forward pass, or set distributed.reproducible: false"
-        return UsageError(self._what(names), where="distributed.reproducible", why=_WHY, fix=fix)
+        return UsageError(
+            self._description(names), where="distributed.reproducible", why=_WHY, fix=fix
+        )
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:

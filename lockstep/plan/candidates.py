@@ -85,14 +85,14 @@ class Candidate:
     notes: list[str] = field(default_factory=list)  # lines about it
 
     @property
-    def needed(self) -> float:
+    def needed_bytes(self) -> float:
         """Bytes on the fullest rank."""
         return sum(self.memory.values()) if self.memory is not None else self.least
 
     @property
     def fits(self) -> bool:
         """Return whether it is possible and fits into the memory."""
-        return not self.refused and self.memory is not None and self.needed <= self.limit
+        return not self.refused and self.memory is not None and self.needed_bytes <= self.limit
 
     @property
     def samples_per_second(self) -> float:
@@ -168,7 +168,9 @@ def candidates(
             if layout := strategy.layout_with_offload():
                 layout = layout | {"training.gradient_checkpointing": "full"}
                 found.append(evaluate_layout(work, config, cluster, layout, facts))
-    return sorted(found, key=lambda c: (not c.fits, -c.samples_per_second if c.fits else c.needed))
+    return sorted(
+        found, key=lambda c: (not c.fits, -c.samples_per_second if c.fits else c.needed_bytes)
+    )
 
 
 def _over_modes(
@@ -188,7 +190,11 @@ def _over_modes(
         if most is not None and not most.fits:  # without recomputation it needs even more
             found.append(
                 Candidate(
-                    most.layout, changes, least=most.needed, limit=most.limit, samples=most.samples
+                    most.layout,
+                    changes,
+                    least=most.needed_bytes,
+                    limit=most.limit,
+                    samples=most.samples,
                 )
             )
             continue
@@ -433,7 +439,7 @@ def largest_batch(
             if candidate.refused:
                 raise UsageError(candidate.refused)
             advance(1)
-            return candidate.needed if candidate.memory is not None else float("inf")
+            return candidate.needed_bytes if candidate.memory is not None else float("inf")
 
         one = needs(1)
         if one > limit:

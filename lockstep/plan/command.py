@@ -119,7 +119,7 @@ def copies_in_memory(config: Config, facts: ModelSize) -> str:
 
 def print_first(candidate: Candidate) -> None:
     """Print the memory of the first layout on stderr, while the others are still rehearsed."""
-    needs = f"{_gib(candidate.needed)} of {candidate.limit / GIB:.1f} GiB a GPU"
+    needs = f"{_gib(candidate.needed_bytes)} of {candidate.limit / GIB:.1f} GiB a GPU"
     print(
         f"lockstep: first answer, others follow: {candidate.name()} needs {needs}",
         file=sys.stderr,
@@ -264,15 +264,15 @@ def as_text(
         ["layout", "GiB a GPU", "fits", "step s", "exposed", "bubble", "sent/step", "MFU", speed]
     ]
     for c in found:
-        fit = "yes" if c.fits else f"no: {(c.needed - c.limit) / GIB:+.1f}"
+        fit = "yes" if c.fits else f"no: {(c.needed_bytes - c.limit) / GIB:+.1f}"
         if c.memory is None:
-            rows.append([c.name(), f"≥ {_gib(c.needed)}", fit, *[""] * 6])
+            rows.append([c.name(), f"≥ {_gib(c.needed_bytes)}", fit, *[""] * 6])
             continue
         assert c.step is not None
         rows.append(
             [
                 c.name(),
-                _gib(c.needed),
+                _gib(c.needed_bytes),
                 fit,
                 f"{c.step.seconds:.3g}",
                 f"{c.step.exposed / c.step.seconds:.0%}",
@@ -331,7 +331,7 @@ def memory_bars(found: Sequence[Candidate]) -> list[str]:
         return []
     limit = shown[0].limit
     bar = _WIDTH if _terminal() >= _WIDE else _WIDTH * 3 // 4
-    scale = max(limit, *(min(c.needed, 2 * limit) for c in shown)) / bar
+    scale = max(limit, *(min(c.needed_bytes, 2 * limit) for c in shown)) / bar
     edge = min(bar, round(limit / scale))
     width = max(len(c.name()) for c in shown)
     legend = "memory: " + ", ".join(f"{letter} {kind}" for kind, (letter, _) in _KINDS.items())
@@ -351,8 +351,8 @@ def why(found: Sequence[Candidate]) -> list[str]:
     if not best.fits:
         return [
             f"nothing fits: {best.name()} comes nearest and needs"
-            f" {(best.needed - best.limit) / GIB:.1f} GiB more a GPU; use more GPUs, a smaller"
-            " training.batch_size, or shorter samples"
+            f" {(best.needed_bytes - best.limit) / GIB:.1f} GiB more a GPU; use more GPUs, a"
+            " smaller training.batch_size, or shorter samples"
         ]
     assert best.step is not None
     lines = [f"{best.name()}: the fastest that fits"]
@@ -370,7 +370,7 @@ def why(found: Sequence[Candidate]) -> list[str]:
     c = max((c for c in found if not c.fits), key=lambda one: one.samples_per_second, default=best)
     if c.samples_per_second > best.samples_per_second:
         lines.append(
-            f"  {c.name()} would be faster, but lacks {(c.needed - c.limit) / GIB:.1f} GiB"
+            f"  {c.name()} would be faster, but lacks {(c.needed_bytes - c.limit) / GIB:.1f} GiB"
         )
     if best.checkpointing == "full":
         lines.append(
@@ -389,7 +389,7 @@ def as_dict(candidate: Candidate, cluster: GpuCluster) -> dict[str, Any]:
         "config": candidate.changes,
         "fits": candidate.fits,
         "memory": candidate.memory,
-        "needed": candidate.needed,
+        "needed": candidate.needed_bytes,
         "limit": candidate.limit,
         "samples": candidate.samples,
         "step": asdict(candidate.step) if candidate.step is not None else None,
@@ -406,7 +406,7 @@ def as_svg(found: Sequence[Candidate]) -> str:
     width = 560
     left = 20 + max(7 * len(c.name()) for c in shown) if shown else 20
     limit = shown[0].limit if shown else 1.0
-    scale = width / max(limit * 1.15, *(min(c.needed, 2 * limit) for c in shown), 1.0)
+    scale = width / max(limit * 1.15, *(min(c.needed_bytes, 2 * limit) for c in shown), 1.0)
     bottom = height * len(shown) + 30
     across = left + width + 90
     down = bottom + 40
@@ -429,7 +429,7 @@ def as_svg(found: Sequence[Candidate]) -> str:
                 box = f'x="{x:.1f}" y="{y}" width="{w:.1f}" height="18" fill="{_KINDS[kind][1]}"'
                 parts.append(f"<rect {box}><title>{kind}: {held / GIB:.2f} GiB</title></rect>")
                 x += w
-        parts.append(f'<text x="{x + 5:.1f}" y="{y + 14}">{c.needed / GIB:.1f} GiB</text>')
+        parts.append(f'<text x="{x + 5:.1f}" y="{y + 14}">{c.needed_bytes / GIB:.1f} GiB</text>')
     x = left + limit * scale
     parts.append(
         f'<line x1="{x:.1f}" x2="{x:.1f}" y1="8" y2="{bottom - 8}" stroke="black"'
@@ -497,7 +497,7 @@ def _chosen(config: Config, cluster: GpuCluster, work: Workload, facts: ModelSiz
     except ValuesNeededError as error:
         return replicated, f"{REPLICAS}, unless you name another; {error.what}"
     needs = f"{_size(replicas)} of {replicas.limit / GIB:.1f} GiB"
-    if replicas.fits and replicas.needed <= _COMFORTABLE * replicas.limit:
+    if replicas.fits and replicas.needed_bytes <= _COMFORTABLE * replicas.limit:
         return replicated, f"{replicas.layout}: {needs} a rank, nothing need be sharded"
     found = [
         c
@@ -525,7 +525,7 @@ def _chosen(config: Config, cluster: GpuCluster, work: Workload, facts: ModelSiz
 
 
 def _size(candidate: Candidate) -> str:
-    needed = candidate.needed
+    needed = candidate.needed_bytes
     return f"{needed / 2**20:.0f} MiB" if needed < GIB else f"{needed / GIB:.1f} GiB"
 
 

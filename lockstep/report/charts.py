@@ -64,12 +64,12 @@ def charts(runs: list[RunData]) -> list[Figure]:
     ]
     if len(runs) == 1:
         of_one = {"ranks": _ranks, "spread": _own_time, "memory": _memory}
-        drawings += [(name, partial(_one, draw, runs[0])) for name, draw in of_one.items()]
+        drawings += [(name, partial(_as_list, draw, runs[0])) for name, draw in of_one.items()]
     drawings += [("own metrics", lambda: _own_metrics(runs))]
-    drawings += [(args[0], partial(_one, _number, runs, *args)) for args in _NUMBERS]
+    drawings += [(args[0], partial(_as_list, _number, runs, *args)) for args in _NUMBERS]
     if len(runs) == 1:
         of_one = {"profile": _profile_shares, "profile-memory": _profile_memory, "layers": _layers}
-        drawings += [(name, partial(_one, draw, runs[0])) for name, draw in of_one.items()]
+        drawings += [(name, partial(_as_list, draw, runs[0])) for name, draw in of_one.items()]
     drawings += [("timeline", lambda: [_timeline(runs)])]
     made = [
         figure
@@ -79,7 +79,8 @@ def charts(runs: list[RunData]) -> list[Figure]:
     return [figure for figure in made if figure and figure["marks"]]
 
 
-def _one(draw: Callable[..., Figure | None], *args: Any) -> list[Figure | None]:
+def _as_list(draw: Callable[..., Figure | None], *args: Any) -> list[Figure | None]:
+    """Return the only figure of a drawing, as those that draw several return theirs."""
     return [draw(*args)]
 
 
@@ -106,17 +107,9 @@ def _loss(runs: list[RunData]) -> Figure:
         if evaluated[0]:
             name, colour = (f"{run.name}, evaluation", colour) if several else ("evaluation", "c2")
             marks.append(line(*evaluated, name, colour, width=1.5, dash="dot"))
-    resumed = [
-        {"x": step}
-        for step in sorted(
-            {
-                event["step"]
-                for run in runs
-                for event in run.of_kind("resume")
-                if isinstance(event.get("step"), int)
-            }
-        )
-    ]
+    resumptions = [event for run in runs for event in run.of_kind("resume")]
+    steps_resumed = {event["step"] for event in resumptions if isinstance(event.get("step"), int)}
+    resumed = [{"x": step} for step in sorted(steps_resumed)]
     note = "Mean over the valid targets of a step."
     note += (
         " Thin: each logged step; thick: the moving mean."
@@ -333,14 +326,11 @@ def _ranks(run: RunData) -> Figure | None:
     count = max(len(row["own_seconds"]) for row in rows)
     shown = list(range(count))
     if count > ROWS:
-        most = [
-            max(
-                (row["own_seconds"][rank] for row in rows if rank < len(row["own_seconds"])),
-                default=0.0,
-            )
-            for rank in shown
-        ]
-        shown = sorted(sorted(shown, key=lambda rank: -most[rank])[:ROWS])
+        longest = [0.0] * count
+        for row in rows:
+            for rank, seconds in enumerate(row["own_seconds"]):
+                longest[rank] = max(longest[rank], seconds)
+        shown = sorted(sorted(shown, key=lambda rank: -longest[rank])[:ROWS])
 
     def skew(row: Row) -> list[float | None]:
         own = row["own_seconds"]
@@ -349,9 +339,8 @@ def _ranks(run: RunData) -> Figure | None:
 
     groups = _columns(rows, len(shown))
     cells = _heat(groups, skew, low=1.0, unit=" ×")
-    cells["high"] = max(
-        1.3, *(value for values in cells["z"] for value in values if value is not None)
-    )
+    known = [value for values in cells["z"] for value in values if value is not None]
+    cells["high"] = max(1.3, *known)
     note = (
         "A rank's own time in a step, without waiting, over that of the median"
         f" rank.{_rows_per_column(groups)}"

@@ -306,7 +306,11 @@ def best_first(runs: list[RunData]) -> list[RunData]:
 
 def differences(runs: list[RunData]) -> Page | None:
     """Return the table of the keys in which configs differ; None if there is nothing to tell."""
-    configs = [flat_config(run.config_text) | _given(run) for run in runs] if len(runs) > 1 else []
+    configs = (
+        [flat_config(run.config_text) | _set_in_python(run) for run in runs]
+        if len(runs) > 1
+        else []
+    )
     keys = dict.fromkeys(key for config in configs for key in config)
     apart = [key for key in keys if len({str(config.get(key)) for config in configs}) > 1]
     rows = [[key, *(str(config.get(key, "–")) for config in configs)] for key in apart]
@@ -314,14 +318,12 @@ def differences(runs: list[RunData]) -> Page | None:
     return {"title": "Where the configs differ", "head": head, "rows": rows} if rows else None
 
 
-def _given(run: RunData) -> Row:
+def _set_in_python(run: RunData) -> Row:
     """Return what the run's script gave in Python, where a config says nothing."""
     given = run.start.get("given")
-    return (
-        {f"{name} (in Python)": str(value) for name, value in given.items()}
-        if isinstance(given, dict)
-        else {}
-    )
+    if not isinstance(given, dict):
+        return {}
+    return {f"{name} (in Python)": str(value) for name, value in given.items()}
 
 
 def _operators(runs: list[RunData]) -> Page | None:

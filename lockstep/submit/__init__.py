@@ -62,10 +62,10 @@ def run(
             return text
         # Slurm writes its log there, but makes no folders
         job.folder.mkdir(parents=True, exist_ok=True)
-        said = _run_scheduler(["sbatch"], text, "the batch script")
+        output = _run_scheduler(["sbatch"], text, "the batch script")
         # "Submitted batch job 4711", with "on cluster …" where there are several
-        number = next((word for word in said.split() if word.isdigit()), "")
-        return f"{said}\n{what_next(f'slurm:{number}')}"
+        number = next((word for word in output.split() if word.isdigit()), "")
+        return f"{output}\n{what_next(f'slurm:{number}')}"
     if scheduler == "ray":
         plan = ray_job.planned(job, given, config.to_yaml())
         if given.dry_run:
@@ -76,9 +76,9 @@ def run(
     text = kubernetes.manifests(job.with_overrides(()), given, config.to_yaml())
     if given.dry_run:
         return text
-    said = _run_scheduler(["kubectl", "apply", "-f", "-"], text, "the manifests")
+    output = _run_scheduler(["kubectl", "apply", "-f", "-"], text, "the manifests")
     named = kubernetes.job_name(job, given)
-    return f"{said}\n{what_next(named, *kubernetes.namespace_options(given))}"
+    return f"{output}\n{what_next(named, *kubernetes.namespace_options(given))}"
 
 
 def what_next(job: str, *options: str) -> str:

@@ -111,7 +111,7 @@ class Driver:
             address, port = ray.get(machines[0].meeting_point.remote())
             for number, machine in enumerate(machines):
                 ray.get(machine.start.remote(self._job.words(number, address, port)))
-                reading[machine.said.remote()] = number
+                reading[machine.new_output.remote()] = number
         except self._lost_error:
             lost.add(len(reading))
         ending = _Ending()
@@ -131,7 +131,7 @@ class Driver:
                 for line in text.splitlines():
                     print(f"[{number}] {line}" if self._job.nodes > 1 else line, flush=True)
                 if code is None:
-                    reading[machines[number].said.remote()] = number
+                    reading[machines[number].new_output.remote()] = number
                 else:
                     codes[number] = code
         if not lost or self._is_stopped:

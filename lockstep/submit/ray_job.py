@@ -239,10 +239,10 @@ def _client(given: argparse.Namespace) -> Iterator[Any]:
             fix="--address http://HOST:8265, the head of the cluster, whose dashboard has to run",
         ) from error
     except (RuntimeError, ValueError) as error:
-        raise RunError(f"Ray refuses it at {where}", why=_told(error)) from error
+        raise RunError(f"Ray refuses it at {where}", why=_server_message(error)) from error
 
 
-def _told(error: Exception) -> str:
+def _server_message(error: Exception) -> str:
     """Return what the job server says, without the traceback of its own process."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__

@@ -20,7 +20,7 @@ from lockstep.errors import EXIT_USAGE
 from lockstep.processes import die_with_this_process, send_signal
 
 _MODULE = "lockstep.submit.ray_machine"
-_READING_SECONDS = 0.5  # how long `said` waits for text
+_READING_SECONDS = 0.5  # how long `new_output` waits for text
 _LAST = None  # ends the lines of a launcher
 
 
@@ -57,19 +57,19 @@ class Machine:
         )
         threading.Thread(target=self._read, args=(self._launcher, self._lines), daemon=True).start()
 
-    def said(self) -> tuple[str, int | None]:
-        """Return new lines, and the exit code when the launcher has ended and said all."""
-        found: list[str] = []
+    def new_output(self) -> tuple[str, int | None]:
+        """Return new lines, and the exit code once the launcher has ended and no line is left."""
+        lines: list[str] = []
         try:
             line = self._lines.get(timeout=_READING_SECONDS)
             while line is not _LAST:
-                found.append(line)
+                lines.append(line)
                 line = self._lines.get_nowait()
         except queue.Empty:
-            return "".join(found), None
+            return "".join(lines), None
         assert self._launcher is not None
         code = self._launcher.wait()
-        return "".join(found), 128 - code if code < 0 else code
+        return "".join(lines), 128 - code if code < 0 else code
 
     def stop(self, number: int) -> None:
         """Send a signal to the launcher, if it runs."""

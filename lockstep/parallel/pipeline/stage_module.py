@@ -127,10 +127,10 @@ class StageModule(nn.Module):
         if self.is_last:
             with self._autocast:
                 return call.finish(outputs, calls)
-        return tuple(_own(value, given) for value in values)
+        return tuple(_exclusive(value, given) for value in values)
 
 
-def _own(value: Tensor, given: set[int]) -> Tensor:
+def _exclusive(value: Tensor, given: set[int]) -> Tensor:
     """Return a tensor that nothing else writes to, to be sent.
 
     It has the strides of `value`: kernels of the next segment may depend on them.
