@@ -87,7 +87,7 @@ def train(
         options, use_gpus=distributed.device != "cpu", single_reason=one_process or None
     )
 
-    # All that can be refused is refused before a process is started or a folder is made.
+    # All that can be refused is refused before a rank is started.
     _check_layout(config, processes, options)
     require_sizes(
         config, processes, options.nodes[1], on_cpu=_device_type(config) in ("auto", "cpu")
