@@ -39,6 +39,7 @@ from lockstep.launch.prepared import (
     own_prepared_process,
 )
 from lockstep.output import flush_both
+from lockstep.processes import is_running
 
 # What a launcher has imported, and a rank at its first step.
 _IMPORTED = (
@@ -256,6 +257,8 @@ def _fork(channel: socket.socket, message: bytes, descriptors: Sequence[int]) ->
 def become(request: ForkRequest, descriptors: Sequence[int]) -> None:
     """Run the module as `python -m` does, to the end of this process."""
     while os.getppid() != request.parent:
+        if not is_running(request.parent):
+            os._exit(1)  # who asked was killed meanwhile, and nobody waits for this process
         time.sleep(0.001)
     if request.own_session:
         os.setsid()

@@ -2,6 +2,7 @@
 
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -13,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from lockstep.launch.prepared import PreparedProcess
+from lockstep.launch import fork_server
+from lockstep.launch.prepared import ForkRequest, PreparedProcess
 from lockstep.launch.rank_starts import reason_of_script, sets_variables
 from tests.forked import Forked
 from tests.launch.shared import REPOSITORY, environment, start
@@ -134,6 +136,22 @@ if me == "1" and attempt < 2:
     assert starts["start-0-0"] == starts["start-1-1"] == "True"
     assert starts["start-2-0"] == starts["start-2-1"] == "False"
     assert "ranks are started as fresh processes: the prepared process" in err
+
+
+def test_a_fork_whose_parent_is_gone_ends() -> None:
+    """Who asked is killed before the fork is its child."""
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    read, write = os.pipe()
+    fork = os.fork()
+    if fork == 0:
+        os.close(read)
+        fork_server.become(ForkRequest("none", [], {}, ".", parent=gone.pid), [])
+        os._exit(0)
+    os.close(write)
+    assert select.select([read], [], [], 60)[0], "it waits for ever"
+    os.close(read)
+    assert os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1]) == 1
 
 
 def test_what_makes_a_fork_unsafe_is_found() -> None:
