@@ -18,6 +18,7 @@ What reads samples seeds the generators of Python, NumPy and torch before each o
 
 import ctypes
 import hashlib
+import inspect
 import random
 import sys
 from array import array
@@ -116,7 +117,8 @@ def restore_host_generators(before: HostGenerators) -> None:
 # some 20 µs, comparing the bytes that lie in memory takes one. So the state that was made last is
 # kept, and is returned again as long as nothing has drawn.
 _MT19937_BYTES = 4 * 625
-_PYTHONS: Any = random.seed.__self__  # type: ignore[attr-defined]  # the generator itself
+# the generator itself, also where an observer has wrapped the functions that are its methods
+_PYTHONS: Any = inspect.unwrap(random.seed).__self__
 _known_python: tuple[bytes, Any] = b"", None  # as bytes, and as `random.getstate` gives it
 _known_numpy: tuple[bytes, Any] = b"", None  # as bytes, and as NumPy gives it
 

@@ -9,6 +9,7 @@ Generators that exist during a call alone, or in compiled code, are not found.
 """
 
 import functools
+import inspect
 import itertools
 import random
 import types
@@ -30,8 +31,8 @@ _MOST_OBJECTS = 10_000  # that are looked at
 _MOST_ITEMS = 32  # of a container
 _LEAVES = (str, bytes, int, float, torch.Tensor, np.ndarray, type, types.ModuleType)
 # The global ones: the functions of the modules are their methods.
-_OF_PYTHON: Any = random.random
-_OF_NUMPY: Any = np.random.rand
+_OF_PYTHON: Any = inspect.unwrap(random.random)  # an observer wraps it
+_OF_NUMPY: Any = inspect.unwrap(np.random.rand)
 _GLOBALS = (_OF_PYTHON.__self__, _OF_NUMPY.__self__, torch.default_generator)
 
 

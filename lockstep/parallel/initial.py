@@ -18,14 +18,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
 from torch.overrides import TorchFunctionMode
 
 from lockstep.errors import RunError, UsageError, first_line
 from lockstep.models.stored import StoredWeights, read
 from lockstep.parallel.facts import canonical_names
 from lockstep.randomness import derive_key, seeded
-from lockstep.tensors import local_chunk
+from lockstep.tensors import local, shard_like
 
 
 def to_empty(model: nn.Module, device: torch.device) -> None:
@@ -155,17 +154,8 @@ class _SkipMeta(TorchFunctionMode):
 def materialise(model: nn.Module, first: FirstValues) -> None:
     """Fill a placed model, whose storage exists but holds nothing yet."""
     for name, parameter in model.named_parameters():
-        value = first.piece(name)
-        if isinstance(parameter, DTensor):
-            mesh = parameter.device_mesh
-            coordinate = parameter.device_mesh.get_coordinate()
-            assert coordinate is not None
-            for axis, placement in enumerate(parameter.placements):
-                if isinstance(placement, Shard):
-                    value = local_chunk(value, placement.dim, mesh.size(axis), coordinate[axis])
-            parameter.to_local().copy_(read(value))
-        else:
-            parameter.copy_(read(value))  # host waits for the copy
+        value = shard_like(first.piece(name), parameter)
+        local(parameter).copy_(read(value))  # host waits for the copy
     values = first.buffers()
     for name, buffer in model.named_buffers():
         if name in values:

@@ -305,7 +305,7 @@ class ParallelModel:
         Writing to them changes `.grad`.
         """
         found = [grad for p in self.parameters.values() if (grad := p.grad) is not None]
-        return [local(gradient) for gradient in found] if self._holds_pieces else found
+        return [_piece(gradient) for gradient in found] if self._holds_pieces else found
 
     @cached_property
     def _holds_pieces(self) -> bool:
@@ -320,7 +320,7 @@ class ParallelModel:
         if self.counted is None:
             return self.gradients()
         return [
-            local(p.grad)
+            _piece(p.grad)
             for name, p in self.parameters.items()
             if name in self.counted and p.grad is not None
         ]
@@ -349,6 +349,11 @@ class ParallelModel:
         """
         for parameter in self.parameters.values():
             parameter.grad = None
+
+
+def _piece(gradient: Tensor) -> Tensor:
+    """As `lockstep.tensors.local`, here, where a reader of a step is already."""
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
 def layer_norms(placed: ParallelModel, factor: Number) -> dict[str, float]:

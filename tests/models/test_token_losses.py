@@ -312,7 +312,7 @@ def test_a_plan_counts_the_logits_of_one_chunk() -> None:
         change = {"distributed.strategy": "single"}
         layout = evaluate_layout(work, asked, cluster, change, model_size_of(work, asked))
         assert layout.memory is not None
-        return layout.needed
+        return layout.needed_bytes
 
     logits = 2 * 512 * 50_000 * 4
     assert peak(1) > 2 * logits

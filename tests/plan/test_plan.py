@@ -130,7 +130,9 @@ def test_the_largest_batch_fits_and_a_larger_one_does_not(tmp_path: Path) -> Non
 
     def needed(size: int) -> float:
         sized = {**changes, "training.batch_size": size, "training.global_batch_size": None}
-        return evaluate_layout(work, config, cluster, sized, model_size_of(work, config)).needed
+        return evaluate_layout(
+            work, config, cluster, sized, model_size_of(work, config)
+        ).needed_bytes
 
     assert found > 1000
     assert needed(found) <= cluster.usable_memory < needed(round(found * 1.02))

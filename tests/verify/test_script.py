@@ -221,13 +221,13 @@ def test_what_is_observed_imports_this_lockstep_and_nothing_else_of_its_environm
 
 def test_an_environment_without_what_lockstep_needs_is_told(tmp_path: Path) -> None:
     """Of two that are compared, one may have another torch, and nothing of Lockstep."""
-    (tmp_path / "pydantic.py").write_text("raise ModuleNotFoundError('No module named pydantic')")
+    (tmp_path / "numpy.py").write_text("raise ModuleNotFoundError('No module named numpy')")
     environment = {**os.environ, **injected(LOCKSTEP_OBSERVED_RUN=str(tmp_path))}
     environment["PYTHONPATH"] += f"{os.pathsep}{tmp_path}"
     command = [sys.executable, "-c", "import torch"]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert ended.returncode == 1
-    assert ended.stderr.endswith("pydantic; install Lockstep in its environment, too\n")
+    assert ended.stderr.endswith("numpy; install Lockstep in its environment, too\n")
 
 
 def test_a_part_of_a_script_is_compared(tmp_path: Path) -> None:
