@@ -352,7 +352,7 @@ class ParallelModel:
 
 
 def _piece(gradient: Tensor) -> Tensor:
-    """As `lockstep.tensors.local`, here, where a reader of a step is already."""
+    """Return this rank's piece of a gradient: `tensors.local`, in the file that a step is in."""
     return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
