@@ -12,6 +12,7 @@ import io
 import json
 import math
 import re
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from enum import Enum
@@ -122,11 +123,15 @@ def _of_json(file: Path, head: bytes) -> Kind | None:
     return None
 
 
+# What reading compressed lines raises where the file is damaged or cut off.
+DAMAGED = (OSError, EOFError, zlib.error)
+
+
 @contextmanager
 def opened_lines(file: Path) -> Iterator[IO[bytes]]:
     """Open a file of lines to read, which may be compressed.
 
-    Who reads it gets an OSError or EOFError if it is damaged or cut off.
+    Who reads it gets one of `DAMAGED` if it is damaged or cut off.
     """
     name = file.name.lower()
     if name.endswith(".zst"):
@@ -182,6 +187,35 @@ class _Unpacked(io.RawIOBase):
         buffer[:count] = self._ready[:count]
         self._ready = self._ready[count:]
         return count
+
+
+def row_of_line(file: Path, number: int, line: bytes, name: str) -> dict[str, Any]:
+    """Return the object of a line of JSON, or raise a UsageError with its number.
+
+    Args:
+        name: of a field that an object would have, for an example.
+    """
+    where = f"{file}:{number}"
+    try:
+        row = json.loads(line)
+    except UnicodeDecodeError as error:
+        what = f"line {number} of {file.name} is not UTF-8"
+        fix = "write the file as UTF-8: iconv -f latin1 -t utf-8, or -f utf-16, as it was written"
+        raise UsageError(what, where=where, why=str(error), fix=fix) from None
+    except RecursionError:
+        what = f"line {number} of {file.name} is nested too deep"
+        raise UsageError(what, where=where, fix="leave the line out") from None
+    except ValueError as error:
+        # json's own line and column are those within this line
+        why = getattr(error, "msg", str(error))
+        column = f", at column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
+        what = f"line {number} of {file.name} is not JSON"
+        fix = "write an object on each line, or leave the line out"
+        raise UsageError(what, where=where, why=f"{why}{column}", fix=fix) from None
+    if not isinstance(row, dict):
+        what = f"line {number} of {file.name} is a {type(row).__name__}, not an object"
+        raise UsageError(what, where=where, fix=f'write {{"{name}": "…"}}')
+    return row
 
 
 def first_row(file: Path) -> Mapping[str, Any]:
@@ -293,9 +327,11 @@ def line_of_data(name: str, **args: Any) -> str:
 def source_of(file: Path) -> str | dict[str, str]:
     """Return what a config has for a file of records as a source of `documents`."""
     row = first_row(file)
-    if not row or isinstance(row.get("text"), str):
+    if not row or isinstance(row.get("text", 0), str | None):  # a row may have no text
         return str(file)
     chats = [key for key, value in row.items() if is_conversation(value)]
+    if row.get("messages", 0) is None:
+        chats.append("messages")
     if chats:
         found = "messages" if "messages" in chats else chats[0]
         return {"path": str(file), "messages_field": found}

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.data_files import (
+    DAMAGED,
     Kind,
     files_of,
     first_row,
@@ -27,8 +28,9 @@ from lockstep.data_files import (
     opened_lines,
     require_read,
     require_text,
+    row_of_line,
 )
-from lockstep.errors import UsageError, listed
+from lockstep.errors import UsageError, first_line, listed
 from lockstep.run_files import create_file
 
 
@@ -111,9 +113,11 @@ def _positions_of(model: Path) -> int:
         if (model / "tokenizer_config.json").is_file():
             described = json.loads((model / "tokenizer_config.json").read_text(encoding="utf-8"))
         positions = int(config.get("max_position_embeddings") or 1024)
-    except (ValueError, AttributeError, TypeError) as error:
+        if positions < 2:
+            raise ValueError(f"max_position_embeddings is {positions}")
+    except (OSError, ValueError, AttributeError, TypeError, ArithmeticError, RecursionError) as e:
         what = f"the config of {model} can't be read"
-        raise UsageError(what, where="--finetune", why=str(error), fix=fix) from None
+        raise UsageError(what, where="--finetune", why=first_line(e), fix=fix) from None
     if not (model / "chat_template.jinja").is_file() and "chat_template" not in described:
         what = f"the tokenizer in {model} has no chat template"
         raise UsageError(what, where="--finetune", fix=fix)
@@ -134,14 +138,16 @@ def _field_of_messages(data: Path) -> str:
         row = first_row(data)
         lists = [key for key, value in row.items() if is_conversation(value)]
         return "messages" if "messages" in lists or not lists else str(lists[0])
-    with opened_lines(data) as file:
-        line = next((line for line in file if line.strip()), b"{}")
     try:
-        row = json.loads(line)
-    except ValueError as error:
-        what = f"the first line of {data} is not JSON"
-        raise UsageError(what, where="--data", why=str(error)) from None
+        with opened_lines(data) as file:
+            lines = ((number, line) for number, line in enumerate(file, 1) if line.strip())
+            number, line = next(lines, (1, b"{}"))
+    except DAMAGED as error:
+        raise UsageError(f"{data} can't be read", where="--data", why=str(error)) from None
+    row = row_of_line(data, number, line, "messages")
     lists = [key for key, value in row.items() if is_conversation(value)]
+    if not lists and row.get("messages", 0) is None:
+        return "messages"  # of this row there are none: the run says so, or a filter leaves it out
     if not lists:
         what = f"the first line of {data} has no conversation"
         fix = 'write {"messages": [{"role": "user", "content": "…"}, …]} on each line'

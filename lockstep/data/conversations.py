@@ -33,7 +33,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from shlex import quote
 from typing import Any
 
 import numpy as np
@@ -194,16 +193,7 @@ class ChatTemplate:
         spans[-1] = (begin, len(text))
         lacked = self._lacked.search(text)
         if lacked is not None:
-            folder = self._tokenizer.name
-            what = f"the tokenizer.json of {folder} has no token {lacked[0]!r}"
-            why = (
-                f"tokenizer_config.json names it, and the conversation of {where} has it: its"
-                " letters would be trained in its place"
-            )
-            loaded = f"transformers.AutoTokenizer.from_pretrained({folder!r})"
-            code = f"import transformers; {loaded}.save_pretrained({folder!r})"
-            fix = f"save the tokenizer anew: python -c {quote(code)}"
-            raise UsageError(what, where="data.args.tokenizer", why=why, fix=fix)
+            self._tokenizer.require_its_own(text, f"the conversation of {where}", [lacked[0]])
 
         # Without the marks, and where what they marked is then.
         marks = [found.start() + 1 for found in self._marked.finditer(text)]

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lockstep.config import DataConfig
 from lockstep.data.batches import CollatingDataset, Data
+from lockstep.data.document_files import Field, content_of
 from lockstep.data.language import (
     DocumentEncoder,
     TextOptions,
@@ -159,10 +160,16 @@ def hugging_face(
     chosen = Tokenizer(tokenizer)
     encoder = DocumentEncoder(chosen, special_tokens)
 
-    def encoded(rows: Iterable[str]) -> Any:
+    field = Field(text_field)
+
+    def encoded(rows: Iterable[Any]) -> Any:
+        texts = (
+            content_of({text_field: row}, field, f"{source}, row {number}")
+            for number, row in enumerate(rows)
+        )
         if documents:
-            return [encoder.encode(row) for row in rows]
-        lines = (row + "\n" if row and not row.endswith("\n") else row for row in rows)
+            return [encoder.encode(text) for text in texts]
+        lines = (text + "\n" if text and not text.endswith("\n") else text for text in texts)
         return np.concatenate([np.empty(0, dtype=chosen.dtype), *map(encoder.encode, lines)])
 
     whole = encoded(train[text_field])

@@ -12,7 +12,6 @@ A record's number follows from the files alone, so that a reader can go on after
 Tests: tests/data/test_document_files.py
 """
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
@@ -23,7 +22,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.data.text import CHUNK, read_chunks
-from lockstep.data_files import Kind, kind_of, opened_lines, require_read
+from lockstep.data_files import (
+    DAMAGED,
+    Kind,
+    kind_of,
+    opened_lines,
+    require_read,
+    row_of_line,
+)
 from lockstep.errors import UsageError, first_line, listed
 
 ROWS = 1024  # that are read at once from a parquet file
@@ -54,6 +60,7 @@ class Record:
     size: int  # bytes of the file, about
     row: Mapping[str, Any] | None = None  # what else is known of the document
     ends: bool = True  # the document ends with it
+    fault: UsageError | None = None  # why its row holds no document: filters are asked first
 
 
 def records_of(file: Path, field: Field = TEXT, first: int = 0) -> Iterator[Record | None]:
@@ -86,34 +93,28 @@ def _of_lines(file: Path, field: Field, first: int) -> Iterator[Record | None]:
             for number, line in enumerate(opened, start=1):
                 skipped = number <= first or not line.strip()
                 yield None if skipped else _of_line(file, number, line, field)
-    except (OSError, EOFError) as error:  # of gzip: a damaged or truncated file
+    except DAMAGED as error:
         what = f"{file} can't be read after line {number}"
         raise UsageError(what, where=f"{file}:{number + 1}", why=str(error)) from None
 
 
 def _of_line(file: Path, number: int, line: bytes, field: Field) -> Record:
     """Return the record of a line of JSON, or raise a UsageError with its number."""
-    where = f"{file}:{number}"
+    row = row_of_line(file, number, line, field.name)
+    return record_of(row, field, f"{file}:{number}", len(line))
+
+
+def record_of(row: Mapping[str, Any], field: Field, where: str, size: int | None = None) -> Record:
+    """Return the record of a row; where it holds no document, one that says why.
+
+    Args:
+        size: in bytes; unset: as many as the document has letters.
+    """
     try:
-        row = json.loads(line)
-    except UnicodeDecodeError as error:
-        what = f"line {number} of {file.name} is not UTF-8"
-        fix = "write the file as UTF-8: iconv -f latin1 -t utf-8, or -f utf-16, as it was written"
-        raise UsageError(what, where=where, why=str(error), fix=fix) from None
-    except RecursionError:
-        what = f"line {number} of {file.name} is nested too deep"
-        raise UsageError(what, where=where, fix="leave the line out") from None
-    except ValueError as error:
-        # json's own line and column are those within this line
-        why = getattr(error, "msg", str(error))
-        column = f", at column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
-        what = f"line {number} of {file.name} is not JSON"
-        fix = "write an object on each line, or leave the line out"
-        raise UsageError(what, where=where, why=f"{why}{column}", fix=fix) from None
-    if not isinstance(row, dict):
-        what = f"line {number} of {file.name} is a {type(row).__name__}, not an object"
-        raise UsageError(what, where=where, fix=f'write {{"{field.name}": "…"}}')
-    return Record(content_of(row, field, where), where, len(line), row)
+        content = content_of(row, field, where)
+    except UsageError as fault:
+        return Record("", where, size or 0, row, fault=fault)
+    return Record(content, where, len(str(content)) if size is None else size, row)
 
 
 def content_of(row: Mapping[str, Any], field: Field, where: str) -> Any:
@@ -176,9 +177,7 @@ def _of_arrow(file: Path, field: Field, first: int) -> Iterator[Record]:
 
 def _of_rows(file: Path, rows: Any, field: Field, first: int) -> Iterator[Record]:
     for number, row in enumerate(rows, start=first):
-        where = f"{file}, row {number}"
-        content = content_of(row, field, where)
-        yield Record(content, where, len(str(content)), row)
+        yield record_of(row, field, f"{file}, row {number}")
 
 
 def _of_tokens(file: Path) -> Iterator[Record]:

@@ -85,6 +85,8 @@ class Encoder:
         """Return the tokens of a record, unless the user's function refuses its row."""
         if not self._filters.takes(record.row, record.where):
             return Encoded([], False, refused=True, ends=record.ends)
+        if record.fault is not None:
+            raise record.fault
         if not isinstance(record.content, list):
             self._documents.notes.clear()
             tokens = self._tokens_of(record.content, record.where)
@@ -100,7 +102,7 @@ class Encoder:
     def _tokens_of(self, content: str | NDArray[Any], where: str) -> NDArray[Any]:
         """Return the tokens of a record; a UsageError if the tokenizer has no such tokens."""
         if isinstance(content, str):
-            return self._documents.encode(content)
+            return self._documents.encode(content, f"the document of {where}")
         size = self._tokenizer.vocab_size
         wrong = content[(content < 0) | (content >= size)]
         if len(wrong):

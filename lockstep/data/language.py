@@ -8,11 +8,13 @@ A sample is `{"input_ids", "targets"}`, both int64 [block_size]; `targets[t]` is
 Tests: tests/data/test_datasets.py, tests/data/test_special_tokens.py
 """
 
+import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from shlex import quote
 from typing import Any, Protocol
 
 import numpy as np
@@ -76,13 +78,18 @@ class Tokenizer:
         finally:
             self._model.encode_special_tokens = before
 
-    def encode_document(self, text: str, *, special_tokens: bool) -> tuple[NDArray[Any], bool]:
+    def encode_document(
+        self, text: str, *, special_tokens: bool, where: str = "a document"
+    ) -> tuple[NDArray[Any], bool]:
         """Return the tokens of a document, and whether it holds the text of a special token.
 
         That is encoded as text, as nanoGPT and Llama do it: who writes `<|im_end|>` into a page
-        ends nothing. With `special_tokens` it becomes the token.
+        ends nothing. With `special_tokens` it becomes the token; a UsageError, with `where`, if
+        tokenizer.json has no such token.
         """
         tokens = self.encode_array(text)
+        if special_tokens:
+            self.require_its_own(text, where)
         if self._model is None or not np.isin(tokens, self._special).any():
             return tokens, False
         as_text = self.encode_as_text(text)
@@ -97,6 +104,37 @@ class Tokenizer:
         """Return text → number of special tokens, such as the one that ends a turn."""
         added = {} if self._model is None else self._model.get_added_tokens_decoder()
         return {token.content: number for number, token in added.items() if token.special}
+
+    def require_its_own(self, text: str, where: str, lacking: Sequence[str] | None = None) -> None:
+        """Raise a UsageError if a text holds a token that tokenizer.json has not: it is letters.
+
+        Args:
+            where: what holds the text.
+            lacking: such tokens; unset: those that the files beside tokenizer.json name.
+        """
+        found = [token for token in self._lacking if token in text] if lacking is None else lacking
+        if not found:
+            return
+        folder = str(Path(self.name) if self.file is None else self.file.parent)
+        what = f"the tokenizer.json of {folder} has no token {found[0]!r}"
+        why = (
+            f"tokenizer_config.json names it, and {where} has it: its letters would be trained in"
+            " its place"
+        )
+        loaded = f"transformers.AutoTokenizer.from_pretrained({folder!r})"
+        code = f"import transformers; {loaded}.save_pretrained({folder!r})"
+        fix = f"save the tokenizer anew: python -c {quote(code)}"
+        raise UsageError(what, where="data.args.tokenizer", why=why, fix=fix)
+
+    @cached_property
+    def _lacking(self) -> list[str]:
+        """Tokens that the files beside tokenizer.json name, and it has not, longest first."""
+        if self.file is None:
+            return []
+        named = {text for name in _BESIDE for text in _tokens_named_in(self.file.with_name(name))}
+        own = self._model.token_to_id
+        lacking = [text for text in named if text and self.encode(text) != [own(text)]]
+        return sorted(lacking, key=lambda text: (-len(text), text))
 
     @property
     def contents(self) -> bytes:
@@ -125,6 +163,34 @@ def tokenizer_file(name: str) -> Path | None:
         return None
     path = local_path(name, "data.args.tokenizer")
     return path / "tokenizer.json" if path.is_dir() else path
+
+
+# Files beside tokenizer.json that may name further tokens, which transformers adds.
+_BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+
+
+def _tokens_named_in(file: Path) -> Iterator[str]:
+    """Yield the texts of the tokens that a file beside tokenizer.json names; none if it is bad."""
+    try:
+        described = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return
+    if not isinstance(described, dict):
+        return
+    if file.name == "added_tokens.json":  # text → number
+        yield from described
+    more: list[Any] = []
+    for key, value in described.items():
+        if key.endswith("_token"):
+            more.append(value)
+        elif key in ("additional_special_tokens", "extra_special_tokens", "added_tokens_decoder"):
+            # lists of tokens, or each by its name or number
+            inside = value.values() if isinstance(value, dict) else value
+            more += inside if isinstance(inside, Iterable) else []
+    for token in more:
+        text = token.get("content") if isinstance(token, dict) else token
+        if isinstance(text, str):
+            yield text
 
 
 def _load(path: Path) -> Any:
@@ -179,9 +245,10 @@ class DocumentEncoder:
     special_tokens: bool = False
     notes: Counter[str] = field(default_factory=Counter)
 
-    def encode(self, text: str) -> NDArray[Any]:
-        """Return the tokens of a document, or of a part of it."""
-        tokens, holds = self.tokenizer.encode_document(text, special_tokens=self.special_tokens)
+    def encode(self, text: str, where: str = "a document") -> NDArray[Any]:
+        """Return the tokens of a document, or of a part of it; `where` it is, for messages."""
+        special = self.special_tokens
+        tokens, holds = self.tokenizer.encode_document(text, special_tokens=special, where=where)
         if holds:
             self.notes[note_of_special(self.special_tokens)] += 1
         return tokens

@@ -77,7 +77,7 @@ def read_header(folder: Path) -> dict[str, Any]:
     except FileNotFoundError:
         fix = f"lockstep data prepare SOURCE --out {quote(str(folder))}"
         raise UsageError(f"{folder} has no {HEADER}", where="data.args.path", fix=fix) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise _damaged(folder, f"{HEADER}: {error}") from None
     if not isinstance(header, dict) or header.get("format") != FORMAT:
         raise _damaged(folder, f"{HEADER} is not of the format {FORMAT}")

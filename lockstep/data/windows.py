@@ -33,7 +33,7 @@ from torch.utils.data import IterableDataset
 
 from lockstep.data.batches import Data
 from lockstep.data.conversations import ChatTemplate
-from lockstep.data.document_files import Field, Record, content_of, records_of
+from lockstep.data.document_files import Field, Record, record_of, records_of
 from lockstep.data.encoding import Encoder, Piece
 from lockstep.data.filters import Filters
 from lockstep.data.gathering import Gathered, Gatherer
@@ -126,7 +126,7 @@ class HubReader:
         self._is_read = True
         where = f"{self._name}, row {self._number}"
         self._number += 1
-        return Record(content_of(row, self._field, where), where, 0, row)
+        return record_of(row, self._field, where, 0)
 
 
 class StreamSource:

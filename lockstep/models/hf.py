@@ -126,7 +126,7 @@ def described_by_files(path: str, *, auto: str | None = None, **overrides: Any) 
     try:
         described = json.loads(file.read_text(encoding="utf-8"))
         model_type = described.pop("model_type")
-    except (OSError, ValueError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, AttributeError, RecursionError) as error:
         what = f"{file} is not the config of a Hugging Face model"
         raise UsageError(what, where="model.name", why=_in_short(error)) from error
     if described.get("quantization_config"):

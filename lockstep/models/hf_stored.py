@@ -51,7 +51,7 @@ def files_of_weights(folder: Path) -> list[Path]:
     try:
         index = json.loads((folder / _INDEX).read_text(encoding="utf-8"))
         names = sorted(set(index["weight_map"].values()))
-    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
         return []
     return [folder / name for name in names]
 

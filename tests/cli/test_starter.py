@@ -3,6 +3,7 @@ overwritten.
 """
 
 import ast
+import gzip
 import json
 import sys
 from importlib.util import find_spec
@@ -141,6 +142,14 @@ def test_what_can_not_be_fine_tuned(here: Path, capsys: pytest.CaptureFixture[st
     (here / "empty").mkdir()
     (here / "text.jsonl").write_text('{"text": "words"}\n')
     (here / "bad.jsonl").write_text("{\n")
+    (here / "deep.jsonl").write_text("[" * 100_000)
+    (here / "list.jsonl").write_text('\n["messages"]\n')
+    (here / "latin.jsonl").write_bytes(b'{"messages": "\xff"}\n')
+    (here / "damaged.jsonl.gz").write_bytes(gzip.compress(b"{}" * 99)[:12] + b"\xff" * 40)
+    (here / "cut.jsonl.gz").write_bytes(gzip.compress(b"{}" * 99)[:-9])
+    for name, text in (("deep", "[" * 100_000), ("none", '{"max_position_embeddings": -1}')):
+        write_chat_model(here / name)
+        (here / name / "config.json").write_text(text)
     write_rows(here / "chat.jsonl", BOTH)
     for model, data, message in [
         ("empty", "chat.jsonl", "empty is no chat model: it has no config.json and no tok"),
@@ -148,7 +157,14 @@ def test_what_can_not_be_fine_tuned(here: Path, capsys: pytest.CaptureFixture[st
         ("bare", "chat.jsonl", "the tokenizer in bare has no chat template"),
         ("model", "nowhere.jsonl", "there is no file nowhere.jsonl"),
         ("model", "text.jsonl", "the first line of text.jsonl has no conversation"),
-        ("model", "bad.jsonl", "the first line of bad.jsonl is not JSON"),
+        ("model", "bad.jsonl", "line 1 of bad.jsonl is not JSON"),
+        ("model", "deep.jsonl", "line 1 of deep.jsonl is nested too deep"),
+        ("model", "list.jsonl", "line 2 of list.jsonl is a list, not an object"),
+        ("model", "latin.jsonl", "line 1 of latin.jsonl is not UTF-8"),
+        ("model", "damaged.jsonl.gz", "damaged.jsonl.gz can't be read"),
+        ("model", "cut.jsonl.gz", "cut.jsonl.gz can't be read"),
+        ("deep", "chat.jsonl", "the config of deep can't be read"),
+        ("none", "chat.jsonl", "the config of none can't be read"),
     ]:
         assert message in refused(capsys, "init", "new", "--finetune", model, "--data", data)
     assert "no conversations are given" in refused(capsys, "init", "new", "--finetune", "model")

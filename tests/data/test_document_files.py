@@ -17,11 +17,18 @@ ROWS = [{"text": f"document {n}", "n": n} for n in range(7)]
 
 
 def read(file: Path, first: int = 0, field: str = "text") -> list[Any]:
-    return [r and (r.content, r.row, r.ends) for r in records_of(file, Field(field), first)]
+    found = list(records_of(file, Field(field), first))
+    faults = [r.fault for r in found if r is not None and r.fault is not None]
+    if faults:
+        raise faults[0]
+    return [r and (r.content, r.row, r.ends) for r in found]
 
 
 def lines(*rows: Any) -> bytes:
     return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
+
+
+DAMAGED = gzip.compress(lines(*ROWS))[:12] + b"\xff" * 40  # zlib says so, and not gzip
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "jsonl.zst", "parquet", "arrow"])
@@ -96,6 +103,7 @@ def test_blank_lines_are_passed_over(tmp_path: Path) -> None:
             gzip.compress(lines(*ROWS * 900))[:-40],
             r"a\.jsonl\.gz can't be read after line \d+",
         ),
+        ("a.jsonl.gz", DAMAGED, r"a\.jsonl\.gz can't be read after line \d+"),
         ("a.parquet", b"PAR1 not", r"a\.parquet is not a parquet file that can be read"),
         ("a.arrow", b"not", r"a\.arrow is not an Arrow file that can be read"),
         ("a.npy", b"not", r"a\.npy is not an array that can be read"),

@@ -98,6 +98,16 @@ def test_a_data_set_of_the_package_datasets_does_the_same(tmp_path: Path) -> Non
         assert any(f"1 {note}" in line for line in data.notices)
 
 
+@pytest.mark.parametrize("field", ["text", "n"])
+def test_a_row_of_the_package_datasets_that_is_no_text_is_named(field: str, tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    rows = [{"text": "words", "n": 1}, {"text": None, "n": 2}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for documents in (False, True):
+        with pytest.raises(UsageError, match=rf"'{field}' is \w+, not text, in .*, row \d"):
+            _data(f"hf:{tmp_path}", text_field=field, documents=documents)
+
+
 def test_texts_without_it_are_what_they_were_and_nothing_is_told(tmp_path: Path) -> None:
     tokenizer = Tokenizer(str(write_tokenizer(tmp_path)))
     for special in (False, True):
@@ -138,3 +148,37 @@ def test_where_the_key_means_nothing_it_is_refused(tmp_path: Path) -> None:
     assert prepare_command([*given, "--special-tokens"]) == 0
     with pytest.raises(UsageError, match="prepare them with --special-tokens"):
         _data("documents", sources=[{"path": str(out), "special_tokens": True}])
+
+
+@pytest.mark.parametrize(
+    ("file", "named"),
+    [
+        ("tokenizer_config.json", {"eos_token": "<|stop|>"}),
+        ("tokenizer_config.json", {"eos_token": {"content": "<|stop|>", "special": True}}),
+        ("tokenizer_config.json", {"additional_special_tokens": ["<|stop|>"]}),
+        ("tokenizer_config.json", {"extra_special_tokens": {"stop": "<|stop|>"}}),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"999": {"content": "<|stop|>"}}}),
+        ("special_tokens_map.json", {"eos_token": "<|stop|>"}),
+        ("added_tokens.json", {"<|stop|>": 999}),
+    ],
+)
+def test_a_token_that_tokenizer_json_lacks_is_no_letters(
+    file: str, named: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = write_tokenizer(tmp_path)
+    (folder / file).write_text(json.dumps(named))
+    (tmp_path / "pages.jsonl").write_text(json.dumps({"text": "a page<|stop|>"}) + "\n")
+    source = {"path": str(tmp_path / "pages.jsonl"), "special_tokens": True}
+    args = {"tokenizer": str(folder / "tokenizer.json"), "sequence_length": 8}
+    with pytest.raises(UsageError, match=r"has no token '<\|stop\|>'") as caught:
+        _data("documents", sources=[source], **args)
+    assert f"the document of {tmp_path / 'pages.jsonl'}:1 has it" in str(caught.value)
+    assert len(_data("documents", sources=[{**source, "special_tokens": False}], **args).train)
+
+
+@pytest.mark.parametrize("content", ["{", "[" * 100_000, "[]", '{"extra_special_tokens": 3}'])
+def test_what_a_bad_file_beside_a_tokenizer_names_is_nothing(content: str, tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path)
+    (folder / "tokenizer_config.json").write_text(content)
+    tokens, _ = Tokenizer(str(folder)).encode_document("a<|end|>", special_tokens=True)
+    assert len(tokens) == 2
