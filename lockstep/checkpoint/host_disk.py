@@ -26,8 +26,8 @@ import threading
 import time
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -102,6 +102,22 @@ class OwnDisk(Disk):
     def create(self, key: str, data: Any) -> None:
         """Write the object under another name, and link it to its own when it is on the disk."""
         path = self._path(key)
+        with self._written(path, data) as beside:
+            try:
+                os.link(beside, path)
+            except FileExistsError:
+                if path.read_bytes() != bytes(data) + _seal(data):
+                    raise
+
+    def repair(self, key: str, data: bytes) -> None:
+        """Put an object's bytes, as another disk has them, in the place of a damaged copy."""
+        path = self._path(key)
+        with self._written(path, data) as beside:
+            beside.replace(path)
+
+    @contextmanager
+    def _written(self, path: Path, data: Any) -> Iterator[Path]:
+        """Yield a file with an object and its seal, to which the block gives its own name."""
         _make_folders(path.parent)
         incoming = self.root / _INCOMING
         incoming.mkdir(exist_ok=True)
@@ -112,11 +128,7 @@ class OwnDisk(Disk):
                 stream.write(_seal(data))
                 stream.flush()
                 os.fsync(stream.fileno())
-            try:
-                os.link(beside, path)
-            except FileExistsError:
-                if path.read_bytes() != bytes(data) + _seal(data):
-                    raise
+            yield beside
         finally:
             beside.unlink(missing_ok=True)
         sync_folder(path.parent)

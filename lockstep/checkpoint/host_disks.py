@@ -9,7 +9,8 @@ A bucket of our own (`object_store.py`), over one disk of each host:
 A rank writes an object to its own host's disk and, through a server there (`host_disk.py`), to that
 of the next host. The commit is written on all hosts, after all data are durable on two: so a
 checkpoint that any host knows of is complete as long as no two neighbours are gone. A rank reads
-from its own disk what is there, and from other hosts what is not, or what is damaged here.
+from its own disk what is there, and from other hosts what is not, or what is damaged here; its
+host's damaged copy is written anew.
 
 Tests: tests/checkpoint/test_host_disks.py
 """
@@ -174,6 +175,8 @@ class DisksClient(ObjectClient):
                 continue
             for other in damaged:
                 self._tell(key, other, disk)
+            if self.own in damaged:
+                self._repair(key, disk)
             return found
         raise failed or FileNotFoundError(f"there is no {self.url}/{key}")
 
@@ -188,6 +191,16 @@ class DisksClient(ObjectClient):
                 damaged.name,
                 taken.name,
             )
+
+    def _repair(self, key: str, whole: Disk) -> None:
+        """Write this host's copy anew, so that it is there when the other one is gone.
+
+        A disk that refuses has cost a second copy, and nothing else.
+        """
+        try:
+            self.own.repair(key, whole.read(key))
+        except OSError as error:
+            _log.warning("warning: %s: %s could not be repaired: %s", self.url, key, error)
 
     @contextmanager
     def _refused(self) -> Iterator[None]:

@@ -1,5 +1,6 @@
 """Hosts whose disks are all the storage there is: folders stand for them, with a server each."""
 
+import errno
 import os
 import shutil
 import socket
@@ -180,7 +181,8 @@ def lengthen(on_disk: Path) -> None:
 @pytest.mark.fault(
     "storage: on the hosts' own disks: one host's copy of any file is damaged or gone",
     "`checkpoint.storage: disks:FOLDER`; a bit is flipped, the file is cut short or longer",
-    "the copy on the next host is taken, and a warning names both: the newest checkpoint is whole",
+    "the copy on the next host is taken, and a warning names both: the newest checkpoint is whole;"
+    " a damaged copy is written anew on the host whose ranks read it",
 )
 def test_a_neighbour_s_copy_is_taken_where_one_is_damaged(
     harm: Callable[[Path], None],
@@ -217,6 +219,23 @@ def test_a_neighbour_s_copy_is_taken_where_one_is_damaged(
         assert f" is damaged on {disks.roots[0]}: the copy on the disk of the second host is" in (
             min(said)
         )
+        shutil.rmtree(disks.roots[1])  # what was damaged is written anew: there are two copies
+        whole = HostDisks(str(disks.roots[0]))
+        assert [checkpoint.verify(whole.path(name)) for name in whole.names()] == [[], []]
+
+
+def test_a_copy_that_can_not_be_repaired_is_told_and_read_elsewhere(
+    disks: Disks, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = disks.save(1)
+    flip(next(one for one in disks.roots[0].rglob("*") if one.parent.name == "commits"))
+
+    def refuse(_file: int) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    assert checkpoint.verify(path) == []
+    assert "could not be repaired: [Errno 30] Read-only file system" in caplog.text
 
 
 def test_what_no_host_has_is_no_checkpoint(tmp_path: Path) -> None:
