@@ -36,7 +36,7 @@ _UNITS = {"GB": 10**9, "TB": 10**12, "PB": 10**15, "EB": 10**18}  # bytes
 
 @dataclass(frozen=True)
 class _Need:
-    """What a size of the config needs at least."""
+    """Holds a size of the config, and the least memory that it needs."""
 
     key: str
     value: int
@@ -52,7 +52,8 @@ def require_sizes(config: "Config", ranks: int, machines: int = 1, *, on_cpu: bo
         machines: the most that may take part, and share the weights.
         on_cpu: whether weights are in the memory of the machine.
 
-    Raises UsageError: with the key of the first.
+    Raises:
+        UsageError: with the key of the first that is too large.
     """
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for need in _needs(config, ranks, machines, on_cpu=on_cpu):
