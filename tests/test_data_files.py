@@ -42,7 +42,7 @@ FILES: dict[str, tuple[bytes, Kind]] = {
     "a.jsonl": (lines(ROW, ROW), Kind.LINES),
     "a.JSONL": (lines(ROW, ROW), Kind.LINES),
     "a.ndjson": (lines(ROW, ROW), Kind.LINES),
-    "a.jsonl.gz": (gzip.compress(lines(ROW, ROW)), Kind.LINES),
+    "a.jsonl.gz": (gzip.compress(lines(ROW, ROW), mtime=0), Kind.LINES),
     "lines.json": (b"\n" + lines(ROW, ROW), Kind.LINES),
     "no_ending": (lines(ROW, ROW), Kind.LINES),
     "array.json": (json.dumps([ROW, ROW], indent=2).encode(), Kind.JSON_ARRAY),
@@ -50,7 +50,7 @@ FILES: dict[str, tuple[bytes, Kind]] = {
     "a.parquet": (b"PAR1", Kind.PARQUET),
     "a.arrow": (b"ARROW1", Kind.ARROW),
     "a.npy": (b"\x93NUMPY", Kind.TOKENS),
-    "a.txt.gz": (gzip.compress(b"text"), Kind.COMPRESSED),
+    "a.txt.gz": (gzip.compress(b"text", mtime=0), Kind.COMPRESSED),
     "train.bin": (np.arange(50, dtype=np.uint16).tobytes(), Kind.BINARY),
     "renamed.txt": (b"PAR1\x15\x04", Kind.BINARY),
 }
