@@ -30,6 +30,7 @@ from benchmarks.scale_published import (
 from lockstep.config import Config, config_from
 from lockstep.costs.hardware import LINKS, GpuCluster, cluster_of, find_gpu, find_link, group_of
 from lockstep.costs.steps import ModelSize
+from lockstep.division import ceil_div
 from lockstep.layout import Layout
 from lockstep.parallel.pipeline.plan import StageTime, pipeline_step
 from lockstep.plan.candidates import pieces_of
@@ -108,7 +109,7 @@ def cut(run: Cut, gpus: int, samples: int | None = None) -> float:
     link = find_link(run.link)
     _, facts, rehearsal = _rehearsed(model, 1, run.checkpointing, "full_shard", Layout("single"))
     replicas = gpus // (run.tensor * run.pipeline)
-    micro_batches = -(-(samples or run.samples) // replicas)
+    micro_batches = ceil_div(samples or run.samples, replicas)
     group = GpuCluster(gpu, run.tensor, run.tensor, LINKS[gpu.inside], link)
     activations = 2.0 * model.positions * model.width
     parts = run.pipeline * run.chunks

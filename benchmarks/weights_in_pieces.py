@@ -25,6 +25,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from benchmarks.page import RESULTS, machine, page, tell
+from lockstep.division import ceil_div
 from tests.parity.adapted import trainer_of
 from tests.ranks import free_port
 
@@ -56,7 +57,7 @@ def write_model(folder: Path, megabytes: int) -> None:
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(config)
     weights = list(model.state_dict().items())
-    per_file = -(-len(weights) // 4)
+    per_file = ceil_div(len(weights), 4)
     index: dict[str, str] = {}
     for number in range(4):
         part = weights[number * per_file : (number + 1) * per_file]

@@ -41,6 +41,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from lockstep.division import ceil_div
 from lockstep.errors import UsageError
 from lockstep.torch_compat.muon_steps import COEFFICIENTS, EPS, adjusted_rate, orthogonal
 
@@ -348,7 +349,7 @@ class _Matrix:
     def shape_on(self, rank: int, ranks: int, dim: int) -> list[int]:
         """Return the shape of a rank's part: all but the last have equally many rows."""
         shape = list(self.parameter.shape)
-        size = -(-shape[dim] // ranks)
+        size = ceil_div(shape[dim], ranks)
         shape[dim] = max(0, min(size, shape[dim] - rank * size))
         return shape
 

@@ -27,6 +27,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path, PurePosixPath
 
+from lockstep.division import ceil_div
 from lockstep.errors import LockstepError, RunError, UsageError
 from lockstep.object_client import ObjectClient
 from lockstep.run_files import open_file
@@ -169,7 +170,7 @@ class RunMirror:
         with file:
             found = os.fstat(file.fileno())
             size = found.st_size
-            keys = [_key(name, number) for number in range(max(1, -(-size // PART_BYTES)))]
+            keys = [_key(name, number) for number in range(max(1, ceil_div(size, PART_BYTES)))]
             seen = (size, found.st_mtime_ns)
             if self._seen.get(name) == seen:
                 return set(keys)

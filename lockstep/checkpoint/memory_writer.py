@@ -65,7 +65,8 @@ from lockstep.checkpoint.snapshot import (
     stage,
 )
 from lockstep.checkpoint.storage import MANIFEST, FileInfo, step_name
-from lockstep.checkpoint.write import padded, raw_header
+from lockstep.checkpoint.write import raw_header
+from lockstep.division import round_up
 from lockstep.torch_compat import foreach
 
 _ALIGNED = 64  # bytes: where a block may begin in a file
@@ -123,7 +124,7 @@ class _Folder:
             header, begins = raw_header(blocks, _ALIGNED)
             file = raw_file(part, owner)
             size = len(header) + sum(
-                padded(block.tensor.nbytes, _ALIGNED) for block in blocks.values()
+                round_up(block.tensor.nbytes, _ALIGNED) for block in blocks.values()
             )
             mapped = storage.make_mapped(self.name, file, size)
             mapped[: len(header)] = header

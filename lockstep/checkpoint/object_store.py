@@ -36,6 +36,7 @@ from lockstep.checkpoint.local_cache import LocalCache
 from lockstep.checkpoint.manifest import Manifest, read_manifest
 from lockstep.checkpoint.posix import ABANDONED_SECONDS, draft_name, is_draft, writer_has_ended
 from lockstep.checkpoint.storage import MANIFEST, ByteSink, Location, Storage, step_of
+from lockstep.division import ceil_div
 from lockstep.errors import LockstepError
 from lockstep.heartbeat.writer import went_forward
 from lockstep.object_client import RETRY_SECONDS, ObjectClient
@@ -124,7 +125,7 @@ class ObjectStorage(Storage):
             size = int(index["size"])
             if size <= 0 or index["part_bytes"] != PART_BYTES:
                 raise OSError(f"{self}/{key}.parts is not the index of a file") from None
-            parts = [_part(key, number) for number in range(-(-size // PART_BYTES))]
+            parts = [_part(key, number) for number in range(ceil_div(size, PART_BYTES))]
         with io.BufferedReader(_Reader(self._client, self._pool, parts, size), 1 << 20) as stream:
             yield cast(BinaryIO, stream)
 

@@ -43,6 +43,7 @@ from lockstep.checkpoint.snapshot import (
     local_plan,
 )
 from lockstep.checkpoint.storage import ChecksumStream, FileInfo, Location
+from lockstep.division import round_up
 from lockstep.errors import RunError
 from lockstep.models.safetensors_files import tensor_bytes
 
@@ -335,12 +336,7 @@ def raw_header(blocks: Mapping[str, TensorBlock], aligned: int = 1) -> tuple[byt
             "block": list(block.tensor.shape),
             "at": position,
         }
-        position += padded(block.tensor.nbytes, aligned)
+        position += round_up(block.tensor.nbytes, aligned)
     text = json.dumps(described).encode()
-    text += b" " * (padded(8 + len(text), aligned) - 8 - len(text))
+    text += b" " * (round_up(8 + len(text), aligned) - 8 - len(text))
     return len(text).to_bytes(8, "little") + text, begins
-
-
-def padded(size: int, aligned: int) -> int:
-    """Return the least multiple of `aligned` that is not below a size."""
-    return -(-size // aligned) * aligned

@@ -27,6 +27,7 @@ from lockstep.data.batches import (
 from lockstep.data.fingerprint import summary
 from lockstep.data.mistakes import collate_by_default, reason, users_line
 from lockstep.data.stream import NotRestoredError, Stream, start_of
+from lockstep.division import ceil_div
 from lockstep.errors import RunError, UsageError
 from lockstep.randomness import preserve_states, seed_from
 
@@ -112,7 +113,7 @@ class IterableSteps:
         count = known_length(self._iterable)
         if count is None or self.rank_sharded:  # a rank does not know the longest stream's length
             return None
-        return -(-count // (self._batch_size * self._micro_batches))
+        return ceil_div(count, self._batch_size * self._micro_batches)
 
     def state_dict(self) -> dict[str, Any]:
         """Return, as JSON, where a run resumed after the last yielded step has to start reading.

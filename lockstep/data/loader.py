@@ -51,6 +51,7 @@ from lockstep.data.generators import can_be_seeded, generators_of, preserve, see
 from lockstep.data.mistakes import advice, collate_by_default, users_line, workers_not_started
 from lockstep.data.order import Order, StepSamples
 from lockstep.data.permutation import KeyedOrder
+from lockstep.division import ceil_div
 from lockstep.errors import RunError, UsageError, listed
 from lockstep.heartbeat.writer import recorder_of_work, went_forward
 from lockstep.randomness import (
@@ -435,7 +436,7 @@ class StepLoader:
             if prefetch_factor is None:  # one step ahead
                 ended = self._stop is not None and self._stop <= self._start
                 assigned = [] if ended else self._plan(self._start)[1]
-                prefetch_factor = max(2, -(-len(assigned) // num_workers) + 1)
+                prefetch_factor = max(2, ceil_div(len(assigned), num_workers) + 1)
             workers = {
                 "prefetch_factor": prefetch_factor,
                 "multiprocessing_context": multiprocessing_context,

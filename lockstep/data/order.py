@@ -20,6 +20,7 @@ from torch.utils.data import Sampler
 from lockstep.data.batches import known_length
 from lockstep.data.generators import Generator, generators_of, restore, states_of
 from lockstep.data.permutation import AHEAD, EpochOrder, epoch_order
+from lockstep.division import ceil_div
 from lockstep.environment import rank_facts
 from lockstep.errors import UsageError
 from lockstep.randomness import preserve_states, seed_from, set_states, states
@@ -117,7 +118,7 @@ class SampleOrder:
 
     @property
     def steps_per_epoch(self) -> int:
-        return -(-self._kept // self.global_batch_size)
+        return ceil_div(self._kept, self.global_batch_size)
 
     @property
     def notice(self) -> str | None:
@@ -174,7 +175,7 @@ class SamplerOrder:
     @property
     def steps_per_epoch(self) -> int | None:
         count = known_length(self._sampler)
-        return None if count is None else -(-count // self._micro_batches)
+        return None if count is None else ceil_div(count, self._micro_batches)
 
     def window(self, step: int) -> StepSamples:
         """Return the samples of a step, for which the sampler is iterated up to there."""

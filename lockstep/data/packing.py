@@ -38,6 +38,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from lockstep.division import ceil_div
+
 WINDOW = 32  # sequences whose documents are packed together
 FILLED = 31  # sequences that these documents would fill; what is left is room to fit them
 PACKINGS = ("first_fit", "in_order")
@@ -91,7 +93,7 @@ class PackingPlan:
 
     def __len__(self) -> int:
         windows, rest = divmod(self.num_positions, self._positions)
-        return windows * self._window + -(-rest // self.sequence_length)
+        return windows * self._window + ceil_div(rest, self.sequence_length)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_kept": {}}
@@ -115,7 +117,7 @@ class PackingPlan:
             return [pieces]
         short = [part for piece in pieces for part in _cut(piece, length)]
         is_full = stop - start == self._positions
-        return first_fit(short, length, self._window if is_full else -(-(stop - start) // length))
+        return first_fit(short, length, self._window if is_full else ceil_div(stop - start, length))
 
     def _between(self, start: int, stop: int) -> list[Piece]:
         """Return the documents at the positions `start` to `stop`, cut to these."""
@@ -169,7 +171,7 @@ class WholePlan:
         self._kept: dict[int, list[list[Piece]]] = {}
         self.too_long: list[tuple[int, int]] = []  # begin and end among the tokens, of each
         self._counts = [0]  # sequences before each window
-        for window in range(-(-(self._last - first) // WHOLE_WINDOW)):
+        for window in range(ceil_div(self._last - first, WHOLE_WINDOW)):
             begins, stops = self._bounds(window)
             lengths = stops - begins - 1
             for number in np.flatnonzero(lengths > sequence_length).tolist():

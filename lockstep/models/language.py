@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lockstep.division import ceil_div
 from lockstep.errors import UsageError
 from lockstep.models.attention import Attend
 from lockstep.models.chain import LOSS_TARGETS, run_segments
@@ -244,7 +245,7 @@ class TokenLosses(nn.Module):
         pieces = math.gcd(x.shape[1], self.pieces)
         rows = x.unflatten(1, (pieces, -1))  # type: ignore[no-untyped-call]
         wanted = targets.unflatten(1, (-1, rows.shape[2]))  # type: ignore[no-untyped-call]
-        size = math.ceil(rows.shape[2] / self.chunks)
+        size = ceil_div(rows.shape[2], self.chunks)
 
         def losses(chunk: Tensor, chosen: Tensor, *weights: Tensor) -> Tensor:
             # A copy: the strides of a slice would depend on the ranks.

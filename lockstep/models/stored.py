@@ -18,6 +18,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from lockstep.division import ceil_div
+
 Ranges = Sequence[range]  # what is wanted of each dim
 
 
@@ -204,7 +206,7 @@ class StoredTensor:
 
     def chunk(self, chunks: int, dim: int = 0) -> list["StoredTensor"]:
         length = len(self._ranges[dim])
-        size = max(-(-length // chunks), 1)
+        size = max(ceil_div(length, chunks), 1)
         return [
             self.narrow(dim, begin, min(size, length - begin))
             for begin in range(0, max(length, 1), size)

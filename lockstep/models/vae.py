@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lockstep.division import round_up
 from lockstep.errors import UsageError
 from lockstep.models.chain import run_segments
 from lockstep.models.language import require_positive, with_carried
@@ -44,7 +45,7 @@ class VAE(nn.Module):
         super().__init__()
         require_positive(image_size=image_size, channels=channels, latent_dim=latent_dim)
         if image_size % REDUCTION:
-            larger = math.ceil(image_size / REDUCTION) * REDUCTION
+            larger = round_up(image_size, REDUCTION)
             what = (
                 f"image_size={image_size} is not a multiple of {REDUCTION}, and the VAE halves"
                 " images four times"

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config import ProfileConfig
+from lockstep.division import ceil_div
 from lockstep.monitor.figures import gather_objects
 from lockstep.output import say
 from lockstep.paths import local_path
@@ -138,7 +139,7 @@ def _memory_curve(events: list[Any], begun: float) -> list[tuple[float, float]]:
         if change:
             held += change
             curve.append(((event.time_range.end - begun) * 1e-6, held))
-    stretch = max(1, -(-len(curve) // _MOMENTS))
+    stretch = max(1, ceil_div(len(curve), _MOMENTS))
     return [
         max(curve[i : i + stretch], key=lambda moment: moment[1])
         for i in range(0, len(curve), stretch)

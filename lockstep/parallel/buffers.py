@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.data.batches import MicroBatch
+from lockstep.division import ceil_div
 from lockstep.errors import UsageError
 from lockstep.parallel.buffer_kinds import COUNTS, STATISTICS, explained_buffers
 from lockstep.parallel.combined_buffers import BufferWays, CombinedBuffers
@@ -326,7 +327,7 @@ class RunningBuffers(AroundMicroBatch):
         """
         if self.ranks == 1:
             return torch.stack([self._records[index] for index in sorted(self._records)])
-        rows = -(-micro_batches_per_step // self.ranks)
+        rows = ceil_div(micro_batches_per_step, self.ranks)
         width = sum(2 * module.num_features + 1 for module in active)
         device = _averages(active[0])[0].device
         # the last column: micro-batch + 1

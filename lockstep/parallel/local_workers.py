@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 
 from lockstep.config import DiLoCoConfig
 from lockstep.data.batches import MicroBatch, assign_contiguous
+from lockstep.division import ceil_div, round_up
 from lockstep.errors import UsageError
 from lockstep.parallel.comm import all_gather_flat
 from lockstep.parallel.loss_accumulator import Loss, LossAccumulator, Number, number
@@ -118,7 +119,7 @@ class QuantizedAllReduce:
         kind = kind or self._kind
         held, numbers = rows.shape
         workers = held * self._ranks
-        share = BLOCK * -(-numbers // (BLOCK * workers))
+        share = BLOCK * ceil_div(numbers, BLOCK * workers)
         padded = F.pad(rows, (0, workers * share - numbers)).view(held, workers, share)
         coded = encode(padded, kind)
         to_each = coded.view(held, self._ranks, -1).transpose(0, 1).contiguous()
@@ -164,8 +165,8 @@ class FlatParameters:
         starts = {}
         for name, parameter in parameters.items():
             starts[name] = size
-            size += -(-parameter.numel() // _ALIGNED) * _ALIGNED
-        self.data = torch.zeros(-(-size // BLOCK) * BLOCK, dtype=first.dtype, device=first.device)
+            size += round_up(parameter.numel(), _ALIGNED)
+        self.data = torch.zeros(round_up(size, BLOCK), dtype=first.dtype, device=first.device)
         self.views = {
             name: self.data.as_strided(p.shape, p.stride(), starts[name])  # a memory format stays
             for name, p in parameters.items()

@@ -22,6 +22,7 @@ from lockstep.costs.steps import (
     StepTime,
     with_sent,
 )
+from lockstep.division import ceil_div
 from lockstep.errors import UsageError
 from lockstep.layout import Layout
 from lockstep.plan.layouts import layout_of, layouts, model_size_of, with_layout
@@ -300,7 +301,7 @@ def micro_batches(config: Config, layout: Layout) -> int:
     if training.global_batch_size is None:
         return training.accumulation
     require_equation(training, layout.batch_shares)
-    return -(-training.global_batch_size // (training.batch_size * layout.data_parallel_size))
+    return ceil_div(training.global_batch_size, training.batch_size * layout.data_parallel_size)
 
 
 def apart(facts: ModelSize, layout: Layout) -> tuple[float, float]:

@@ -23,6 +23,7 @@ from torch.utils.flop_counter import flop_registry
 
 from lockstep.config import DDPConfig
 from lockstep.costs.hardware import Cost
+from lockstep.division import ceil_div
 from lockstep.parallel.passes import AroundMicroBatch, MicroBatchPass
 from lockstep.torch_compat.dispatch_mode import UntracedDispatchMode, without_modes
 from lockstep.torch_compat.fake_tensors import (
@@ -152,7 +153,7 @@ class EqualChunks(TorchFunctionMode):
 
 def _chunks(tensor: Tensor, chunks: int, dim: int = 0) -> tuple[Tensor, ...]:
     length = tensor.shape[dim]
-    size = -(-length // chunks)
+    size = ceil_div(length, chunks)
     if not size:
         return torch.chunk(tensor, chunks, dim)
     even, rest = divmod(length, size)

@@ -19,6 +19,7 @@ from functools import partial
 from itertools import accumulate
 from typing import Any
 
+from lockstep.division import ceil_div
 from lockstep.errors import first_line
 from lockstep.report import read
 from lockstep.report.read import (
@@ -448,7 +449,7 @@ def _timeline(runs: list[RunData]) -> Figure:
         points = [
             (index, run, event) for index, run in enumerate(runs) for event in run.of_kind(kind)
         ]
-        every = -(-len(points) // EVENTS)
+        every = ceil_div(len(points), EVENTS)
         left_out += len(points) - len(points[::every])
         points = points[::every]
         marks.append(

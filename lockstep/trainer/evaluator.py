@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lockstep.checkpoint import Ranks
 from lockstep.data import StepSource, adopt
+from lockstep.division import ceil_div
 from lockstep.models.protocol import logits_of
 from lockstep.records import read_lines
 from lockstep.torch_compat.pytree import tree_flatten, tree_unflatten
@@ -71,7 +72,7 @@ class Evaluator:
         stopping = training.early_stopping
         if stopping is None or self._data is None or total is None or every is None:
             return []
-        evaluations = -(-total // every)
+        evaluations = ceil_div(total, every)
         if evaluations > stopping.patience:
             return []
         line = (
@@ -174,7 +175,7 @@ def validation_source(run: RunState, data: Any, limit: int | None) -> StepSource
         assign=placed.assign,
         epochs=1,
         seed=training.seed,
-        stop_step=None if limit is None else -(-limit // window),
+        stop_step=None if limit is None else ceil_div(limit, window),
         device=run.cluster.device,
         wanted=placed.wants_data,
         for_evaluation=True,

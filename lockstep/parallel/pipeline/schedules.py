@@ -21,6 +21,7 @@ from torch import nn
 
 from lockstep.config import StepConfig, require_equation
 from lockstep.costs.steps import ScheduledPass, pipeline
+from lockstep.division import round_up
 from lockstep.errors import UsageError
 from lockstep.parallel.transport import UNITS, Program, programs
 from lockstep.strategy import AUTO, resolve, strategy_named
@@ -41,7 +42,7 @@ class ScheduleFacts:
         if self.name in ("1F1B", "DualPipeV"):
             return max(count, stages)
         if self.name in ("Interleaved1F1B", "InterleavedZeroBubble"):
-            return -(-count // ranks) * ranks
+            return round_up(count, ranks)
         return count
 
 

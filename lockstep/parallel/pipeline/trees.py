@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from lockstep.data.batches import MicroBatch
+from lockstep.division import ceil_div
 from lockstep.parallel.comm import all_gather_flat
 from lockstep.parallel.expert import PlacedExperts
 from lockstep.parallel.pipeline.stage_parameters import StageParameters
@@ -228,8 +229,8 @@ class StageTrees:
         shape, dim = self._sharding_of(name)
         rows = shape[dim] if shape else 1
         row_size = math.prod(shape) // max(1, rows)
-        largest_shard = -(-rows // self._shards) * row_size
-        return -(-largest_shard // self._replicas.size())
+        largest_shard = ceil_div(rows, self._shards) * row_size
+        return ceil_div(largest_shard, self._replicas.size())
 
     def _rows(self, name: str, value: Tensor | None, width: int) -> Tensor:
         """Return a complete gradient as [ranks, width], with a row for each (replica, shard).

@@ -49,6 +49,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from lockstep.division import ceil_div
 from lockstep.parallel.comm import MESSAGE, all_gather_flat
 from lockstep.torch_compat import foreach
 
@@ -181,7 +182,7 @@ def assign_in_groups(
     assignment = tree_assignment(micro_batches, groups)
     mine = leaves_of(assignment[group])
     most = max(len(leaves_of(nodes)) for nodes in assignment) if even else len(mine)
-    rounds = max(1, -(-most // size))  # a group without a micro-batch runs one of dummies
+    rounds = max(1, ceil_div(most, size))  # a group without a micro-batch runs one of dummies
     return [
         (mine[position], True) if position < len(mine) else (mine[0] if mine else 0, False)
         for position in range(first, rounds * size, size)
@@ -379,7 +380,7 @@ class TreeAllReduce:
         self._scatters = []
         slices = [None if value is None else torch.split(value, self._size) for value in sums]
         for number, part in enumerate(torch.split(like, self._size)):
-            share = -(-part.numel() // ranks)
+            share = ceil_div(part.numel(), ranks)
             filled = ranks * share - part.numel()  # with zeros, at the end
             parts = [None if each is None else each[number] for each in slices]
             if filled:

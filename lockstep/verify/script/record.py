@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lockstep.division import ceil_div
 from lockstep.torch_compat.script_patches import COLLECTIVES
 from lockstep.verify.places import ScriptPlaces
 from lockstep.verify.script.draws import BatchKey, Draws, LoopDraw
@@ -383,7 +384,7 @@ def _assembled(pieces: Sequence[TensorPiece], dim: int | None) -> Tensor:
     for piece in pieces:
         part = result
         for sharded, parts, index in piece.cuts:
-            size = -(-part.shape[sharded] // parts)
+            size = ceil_div(part.shape[sharded], parts)
             start = min(index * size, part.shape[sharded])
             part = part.narrow(sharded, start, min(size, part.shape[sharded] - start))
         part.copy_(piece.local)

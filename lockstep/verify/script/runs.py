@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from lockstep.division import ceil_div
 from lockstep.environment import rank_facts
 from lockstep.errors import LockstepError, RunError, UsageError
 from lockstep.launch.spawn import spawn_again
@@ -194,7 +195,7 @@ def united(world: World, *, shared: bool) -> Feed:
         together = (
             len(readers) if counts[0] and not any(counts[rank] for rank in readers[1:]) else 1
         )
-        for index in range(-(-max(counts.values()) // together)):
+        for index in range(ceil_div(max(counts.values()), together)):
             at = range(index * together, (index + 1) * together)
             feed[loader, index] = [(r, i) for r, count in counts.items() for i in at if i < count]
     return feed
