@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lockstep.division import ceil_div
-
 
 @dataclass
 class Data:
@@ -68,8 +66,7 @@ def assign_strided(micro_batches: int, rank: int, ranks: int) -> list[tuple[int,
 
     All ranks get the same number: those with fewer run a dummy at the end.
     """
-    rounds = ceil_div(micro_batches, ranks)
-    indices = [rank + k * ranks for k in range(rounds)]
+    indices = [first + rank for first in range(0, micro_batches, ranks)]
     return [(i, True) if i < micro_batches else (i % micro_batches, False) for i in indices]
 
 
