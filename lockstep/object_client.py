@@ -39,6 +39,7 @@ _ENDPOINTS = (
     "AWS_ENDPOINT_URL_S3",
     "AZURE_STORAGE_ENDPOINT",
     "AZURE_ENDPOINT",
+    "GOOGLE_BASE_URL",
 )
 
 _SECRET_OPTION = re.compile(r"secret|token|password|sas|key|credential", re.IGNORECASE)
@@ -69,6 +70,8 @@ _MEANINGS = {
     "InvalidToken": _CREDENTIALS,
     "ExpiredToken": _CREDENTIALS,
     "AuthenticationFailed": _CREDENTIALS,
+    "AuthenticationRequired": _CREDENTIALS,
+    "InvalidSecurity": _CREDENTIALS,
     "NoSuchBucket": _MISSING,
     "ContainerNotFound": _MISSING,
     "AccessDenied": _DENIED,
@@ -82,6 +85,7 @@ _MEANINGS = {
 }
 # Words in answers of which obstore drops the code, or whose code says less.
 _WORDS = {
+    "Request date header too old": "RequestTimeTooSkewed",
     "Server failed to authenticate the request": "AuthenticationFailed",
     "ETag Header missing": "MissingETag",
     "redirect without LOCATION": "PermanentRedirect",
@@ -127,7 +131,8 @@ class ObjectClient:
         require_options(options, f"{where}.args")
         self.url = url.rstrip("/")
         self._obstore = _import_obstore()
-        endpoints = [options.get("endpoint"), *map(os.environ.get, _ENDPOINTS)]
+        named = (options.get("endpoint"), options.get("base_url"))
+        endpoints = [*named, *map(os.environ.get, _ENDPOINTS)]
         client = {
             "timeout": timedelta(seconds=min(_REQUEST_SECONDS, retry_seconds)),
             "allow_http": any(str(endpoint).startswith("http://") for endpoint in endpoints),
@@ -167,6 +172,9 @@ class ObjectClient:
                     raise FileExistsError(f"{self.url}/{key} exists already") from None
             except self._obstore.exceptions.NotSupportedError:
                 raise _no_conditional_put(self.url) from None
+            except FileNotFoundError as error:  # whatever the service calls it
+                reason = _reason(str(error), "")
+                raise ServiceError(f"{self.url}/{key}: {reason}", "NoSuchBucket") from None
         size = self.size(key)
         if size != len(data):
             raise OSError(f"{self.url}/{key} has {size} of the {len(data)} bytes that were sent")
@@ -223,8 +231,14 @@ class ObjectClient:
         """Delete objects; those that are gone already are passed over."""
         if not keys:
             return
-        with self._explained(keys[0]), suppress(FileNotFoundError):
-            self._obstore.delete(self._store, list(keys))
+        try:
+            with self._explained(keys[0]):
+                self._obstore.delete(self._store, list(keys))
+        except FileNotFoundError:
+            # Google and Azure say so, and obstore then leaves those that follow.
+            for key in keys:
+                with suppress(FileNotFoundError), self._explained(key):
+                    self._obstore.delete(self._store, key)
 
     def check(self) -> None:
         """Write, read, list and delete a small object; raise a LockstepError if a run can't do so.
@@ -259,7 +273,7 @@ class ObjectClient:
         """Raise an OSError, without credentials, for an error of obstore."""
         try:
             yield
-        except (LockstepError, FileExistsError):
+        except (LockstepError, FileExistsError, ServiceError):
             raise
         except (self._obstore.exceptions.BaseError, OSError, ValueError) as error:
             text = str(error)

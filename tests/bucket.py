@@ -1,7 +1,8 @@
 """A real S3 server in a process of its own (moto's), and a proxy before it that does what links do.
 
 LOCKSTEP_TEST_BUCKET=az takes one of Azure's protocol in its place (`azurite-blob` of npm, on the
-PATH): the same tests, the same promises.
+PATH), and LOCKSTEP_TEST_BUCKET=gs one of Google's (fake-gcs-server, of the extra `test`, behind
+tests/google_server.py): the same tests, the same promises.
 
 The proxy asks a function what to do with each request: nothing, or one of FAULTS, or an answer.
 """
@@ -25,6 +26,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from urllib.parse import unquote
 
 import pytest
 
@@ -41,7 +43,10 @@ ENVIRONMENT = {
     "AWS_REGION": "us-east-1",
     "AZURE_STORAGE_ACCOUNT_NAME": _ACCOUNT,
     "AZURE_STORAGE_ACCOUNT_KEY": _AZURE_KEY,
+    "GOOGLE_BEARER_TOKEN": SECRET,
 }
+# by which each service is asked to put an object only where there is none; on Azure and S3 one name
+_CONDITIONS = ("if-none-match: *", "x-goog-if-generation-match: 0")
 # before the server sees it; after it did; half of the answer; the request twice; late; 500; 503; a
 # service that ignores the condition of a put
 FAULTS = ("drop", "lose", "truncate", "duplicate", "delay", "500", "503", "unconditional")
@@ -73,11 +78,15 @@ def environment(server: str) -> dict[str, str]:
         **ENVIRONMENT,
         "AWS_ENDPOINT_URL": server,
         "AZURE_STORAGE_ENDPOINT": f"{server}/{_ACCOUNT}",
+        "GOOGLE_BASE_URL": server,
     }
 
 
 def bucket_server() -> AbstractContextManager[int]:
     """The port of a server with an empty bucket, `team`."""
+    if SCHEME == "gs":
+        # it is built on the proxy below
+        return importlib.import_module("tests.google_server").google_server()
     return _azure_server() if SCHEME == "az" else _s3_server()
 
 
@@ -152,7 +161,7 @@ class Request:
 
     @property
     def is_conditional(self) -> bool:
-        return "if-none-match: *" in self.headers.lower()
+        return any(condition in self.headers.lower() for condition in _CONDITIONS)
 
 
 Plan = Callable[[Request], str | tuple[int, str] | None]
@@ -208,7 +217,7 @@ class Proxy:
         lines = [line for line in headers.split("\r\n") if line]
         body = await reader.readexactly(_length_of(head))
         method, target, _ = first.split(" ")
-        request = Request(len(self.requests), method, target, "\n".join(lines))
+        request = Request(len(self.requests), method, unquote(target), "\n".join(lines))
         self.requests.append(request)
         fault = self.plan(request)
         if fault == "drop":
@@ -224,10 +233,10 @@ class Proxy:
             return
         kept = [line for line in lines if not line.lower().startswith("connection:")]
         if fault == "unconditional":
-            kept = [line for line in kept if not line.lower().startswith("if-none-match:")]
+            kept = [line for line in kept if line.lower() not in _CONDITIONS]
         sent = "\r\n".join([first, *kept, "Connection: close", "", ""]).encode("latin-1") + body
         for _ in range(2 if fault == "duplicate" else 1):
-            answered = await self._ask_server(sent)
+            answered = await self.ask_server(sent)
         if fault == "lose":
             return
         if fault == "delay":
@@ -238,7 +247,8 @@ class Proxy:
         writer.write(answered)
         await writer.drain()
 
-    async def _ask_server(self, sent: bytes) -> bytes:
+    async def ask_server(self, sent: bytes) -> bytes:
+        """Send a request to the server, and return its answer."""
         reader, writer = await asyncio.open_connection(
             "127.0.0.1", self._server_port, limit=1 << 24
         )
