@@ -5,7 +5,7 @@ words of the service. Credentials come from the environment, as the services nam
 (`AWS_ACCESS_KEY_ID` …), never from a config, and no text that leaves this module has them. Does not
 import torch.
 
-Tests: tests/checkpoint/test_object_store.py
+Tests: tests/checkpoint/test_object_store.py, tests/checkpoint/test_protocols.py
 """
 
 import importlib

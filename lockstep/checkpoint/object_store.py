@@ -19,7 +19,7 @@ Why parts of our own, and not the service's multipart uploads: those take no con
 a dead writer left costs money and is in no listing. Parts here are objects like any other, and
 `sweep` finds them. A writer holds at most `_IN_FLIGHT` + 1 parts, whatever the size of the file.
 
-Tests: tests/checkpoint/test_object_store.py
+Tests: tests/checkpoint/test_object_store.py, tests/checkpoint/test_protocols.py
 """
 
 import io
