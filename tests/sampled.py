@@ -20,10 +20,10 @@ def sampled(name: str, cases: Sequence[Any], one_in: int) -> pytest.MarkDecorato
     )
 
 
-def quick_and_full(names: Iterable[str], quick: Sequence[str]) -> list[Any]:
+def quick_and_full(names: Iterable[Any], quick: Sequence[Any]) -> list[Any]:
     """Return a parameter for each name; those that are not among `quick` are marked `full`."""
     every = list(names)
-    assert set(quick) <= set(every), f"there is no {', '.join(set(quick) - set(every))}"
+    assert set(quick) <= set(every), f"there is no {', '.join(map(str, set(quick) - set(every)))}"
     return [name if name in quick else pytest.param(name, marks=pytest.mark.full) for name in every]
 
 

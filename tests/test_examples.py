@@ -253,6 +253,7 @@ def test_the_notebook_s_cells_run(ran: tuple[Path, list[dict[str, Any]]]) -> Non
     assert losses[-1] != losses[0]
 
 
+@pytest.mark.full
 def test_the_notebook_in_a_kernel_draws_the_run_while_it_trains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

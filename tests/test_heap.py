@@ -48,6 +48,7 @@ def run(what: str) -> list[str]:
     return done.stdout.split()
 
 
+@pytest.mark.full
 def test_freed_memory_is_there_again_without_page_faults() -> None:
     kept, faults = run("keep")
     assert kept == "True"

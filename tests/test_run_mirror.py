@@ -98,6 +98,7 @@ def test_another_machine_with_an_empty_disk_goes_on(
     ]
 
 
+@pytest.mark.full
 def test_a_run_goes_on_from_the_bucket_of_another(
     bucket_proxy: Proxy,
     bucket_url: str,

@@ -13,6 +13,7 @@ import lockstep
 from lockstep.store_threads import answer_within
 from tests.launch.shared import environment
 from tests.ranks import free_port
+from tests.sampled import quick_and_full
 
 # Each thread goes in and out of C++ without a pause, so that it is certain to come back while the
 # interpreter ends, unless it is ended before. One asks for two seconds at most, as a store may.
@@ -55,22 +56,16 @@ sys.exit(3)
 """
 
 
-def test_a_process_whose_threads_talk_to_a_store_ends_with_its_own_code() -> None:
-    ended = {
-        kind: subprocess.Popen(
-            [sys.executable, "-c", _TALKING, kind, str(free_port())],
-            env=environment(),
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for kind in ("thread", "membership", "watch")
-    }
-    said = {kind: process.communicate(timeout=300)[1] for kind, process in ended.items()}
-    assert {kind: process.returncode for kind, process in ended.items()} == {
-        "thread": 3,
-        "membership": 3,
-        "watch": 3,
-    }, said
+@pytest.mark.parametrize("kind", quick_and_full(["thread", "membership", "watch"], ["membership"]))
+def test_a_process_whose_threads_talk_to_a_store_ends_with_its_own_code(kind: str) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", _TALKING, kind, str(free_port())],
+        env=environment(),
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    _, err = process.communicate(timeout=300)
+    assert process.returncode == 3, err
 
 
 # The files that start a plain thread, and what it does: it waits in Python or C.

@@ -114,6 +114,7 @@ def resumed(preempted: Ended) -> Ended:
     return finish(process, preempted.folder)
 
 
+@pytest.mark.full
 def test_under_torchrun_it_is_a_worker_and_goes_on(resumed: Ended) -> None:
     assert resumed.code == 0, resumed.out + resumed.err
     run = RunDirectory(resumed.folder / "runs/small")

@@ -311,7 +311,7 @@ for several in ("monitor.sinks", "distributed.open_axes"):
 switches = {key: st.booleans() for key, facts in drawn.items() if facts.takes == "true or false"}
 
 
-@settings(max_examples=100, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@settings(max_examples=30, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(st.fixed_dictionaries({}, optional={**chosen, **switches, **FREE}))
 def test_yaml_gives_the_same_config_back(
     tmp_path_factory: pytest.TempPathFactory, values: dict[str, Any]

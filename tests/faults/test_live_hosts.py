@@ -63,6 +63,7 @@ def assert_went_on(run: Path, layouts: list[str], digest_of_undisturbed: str) ->
     assert digest(run / LAST) == digest_of_undisturbed
 
 
+@pytest.mark.full
 @pytest.mark.fault(
     "process: ranks are killed on either of two hosts, `distributed.on_failure: continue`",
     "ranks of the other host wait for them, and only the launcher of their own host sees it",

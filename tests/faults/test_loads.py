@@ -14,6 +14,7 @@ from lockstep.config import config_from
 from lockstep.trainer import Trainer
 from tests.parity.toy import Tokens, language_model, unchecked
 from tests.ranks import run_ranks
+from tests.sampled import quick_and_full
 
 LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
     1: {"single": {"strategy": "single"}},
@@ -125,7 +126,7 @@ def test_trap_25_every_layout_writes_the_same_names_once(
 
 
 @pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.full)])
-@pytest.mark.parametrize("ranks", LAYOUTS)
+@pytest.mark.parametrize("ranks", quick_and_full(LAYOUTS, [1, 2]))
 def test_every_layout_goes_on_from_others(
     written: dict[str, list[float]], folder: Path, ranks: int, whole: bool
 ) -> None:

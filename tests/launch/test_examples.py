@@ -26,9 +26,10 @@ def start(folder: Path, script: str, *arguments: str, **more: str) -> subprocess
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "names",
-    [pytest.param(("one", "torchrun"), marks=pytest.mark.full), ("first", "second")],
+    [("one", "torchrun"), ("first", "second")],
     ids=["each on one machine", "two machines"],
 )
 def test_each_trains(tmp_path: Path, names: tuple[str, ...]) -> None:

@@ -14,7 +14,11 @@ from tests.launch.shared import finish, script
 pytestmark = pytest.mark.root
 
 
-@pytest.mark.parametrize("numbered", [True, False], ids=["numbered", "c10d"])
+@pytest.mark.parametrize(
+    "numbered",
+    [pytest.param(True, marks=pytest.mark.full), False],
+    ids=["numbered", "c10d"],
+)
 def test_hosts_start_in_any_order(four: list[Host], tmp_path: Path, numbered: bool) -> None:
     """The one where they meet comes last; those before it wait, and say so."""
     script(
@@ -67,6 +71,7 @@ def test_whom_one_waits_for_is_named(four: list[Host], tmp_path: Path) -> None:
         assert f"traffic between machines: {INTERFACE};" in one.err
 
 
+@pytest.mark.full
 def test_the_one_whose_time_is_up_first_does_not_hide_who_came(
     four: list[Host], tmp_path: Path
 ) -> None:

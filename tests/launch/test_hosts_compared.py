@@ -129,6 +129,7 @@ def test_four_hosts_of_which_one_has_another_config(four: list[Host], tmp_path: 
     assert not (tmp_path / "runs/x/metrics.jsonl").exists()
 
 
+@pytest.mark.full
 def test_two_hosts_of_two_ranks_end_in_the_digest_of_one(four: list[Host], tmp_path: Path) -> None:
     (tmp_path / "small.yaml").write_text(_SMALL)
     (tmp_path / "mydata.py").write_text(_DATA)

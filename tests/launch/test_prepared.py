@@ -300,6 +300,7 @@ sys.stdout.flush()
     assert outs[0][0] == code
 
 
+@pytest.mark.full
 def test_it_is_said_why_ranks_are_fresh(tmp_path: Path) -> None:
     script = 'import os\nos.environ["SOME"] = "1"\n' + FACTS
     code, _, err = launched(tmp_path, script)

@@ -293,6 +293,7 @@ if __name__ == "__main__":
 SERVERS = [pytest.param("of multiprocessing", marks=pytest.mark.full), "prepared"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("server", SERVERS)
 def test_ranks_that_are_started_again_are_forks_of_one_server(server: str, tmp_path: Path) -> None:
     """With the variables of now, and a world of their own each time; the first error is raised
@@ -326,7 +327,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("threads", quick_and_full(["", "2,1", "many"], ["2,1"]))
+@pytest.mark.parametrize("threads", quick_and_full(["", "2,1", "many"], []))
 def test_a_number_of_threads_that_is_none_is_no_reason_to_stop(
     tmp_path: Path, threads: str
 ) -> None:

@@ -249,6 +249,7 @@ def test_surroundings_are_all_that_a_fork_inherits(monkeypatch: pytest.MonkeyPat
     assert differing(found(python=("-O",))) == {"Python"}
 
 
+@pytest.mark.full
 def test_it_ends_when_it_is_idle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its folder's name is longer than an address of a socket may be."""
     tmp_path = tmp_path / ("long" * 30)

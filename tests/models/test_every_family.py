@@ -314,7 +314,11 @@ def test_the_future_does_not_reach_the_past(family: str) -> None:
 
 @pytest.mark.parametrize(
     ("family", "block"),
-    [("bdh", "layers.0"), ("transformer", "layers.0"), ("free_transformer", "latent")],
+    [
+        pytest.param("bdh", "layers.0", marks=pytest.mark.full),
+        ("transformer", "layers.0"),
+        pytest.param("free_transformer", "latent", marks=pytest.mark.full),
+    ],
 )
 def test_a_block_compiles_into_one_graph(family: str, block: str) -> None:
     model = ALL[family]()

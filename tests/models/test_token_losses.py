@@ -86,7 +86,7 @@ def _trained(topologies: list[str]) -> list[tuple[Any, ...]]:
     return found
 
 
-@sampled("topologies", ["pipeline:2", "ddp:2", "tensor:2", "fsdp:2"], 2)
+@sampled("topologies", ["pipeline:2", "ddp:2", "tensor:2", "fsdp:2"], 4)
 def test_the_bits_are_those_of_one_process(topologies: list[str]) -> None:
     """And an evaluation is without the terms, in stages of a pipeline, too."""
     (alone,) = _trained(["single"])
@@ -250,8 +250,8 @@ def _on_two(model: str) -> list[tuple[Any, ...]]:
 
 
 def test_chunks_have_the_bits_of_one_process() -> None:
-    """On shards, and where the vocabulary is cut; the test below has every topology."""
-    _check_chunks(2, _on_two("transformer")[::2])
+    """On shards; the test below has every topology."""
+    _check_chunks(2, _on_two("transformer")[:1])
 
 
 @pytest.mark.full

@@ -21,7 +21,7 @@ def ids(samples: int) -> Tensor:
     return torch.randint(0, VOCAB, (samples, 12))
 
 
-@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("training", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_a_traced_model_computes_the_same(training: bool) -> None:
     """Any number of samples; dropout in training and none in evaluation."""
     model = NoChain()
@@ -197,6 +197,7 @@ class Logits(nn.Module):
         return logits
 
 
+@pytest.mark.full
 def test_decoders_of_the_library_that_are_wrapped_for_logits() -> None:
     """Their angles are computed without gradients and without autocast: graphs within the graph."""
     model = Logits(decoder("mixtral", attention_dropout=0.0))

@@ -93,10 +93,6 @@ def held_in_each(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [held_while_training(case) for case in cases]
 
 
-def in_one_launch(cases: list[dict[str, Any]], limited: dict[str, Any]) -> dict[str, Any]:
-    return {"held": held_in_each(cases), "limited": train_within_a_limit(limited)}
-
-
 def _kib(field: str) -> int:
     [line] = [
         line

@@ -33,6 +33,7 @@ def figures(folder: Path) -> list[float]:
     return [row[key] for row in rows for key in ("loss", "grad_norm")]
 
 
+@pytest.mark.full
 def test_under_accelerate_launch_it_is_the_run_of_one_process(tmp_path: Path) -> None:
     """Its launcher may ask for bf16 and accumulation: what the config says holds."""
     config = tmp_path / "a.yaml"

@@ -132,6 +132,7 @@ def found() -> dict[str, Any]:
     return results[0]
 
 
+@pytest.mark.full
 def test_trap_29_half_precision_on_gloo_trains_as_well(found: dict[str, Any]) -> None:
     """torch's bf16 hook refuses gloo. Ours differs from fp32 by bf16's 3 digits in the gradient,
     fp16 by less.

@@ -38,7 +38,6 @@ QUICK = (
     "int8, fragments",
     "running statistics",
     "four workers, of whom some get nothing at an epoch's end",
-    "muon",
 )
 SAVED = (6, INT8)  # in the middle of a round of 4
 EXCHANGES = {

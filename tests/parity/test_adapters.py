@@ -78,7 +78,7 @@ def exported(checkpoint: Path) -> dict[str, Tensor]:
     return load_file(folder / "adapter_model.safetensors")
 
 
-@sampled("topologies", TOPOLOGIES[2], 2)
+@sampled("topologies", TOPOLOGIES[2], 4)
 def test_two_ranks_train_adapters_as_one_process(topologies: list[str], tmp_path: Path) -> None:
     check(2, topologies, tmp_path)
 

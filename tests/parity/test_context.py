@@ -27,6 +27,7 @@ from tests.parity.same_bits import digest, trainer_for
 from tests.parity.test_same_bits import check
 from tests.parity.toy import Tokens, language_model
 from tests.ranks import run_ranks
+from tests.sampled import sampled
 
 TOPOLOGIES = {
     2: ("context:2",),
@@ -101,11 +102,15 @@ def in_turn(ranks: int, steps: int) -> list[tuple[Any, ...]]:
     return chosen
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_the_same_training(ranks: int) -> None:
-    # of 4 ranks each has one chunk, not a slice
-    alone = [(f"context:{ranks}", *EXACT_CASES["latent"][:2], 2, SMALL)]
-    check_against_one_process(ranks, uneven([*in_turn(ranks, steps=2), *alone]))
+@sampled("cases", in_turn(2, steps=2), 2)
+def test_the_same_training_on_two_ranks(cases: list[tuple[Any, ...]]) -> None:
+    check_against_one_process(2, uneven(cases))
+
+
+# the first: of 4 ranks each has one chunk, not a slice
+@sampled("cases", [("context:4", *EXACT_CASES["latent"][:2], 2, SMALL), *in_turn(4, steps=2)], 3)
+def test_the_same_training_on_four_ranks(cases: list[tuple[Any, ...]]) -> None:
+    check_against_one_process(4, uneven(cases))
 
 
 @pytest.mark.full

@@ -2,8 +2,9 @@
 
 import pytest
 
-from tests.parity.matrix import run
+from tests.parity.matrix import Case, run
 from tests.parity.parts import Part, exact, one_rank, outcome, parts
+from tests.sampled import sampled
 
 
 def check(part: Part, timeout: float = 900) -> None:
@@ -12,9 +13,15 @@ def check(part: Part, timeout: float = 900) -> None:
     assert not problems, "\n".join(problems)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_every_strategy_and_model_in_turn_with_accumulation_and_checkpointing(ranks: int) -> None:
-    check(Part("fp32", ranks, exact(ranks, whole=False)))
+@sampled("cases", exact(2, whole=False), 2)
+def test_strategies_and_models_in_turn_on_two_ranks(cases: list[Case]) -> None:
+    """With accumulation and checkpointing, which take turns, too."""
+    check(Part("fp32", 2, cases))
+
+
+@sampled("cases", exact(4, whole=False), 3)
+def test_strategies_and_models_in_turn_on_four_ranks(cases: list[Case]) -> None:
+    check(Part("fp32", 4, cases))
 
 
 @pytest.mark.full

@@ -101,7 +101,7 @@ ON_RANKS: list[Case] = [
 ]
 
 
-@sampled("cases", ON_RANKS, 2)
+@sampled("cases", ON_RANKS, 4)
 def test_ranks_draw_again_what_they_drew(cases: list[Case]) -> None:
     for case, numbers in zip(cases, run_ranks(of_nets, 2, cases)[0], strict=True):
         assert_equal(numbers, without(case[1]), f"{case}")
@@ -134,6 +134,7 @@ def test_stages_draw_again_what_they_drew(cases: list[Case]) -> None:
         assert_equal(numbers, without(case[1], piped=True), f"{case}")
 
 
+@pytest.mark.full
 def test_segments_that_recompute_themselves_draw_again_what_they_drew() -> None:
     for numbers in run_ranks(of_segments, 2, ["pipeline:2", "fsdp:2"], {})[0]:
         assert_equal(numbers, without(None), "segments")

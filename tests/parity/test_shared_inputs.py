@@ -136,7 +136,7 @@ def all_on(topology: str, models: list[str]) -> dict[str, Bits]:
     return {model: bits(topology, model) for model in models}
 
 
-@sampled("models", list(MODELS), 3)
+@sampled("models", list(MODELS), 6)
 def test_trap_70_what_blocks_share_has_the_same_gradient_within_units_and_without(
     models: list[str],
 ) -> None:

@@ -28,6 +28,7 @@ from tests.parity.same_bits import trainer_for
 from tests.parity.test_same_bits import check
 from tests.parity.toy import Tokens, language_model, worst
 from tests.ranks import run_ranks
+from tests.sampled import sampled
 
 TOPOLOGIES = {
     2: ("tensor:2",),
@@ -97,9 +98,14 @@ def check_both(ranks: int, cases: list[tuple[Any, ...]]) -> None:
     check_against_one_process(ranks, cases + plain)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_the_same_training(ranks: int) -> None:
-    check_against_one_process(ranks, by_turns(uneven(in_turn(ranks, steps=2))))
+@sampled("cases", by_turns(uneven(in_turn(2, steps=2))), 3)
+def test_the_same_training_on_two_ranks(cases: list[tuple[Any, ...]]) -> None:
+    check_against_one_process(2, cases)
+
+
+@sampled("cases", by_turns(uneven(in_turn(4, steps=2))), 3)
+def test_the_same_training_on_four_ranks(cases: list[tuple[Any, ...]]) -> None:
+    check_against_one_process(4, cases)
 
 
 @pytest.mark.full

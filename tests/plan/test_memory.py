@@ -15,11 +15,11 @@ from tests.plan.measured import Case, errors_of, measure, predict
 from tests.ranks import run_ranks
 
 PART = [
-    Case("bdh", "GPipe", "none", 4),
     Case("transformer", "tensor:2", "none"),
-    Case("mixture", "fsdp:2*expert:2", "full"),
 ]
 REST = [
+    Case("bdh", "GPipe", "none", 4),
+    Case("mixture", "fsdp:2*expert:2", "full"),
     Case("transformer", "full_shard", "full"),
     Case("vae", "no_shard", "none"),
     Case("transformer", "ddp", "none"),
@@ -74,7 +74,7 @@ def test_a_model_with_running_statistics_is_rehearsed_on_several_ranks(layout: L
         assert rehearse(work, config, layout, micro_batches=2, device_type="cpu").peak.total > 0
 
 
-@pytest.mark.parametrize("device_type", ["cuda", "cpu"])
+@pytest.mark.parametrize("device_type", ["cuda", pytest.param("cpu", marks=pytest.mark.full)])
 def test_a_long_chain_of_equal_blocks_is_planned_from_a_few_of_them(
     monkeypatch, device_type: str
 ) -> None:  # type: ignore[no-untyped-def]
@@ -94,7 +94,8 @@ def test_a_long_chain_of_equal_blocks_is_planned_from_a_few_of_them(
     assert short.work.update.moved == pytest.approx(whole.work.update.moved, rel=0.02)
 
 
-@pytest.mark.parametrize("checkpointing", [pytest.param("none", marks=pytest.mark.full), "full"])
+@pytest.mark.full
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
 def test_a_long_stage_is_planned_from_some_of_its_blocks(monkeypatch, checkpointing: str) -> None:  # type: ignore[no-untyped-def]
     ids = torch.zeros(16, dtype=torch.int64)
     work = Workload(

@@ -83,6 +83,7 @@ def test_the_table_fits_the_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert " seconds" in lines[-1]
 
 
+@pytest.mark.full
 def test_a_size_alone_is_enough() -> None:
     said = lockstep(
         "--params",

@@ -92,7 +92,7 @@ def test_tokens_and_seconds_are_those_up_to_the_step(tmp_path: Path) -> None:
 
 def test_the_page_of_many_runs_is_small(tmp_path: Path) -> None:
     for number in range(30):
-        write_run(tmp_path / f"run-{number:02}", steps=1000, ranks=1, seed=number)
+        write_run(tmp_path / f"run-{number:02}", steps=200, ranks=1, seed=number)
         (tmp_path / f"run-{number:02}" / "report.html").touch()
     assert main(["report", str(tmp_path)]) == 0
     assert (tmp_path / "index.html").stat().st_size < 1_000_000

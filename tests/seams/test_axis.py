@@ -128,6 +128,7 @@ def test_it_takes_the_same_steps_as_one_process_alone_with_cut_layers_and_in_sta
     assert f"pipeline:2*{NAME}:2" in found
 
 
+@pytest.mark.full
 def test_a_plan_counts_the_bytes_that_it_names(outside: Outside) -> None:
     """Two all-reduces of four micro-batches a rank, where ddp has one; under a pipeline, too."""
     batch = "training.global_batch_size=16"

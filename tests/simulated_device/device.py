@@ -82,6 +82,7 @@ def _merge(into: Clock, other: Clock) -> None:
         into[stream] = max(count, into.get(stream, 0))
 
 
+@functools.cache
 def _statement(path: str, line: int) -> str:
     """Return the innermost statement around a line, with the comments right above it."""
     lines = linecache.getlines(path)

@@ -454,6 +454,7 @@ def in_pipelines() -> dict[str, Any]:
     return found
 
 
+@pytest.mark.full
 def test_a_pipeline_compares_too() -> None:
     expected = plain(Cut(), None, -100)
     for rank, found in enumerate(run_ranks(in_pipelines, 4)):

@@ -131,6 +131,7 @@ def test_killed_and_resumed_is_the_run_that_was_not(
     assert losses == {row["step"]: row["loss"] for row in expected if "loss" in row}
 
 
+@pytest.mark.full
 def test_trap_54_samples_and_random_numbers_go_on_where_they_were(
     config: Path, undisturbed: Path, tmp_path: Path
 ) -> None:

@@ -25,6 +25,7 @@ training: {batch_size: 2, global_batch_size: 8, max_steps: 20}
 """
 
 
+@pytest.mark.full
 def test_a_ready_config_is_verified(capsys: pytest.CaptureFixture[str]) -> None:
     """In every bit, as JSON; what is being done is reported on stderr."""
     arguments = [str(TRANSFORMER), *small(TRANSFORMER), "distributed.reproducible=true"]

@@ -120,9 +120,6 @@ SOUND: dict[str, tuple[str, dict[str, Any]]] = {
 QUICK = (
     "another_seed_on_a_rank",
     "random_numbers_lost_in_recomputation",
-    "attention_that_knows_of_no_other_ranks",
-    "chaotic_net_with_a_gradient_zeroed_on_rank_1",
-    "rounds_and_draws_other_numbers_in_float64",
     "pipeline",
 )
 

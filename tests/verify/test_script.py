@@ -55,7 +55,11 @@ def kinds(outcome: Outcome) -> dict[str, bool]:
             marks=pytest.mark.full,
         ),
         (["seeds", "unwrapped"], {"first values": True, "gradient synchronisation": True}),
-        (["uneven", "accumulate"], {"loss normalisation": True, "gradient accumulation": True}),
+        pytest.param(
+            ["uneven", "accumulate"],
+            {"loss normalisation": True, "gradient accumulation": True},
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_replicas(faults: list[str], found: dict[str, bool]) -> None:
@@ -385,7 +389,7 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize(
-    "kind", quick_and_full(["script", "new folder", "command"], ["new folder", "command"])
+    "kind", quick_and_full(["script", "new folder", "command"], ["new folder"])
 )
 def test_a_proof_leaves_run_directories_as_they_are(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

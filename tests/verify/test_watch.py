@@ -227,7 +227,9 @@ def test_the_page(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("case", "found"),
     [
-        ("LinkThatReturnsOtherSums", "gradient synchronisation"),
+        pytest.param(
+            "LinkThatReturnsOtherSums", "gradient synchronisation", marks=pytest.mark.full
+        ),
         pytest.param("ReplicaThatIsChanged", "replicas", marks=pytest.mark.full),
         pytest.param("sound", "", marks=pytest.mark.full),
     ],
