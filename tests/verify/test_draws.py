@@ -52,10 +52,11 @@ def test_what_does_not_fit_is_not_joined(
 def test_rows_that_all_ranks_draw_alike_are_found() -> None:
     mine = [draw(torch.arange(8.0) + number, number=number) for number in range(2)]
     other = [draw(torch.arange(8.0) - number, number=number) for number in range(2)]
-    assert drawn_alike([mine, mine], [8]) == ["torch.randn at train.py:40"]
-    assert drawn_alike([mine, other], [8]) == []
-    assert drawn_alike([mine, mine], [4]) == []  # numbers of the whole batch may be shared
+    rows = {(0, 0): [8]}  # of the batch whose samples differ
+    assert drawn_alike([mine, mine], rows) == ["torch.randn at train.py:40"]
+    assert drawn_alike([mine, other], rows) == []
+    assert drawn_alike([mine, mine], {(0, 0): [4]}) == []  # of the whole batch: may be shared
     data = [replace(each, batch=(-1, 0)) for each in mine]  # made before any batch is read
-    assert drawn_alike([data, data], [8]) == []
+    assert drawn_alike([data, data], rows) == []
     assert drawn_apart([mine, other]) == ["torch.randn at train.py:40"]
     assert drawn_apart([mine, mine]) == []

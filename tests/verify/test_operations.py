@@ -3,13 +3,17 @@
 import torch
 from torch import Tensor, nn
 
+from lockstep.verify.places import code_at
 from lockstep.verify.script.operations import (
     FORWARD,
     OperationDifference,
     TracedOperation,
     TracedOperations,
     difference_keys,
+    earliest,
     first_operation,
+    first_operation_of_part,
+    line_that_couples,
 )
 
 LAYER = nn.Linear(4, 4)
@@ -83,3 +87,75 @@ def test_what_a_rank_with_the_right_gradient_does_otherwise_too_is_passed_over()
         == "a.py:8: square where one process calls mul"
     )
     assert first_operation(right, one, excused=excused) is None
+
+
+def noted(names: str, module: str = "", values: float = 1.0) -> list[TracedOperation]:
+    """Return operations of a module, each with a line of its own."""
+    return [
+        TracedOperation(name, module, f"{name}.py:1", FORWARD, values, values, int(values))
+        for name in names.split()
+    ]
+
+
+def test_the_rank_that_parts_first_is_named() -> None:
+    """Rank 0 is given what rank 1 has made, and parts two operations later."""
+    one = noted("mm add mean exp sub")
+    found = {
+        0: first_operation([*one[:3], *noted("exp", values=2.0), *one[4:]], one),
+        1: first_operation([*one[:1], *noted("add", values=2.0), *one[2:]], one),
+    }
+    first = earliest(found)
+    assert first is not None
+    assert first[0] == 1
+    assert "add.py:1" in told(first[1])
+    assert earliest({0: None}) is None
+
+
+def test_a_tensor_that_differs_is_named_with_the_line_that_made_it() -> None:
+    """Rank 1's frozen weights are scaled before the first step, where nothing is compared yet."""
+
+    def run(times: float) -> list[TracedOperation]:
+        found: list[TracedOperation] = []
+        place: list[tuple[str, str] | None] = [None]
+        with TracedOperations(lambda: place[0], found.append):
+            weight = torch.ones(4, 4)
+            weight.mul_(times)  # the line
+            place[0] = ("", FORWARD)
+            torch.ones(2, 4) @ weight
+        return found
+
+    right = run(1.0)
+    assert [operation.name for operation in right] == ["ones", "mm"]
+    found = first_operation(run(0.5), right)
+    assert found is not None
+    assert "mm is given something else, made at" in found.text
+    assert "# the line" in code_at(found.line)
+
+
+def test_stages_are_compared_module_by_module() -> None:
+    """A stage takes its passes in another order, and lacks what the others compute."""
+    one = noted("mm tanh", "0") + noted("mm tanh", "1") + noted("mse_loss")
+    rank = noted("mm tanh", "0")
+    assert first_operation_of_part(rank, one) is None
+    found = first_operation_of_part([*noted("roll"), *noted("mm tanh", "0", values=2.0)], one)
+    assert "roll.py:1" in told(found)
+    assert "tanh" not in told(found)
+
+
+def test_the_line_at_which_samples_meet() -> None:
+    """The rows of two parts of a batch are put together; products of all rows with all are not."""
+
+    def run(rows: int, *, begin: int = 0) -> list[TracedOperation]:
+        found: list[TracedOperation] = []
+        images = torch.arange(begin, begin + rows).float()[:, None] + 1
+        with TracedOperations(lambda: ("", FORWARD), found.append):
+            scaled = images * 2
+            torch.arange(rows)
+            logits = scaled @ images.T  # they meet
+            logits.mean()
+        return found
+
+    together = run(4)
+    parts = [run(2), run(2, begin=2)]
+    assert "# they meet" in code_at(line_that_couples(together, parts))
+    assert line_that_couples(together[:1], [part[:1] for part in parts]) == ""

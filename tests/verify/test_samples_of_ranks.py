@@ -42,3 +42,84 @@ def test_samples_that_are_drawn_meet_by_chance() -> None:
     for record in with_replacement.records:
         record.replacing.add(0)
     assert kinds(with_replacement) == {}
+
+
+def gan(batches: list[list[str]], *, latents: torch.Tensor, rank: int) -> ScriptRecord:
+    """Return a rank whose steps, of a critic and of a generator, share a batch and a latent."""
+    steps = []
+    for index, batch in enumerate(batches):
+        key = (0, index)
+        fakes = [f"fake {index} of rank {rank}"] * len(batch)
+        critic = RecordedStep(losses=[1.0, 1.0], inputs=[batch, fakes], read=[[key], []])
+        steps += [critic, RecordedStep(losses=[1.0], inputs=[fakes], read=[[]])]
+    for step in steps:
+        step.elements = rank
+    record = ScriptRecord(steps)
+    record.batches[0] = batches
+    for index in range(len(batches)):
+        value = latents + index
+        record.draws.append(LoopDraw((0, index), "train.py:7", "torch.randn", 0, value, True))
+    return record
+
+
+def test_batches_that_serve_several_backward_passes() -> None:
+    mine = [["a", "b"], ["c", "d"]]
+    other = [["e", "f"], ["g", "h"]]
+    latent = torch.arange(8.0).view(2, 4)
+    sound = [gan(mine, latents=latent, rank=0), gan(other, latents=-latent, rank=1)]
+    assert sound[0].training_loader is None
+    assert sound[0].training_loaders == [0]
+    assert kinds(World(sound)) == {}
+    same_latents = [sound[0], gan(other, latents=latent, rank=1)]
+    assert kinds(World(same_latents)) == {"random numbers": True}
+    # The latents differ, so that inputs do: nothing is cut, all ranks read the same.
+    unsharded = [sound[0], gan(mine, latents=-latent, rank=1)]
+    assert kinds(World(unsharded)) == {"samples": True}
+
+
+def test_each_of_several_loaders_is_looked_at() -> None:
+    """Labelled and other samples come from two loaders, of which the second is not sharded."""
+    records = []
+    for labelled in ([["a"], ["b"]], [["c"], ["d"]]):
+        keys = [[(0, number), (1, number)] for number in range(2)]
+        record = ScriptRecord([RecordedStep(losses=[1.0], read=[read]) for read in keys])
+        record.batches = {0: labelled, 1: [["x"], ["y"]], 2: [["evaluated"], ["by all"]]}
+        record.places.loaders = {0: "train.py:1", 1: "train.py:2"}
+        records.append(record)
+    assert records[0].training_loaders == [0, 1]
+    (cause,) = seen_on_ranks(World(records))
+    assert (cause.kind, cause.line) == ("samples", "train.py:2")
+
+
+def test_a_rank_may_hold_its_own_part_of_the_data() -> None:
+    """Each goes through all of its part; where the data are the same, nothing is sharded."""
+    world = world_of(loader=True)
+    for rank, record in enumerate(world.records):
+        record.batches[0] = [[f"{rank}{sample}" for sample in batch] for batch in READ[0]]
+        record.lengths[0] = (9, 9)
+        record.data[0] = f"of rank {rank}"
+    assert kinds(world) == {}
+    for record in world.records:
+        record.data[0] = "of all"
+    assert kinds(world) == {"samples": True}
+
+
+def test_numbers_without_a_loader() -> None:
+    """Ranks train on their own parts; the noise is alike, as are the positions that they pick."""
+
+    def record(rank: int, noise: torch.Tensor) -> ScriptRecord:
+        found = ScriptRecord()
+        for number in range(2):
+            rows = [f"{rank}{number}{row}" for row in range(4)]
+            found.steps.append(RecordedStep(losses=[1.0], inputs=[rows], elements=rank + 1))
+            for name, value in (("randn", noise + number), ("randint", torch.arange(4) + number)):
+                key = (-1, number)
+                found.draws.append(LoopDraw(key, f"{name}.py:1", f"torch.{name}", 0, value, True))
+        return found
+
+    noise = torch.arange(8.0).view(4, 2)
+    assert kinds(World([record(0, noise), record(1, -noise)])) == {}
+    (cause,) = seen_on_ranks(World([record(0, noise), record(1, noise)]))
+    assert cause.kind == "random numbers"
+    assert "randn.py:1" in cause.text
+    assert "randint" not in cause.text

@@ -1,4 +1,8 @@
-"""A GAN in plain DDP, as torch's DCGAN example: two networks, a latent drawn by each rank."""
+"""A GAN in plain DDP, as torch's DCGAN example: two networks, a latent drawn by each rank.
+
+`generator unwrapped`: its gradients are not reduced. `same latents`: ranks draw the same.
+`unsharded`: ranks read the same real samples. `weighted rank`: rank 1 doubles a loss of its critic.
+"""
 
 import sys
 
@@ -22,10 +26,12 @@ def main() -> None:
     critic = DistributedDataParallel(critic)
     optimizer_g = torch.optim.Adam(generator.parameters(), lr=2e-4, betas=(0.5, 0.999))
     optimizer_d = torch.optim.Adam(critic.parameters(), lr=2e-4, betas=(0.5, 0.999))
-    torch.manual_seed(100 + dist.get_rank())
+    if FAULT != "same latents":
+        torch.manual_seed(100 + dist.get_rank())
     criterion = nn.BCEWithLogitsLoss()
     data = TensorDataset(torch.randn(64, 8, generator=torch.Generator().manual_seed(1)))
-    sampler = DistributedSampler(data)
+    replicas = 1 if FAULT == "unsharded" else dist.get_world_size()
+    sampler = DistributedSampler(data, replicas, dist.get_rank() % replicas)
     loader = DataLoader(data, batch_size=4, sampler=sampler)
 
     def against(outputs: Tensor, label: float) -> Tensor:
@@ -38,7 +44,8 @@ def main() -> None:
             optimizer_d.zero_grad()
             against(critic(real), 1.0).backward()
             fake = generator(torch.randn(len(real), LATENT))
-            against(critic(fake.detach()), 0.0).backward()
+            weight = 1 + (FAULT == "weighted rank" and dist.get_rank() == 1)
+            (weight * against(critic(fake.detach()), 0.0)).backward()
             optimizer_d.step()
             optimizer_g.zero_grad()
             against(critic(fake), 1.0).backward()

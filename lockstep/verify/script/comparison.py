@@ -25,7 +25,10 @@ from lockstep.verify.script.operations import (
     OperationDifference,
     TracedOperation,
     difference_keys,
+    earliest,
     first_operation,
+    first_operation_of_part,
+    line_that_couples,
 )
 from lockstep.verify.script.ranks import is_cut_by_script, replicas_cause
 from lockstep.verify.script.record import (
@@ -60,6 +63,7 @@ class ScriptComparison:
         # what each run of one process is given, but for its samples
         self.given: dict[str, Any] = {}
         self.feed: Feed = {}
+        self.in_turn = False  # whether one process takes the ranks' batches one after another
         self.sizes: dict[str, int] = {}  # of the gradients that are compared
         # step → as `alone_on_each` has found
         self._on_each: dict[int, list[tuple[Values, ScriptRecord]]] = {}
@@ -67,6 +71,7 @@ class ScriptComparison:
         self.off: dict[str, float] = {}
         # what tells the lines of causes, once a difference is explained
         self.differing: OperationDifference | None = None
+        self.rank_that_differs = 0
         self.traced: list[ScriptRecord] = []  # the ranks, with each operation
 
     def take(self, what: str, **changes: Any) -> None:
@@ -148,50 +153,56 @@ class ScriptComparison:
         pieces = {**step.unclipped, **step.gradients}
         self.sizes = {name: piece.local.numel() for name, piece in pieces.items()}
 
-    def is_split(self) -> bool:
-        """Return whether one process takes the ranks' batches one after another."""
-        return any(len(at) == 1 for at in self.feed.values())
+    def can_take_parts(self) -> bool:
+        """Return whether one process can be given the samples of each unit alone."""
+        is_limited = len(self.world.units) <= MOST_PARTS and not is_cut_by_script(self.world)
+        return bool(self.feed) and not self.in_turn and is_limited
 
-    def batches_of(self, number: int) -> tuple[int, range] | None:
-        """Return the loader and batches of a step, if one process can be given parts of them."""
-        at = step_batches(self.records[0], number)
-        limited = len(self.world.units) <= MOST_PARTS and not is_cut_by_script(self.world)
-        return at if self.feed and not self.is_split() and limited else None
-
-    def alone_on_each(
-        self, number: int, at: tuple[int, range]
-    ) -> list[tuple[Values, ScriptRecord]]:
+    def alone_on_each(self, number: int) -> list[tuple[Values, ScriptRecord]]:
         """Return a step's gradient of one process on the samples of each unit, traced if it can be.
 
         It is computed once.
         """
         if number not in self._on_each:
-            given = [[[(unit[0], i)] for i in at[1]] for unit in self.world.units]
             try:
-                self._on_each[number] = self.parts(number, at, given, traced=True)
+                self._on_each[number] = self._alone_on_each(number, traced=True)
             except LockstepError:  # what is compiled may not be traced
-                self._on_each[number] = self.parts(number, at, given)
+                self._on_each[number] = self._alone_on_each(number)
         return self._on_each[number]
+
+    def _alone_on_each(self, number: int, **changes: Any) -> list[tuple[Values, ScriptRecord]]:
+        at = step_batches(self.records[0], number)
+        if at is not None:
+            given = [[[(unit[0], i)] for i in at[1]] for unit in self.world.units]
+            return self.parts(number, at, given, **changes)
+        # A batch serves several steps, or a step takes batches of several loaders: a process is
+        # given its unit's samples throughout, and updates with the gradients of all ranks.
+        changes |= {"steps": number + 1, "gradients": self._gradients_of_ranks()}
+        records = self.alone("given each rank's samples alone", self._unit_feeds(), **changes)
+        self._check_steps(records, number, "given each rank's samples alone")
+        return [(self.gradients(number, World([record]))[0], record) for record in records]
+
+    def _unit_feeds(self) -> list[Feed]:
+        """Return what gives one process the samples of each unit alone, in every step."""
+        return [
+            {
+                at: [part for part in parts if part[0] == unit[0]]
+                for at, parts in self.feed.items()
+                if any(part[0] == unit[0] for part in parts)
+            }
+            for unit in self.world.units
+        ]
 
     def mean_of_ranks(self) -> ScriptRecord | None:
         """Return the mean of one process for each unit, given its samples and random numbers.
 
         Their optimizers are given the ranks' gradients. None if samples can't be given so.
         """
-        units = [unit[0] for unit in self.world.units]
-        can_be_given = self.feed and not self.is_split() and not is_cut_by_script(self.world)
-        if not can_be_given or not 1 < len(units) <= MOST_PARTS:
+        if not self.can_take_parts() or len(self.world.units) == 1:
             return None
-        feeds = [
-            {
-                at: [part for part in parts if part[0] == rank]
-                for at, parts in self.feed.items()
-                if any(part[0] == rank for part in parts)
-            }
-            for rank in units
-        ]
         self.give_gradients()
-        records = self.alone("given each rank's samples and random numbers", feeds)
+        what = "given each rank's samples and random numbers"
+        records = self.alone(what, self._unit_feeds())
         steps = zip(*(record.steps for record in records), strict=False)
         means = [
             _mean_step(of_units, self.given["gradients"][number])
@@ -201,10 +212,12 @@ class ScriptComparison:
 
     def give_gradients(self) -> None:
         """Let the optimizers of one process use the ranks' gradients from now on."""
+        self.given["gradients"] = self._gradients_of_ranks()
+
+    def _gradients_of_ranks(self) -> list[dict[str, list[Any]]]:
+        """Return the gradients of each step, by parameter, on each rank."""
         steps = zip(*(record.steps[: self.outcome.steps] for record in self.records), strict=True)
-        self.given["gradients"] = [
-            self.on_ranks([step.gradients for step in ranks]) for ranks in steps
-        ]
+        return [self.on_ranks([step.gradients for step in ranks]) for ranks in steps]
 
     def parts(
         self,
@@ -223,13 +236,17 @@ class ScriptComparison:
         ]
         what = "given parts of the samples alone"
         records = self.alone(what, feeds, steps=step + 1, **changes)
+        self._check_steps(records, step, what)
+        return [(self.gradients(step, World([record]))[0], record) for record in records]
+
+    def _check_steps(self, records: Sequence[ScriptRecord], step: int, what: str) -> None:
+        """Raise RunError if a process has not taken a step."""
         if any(len(record.steps) <= step for record in records):
             raise RunError(
                 f"one process, {what}, took fewer than {step + 1} steps",
                 why="the ranks took them: the number of steps depends on how samples are cut",
                 fix="let the script take a number of steps, whatever batches a rank has",
             )
-        return [(self.gradients(step, World([record]))[0], record) for record in records]
 
 
 def _mean_step(steps: Sequence[RecordedStep], of_ranks: dict[str, list[Any]]) -> RecordedStep:
@@ -259,8 +276,7 @@ def _first_operation(c: ScriptComparison, first: Difference, evidence: GradientE
 
     Empty if that can't be told.
     """
-    at = c.batches_of(first.step)
-    if at is None or not c.world.leaders:
+    if not c.can_take_parts():
         return ""
     undone = {key: c.given[key] for key in _UNDONE if key in c.given}
     try:
@@ -268,8 +284,11 @@ def _first_operation(c: ScriptComparison, first: Difference, evidence: GradientE
     except LockstepError:  # what is compiled may not be traced
         return ""
     c.traced = records
-    alone = c.alone_on_each(first.step, at)
+    alone = c.alone_on_each(first.step)
     traced: dict[int, tuple[list[TracedOperation], list[TracedOperation]]] = {}
+    shared = c.world.units[0] if len(c.world.units) == 1 < c.ranks else []
+    if shared:
+        return _first_operation_of_stages(c, first, records, alone[0][1])
     for unit, (_, one) in zip(c.world.units, alone, strict=True):
         if len(records[unit[0]].steps) <= first.step or len(one.steps) <= first.step:
             return ""
@@ -284,15 +303,39 @@ def _first_operation(c: ScriptComparison, first: Difference, evidence: GradientE
         for rank in traced.keys() - set(wrong):
             excused |= difference_keys(*traced[rank])
     ranks = wrong if excused else list(traced)
-    for rank in ranks:
-        found = first_operation(*traced[rank], excused=excused) or first_operation(*traced[rank])
-        if found is not None:
-            c.differing = found
-            return f"the first operation that differs, on rank {rank}: {found.text}"
+    found = {
+        rank: first_operation(*traced[rank], excused=excused) or first_operation(*traced[rank])
+        for rank in ranks
+    }
+    first_of_all = earliest(found)
+    if first_of_all is not None:
+        rank, c.differing = first_of_all
+        return f"the first operation that differs, on rank {rank}: {c.differing.text}"
     return (
         "no operation of a rank differs from those of one process on its samples: ranks part where"
         " their gradients are combined"
     )
+
+
+def _first_operation_of_stages(
+    c: ScriptComparison, first: Difference, records: Sequence[ScriptRecord], alone: ScriptRecord
+) -> str:
+    """Return the first operation that differs on ranks with other layers of one model.
+
+    Layers that are cut compute other values on each rank: nothing is compared then.
+    """
+    steps = [record.steps[first.step : first.step + 1] for record in (*records, alone)]
+    pieces = [piece for record in records for piece in record.first.values()]
+    if not all(steps) or c.world.joined or any(piece.cuts or piece.flat for piece in pieces):
+        return ""
+    right = steps[-1][0].operations
+    for rank, (step,) in enumerate(steps[:-1]):
+        found = first_operation_of_part(step.operations, right)
+        if found is not None:
+            c.differing = found
+            c.rank_that_differs = rank
+            return f"the first operation that differs, on rank {rank}: {found.text}"
+    return ""
 
 
 def _ranks_that_compute_otherwise(
@@ -344,6 +387,7 @@ def _gradient_causes(
         return [found]
     if not evidence.own:
         found = _statistics_cause(c, first) or gradients.shared_cause(evidence)
+        found = found or _stage_cause(c)
         return [] if found is None else [found]
     found = reduction_cause(evidence)
     if found is not None:
@@ -418,10 +462,8 @@ def _evidence(c: ScriptComparison, number: int, reference: ScriptRecord) -> Grad
         # A rank that shares a model with others holds its own part of it.
         tensors = c.world.tensors([record.steps[number].own for record in c.records])
         own = [vector(tensors[rank], c.sizes) for rank in units] if len(units) == c.ranks else []
-    elif len(units) > 1:
-        batches = c.batches_of(number)
-        if batches is not None:
-            own = _own_by_losses(c, number, c.alone_on_each(number, batches), mine)
+    elif len(units) > 1 and c.can_take_parts():
+        own = _own_by_losses(c, number, c.alone_on_each(number), mine)
     right = c.gradients(number, World([reference]))[0]
     ranks = [mine[rank] for rank in units] if own else mine
     return GradientEvidence(c.sizes, ranks, right, own, c.outcome.framework)
@@ -464,32 +506,64 @@ def _own_by_losses(
 def _computation_cause(
     c: ScriptComparison, first: Difference, evidence: GradientEvidence
 ) -> Cause | None:
-    at = c.batches_of(first.step)
-    if at is None or len(c.world.units) == 1:
+    if not c.can_take_parts() or len(c.world.units) == 1:
         return None
-    alone = c.alone_on_each(first.step, at)
+    alone = c.alone_on_each(first.step)
     parts = [gradient for gradient, _ in alone]
     records = [record for _, record in alone]
     return gradients.computation_cause(evidence, parts, c.world.leaders, records, first.step)
 
 
+def _stage_cause(c: ScriptComparison) -> Cause | None:
+    """Return the cause if a rank with a part of the layers computes otherwise than one process."""
+    if c.differing is None or len(c.world.units) > 1:
+        return None
+    text = (
+        f"rank {c.rank_that_differs} computes its layers with other values than one process that"
+        f" has all layers and the same samples: {c.differing.text}"
+    )
+    by = "each operation of the ranks' layers, and of one process"
+    return script_cause("computation of a rank", text, by, c.outcome.framework)
+
+
 def _coupling_cause(
     c: ScriptComparison, first: Difference, evidence: GradientEvidence
 ) -> Cause | None:
-    at = c.batches_of(first.step)
-    if at is None or len(c.world.units) == 1 or len(at[1]) > 1:
+    # Batches that are accumulated are judged one by one.
+    has_several = sum(map(bool, c.records[0].steps[first.step].read)) > 1
+    if not c.can_take_parts() or len(c.world.units) == 1 or has_several:
         return None
-    parts = [gradient for gradient, _ in c.alone_on_each(first.step, at)]
-    return gradients.coupling_cause(evidence, parts)
+    alone = c.alone_on_each(first.step)
+    found = gradients.coupling_cause(evidence, [gradient for gradient, _ in alone])
+    if found is not None:
+        found.place_at(_line_that_couples(c, first.step, [record for _, record in alone]))
+    return found
+
+
+def _line_that_couples(c: ScriptComparison, number: int, alone: Sequence[ScriptRecord]) -> str:
+    """Return the line at which samples of a batch begin to depend on each other; or empty."""
+    parts = [record.steps[number].operations for record in alone]
+    if not all(parts):
+        return ""
+    try:
+        (full,) = c.alone("with each operation traced", [c.feed], traced=True, steps=number + 1)
+    except LockstepError:  # what is compiled may not be traced
+        return ""
+    return line_that_couples(full.steps[number].operations, parts) if full.steps[number:] else ""
 
 
 def _micro_batch_cause(
     c: ScriptComparison, first: Difference, evidence: GradientEvidence
 ) -> Cause | None:
     """Judge micro-batches one by one: each may weigh its ranks otherwise."""
-    at = c.batches_of(first.step)
+    at = step_batches(c.records[0], first.step)
     units = c.world.units
-    if at is None or len(at[1]) == 1 or len(units) * len(at[1]) > MOST_PARTS:
+    if (
+        at is None
+        or not c.can_take_parts()
+        or len(at[1]) == 1
+        or len(units) * len(at[1]) > MOST_PARTS
+    ):
         return None
     micro_batches = c.parts(first.step, at, [[c.feed[at[0], i]] * len(at[1]) for i in at[1]])
     given = [[[(unit[0], i)]] * len(at[1]) for i in at[1] for unit in units]
@@ -531,7 +605,7 @@ def _statistics_cause(c: ScriptComparison, first: Difference) -> Cause | None:
 def check_accumulation(c: ScriptComparison, reference: ScriptRecord) -> None:
     """Compare one process's first step with that of its samples in one batch."""
     at = step_batches(c.records[0], 0)
-    if at is None or not c.feed or c.is_split() or len(at[1]) > MOST_PARTS:
+    if at is None or not c.feed or c.in_turn or len(at[1]) > MOST_PARTS:
         return
     loader, batches = at
     together = [pair for i in batches for pair in c.feed[loader, i]]

@@ -18,7 +18,7 @@ Tests: tests/verify/test_draws.py, tests/verify/test_script.py
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -52,6 +52,16 @@ class LoopDraw:
     def is_permutation(self) -> bool:
         """Return whether it permutes the samples of a batch."""
         return self.name in PERMUTATIONS
+
+    @property
+    def is_floating(self) -> bool:
+        """Return whether it is of numbers that are no positions or classes."""
+        if isinstance(self.value, Tensor):
+            return self.value.is_floating_point()
+        if isinstance(self.value, np.ndarray):
+            return bool(self.value.dtype.kind == "f")
+        each = self.value if isinstance(self.value, list) else [self.value]
+        return any(isinstance(number, float) for number in each)
 
     @property
     def rows(self) -> int:
@@ -236,20 +246,22 @@ def _replaced(value: Any, given: Any) -> Any:
     return given
 
 
-def drawn_alike(ranks: Sequence[Sequence[LoopDraw]], sizes: Sequence[int]) -> list[str]:
+def drawn_alike(
+    ranks: Sequence[Sequence[LoopDraw]], rows: Mapping[BatchKey, Collection[int]]
+) -> list[str]:
     """Return the places at which all ranks draw the same rows for batches of other samples.
 
     Args:
         ranks: what each rank drew.
-        sizes: numbers of samples in a batch. Numbers with other numbers of rows are of the whole
-            batch, which ranks may well share.
+        rows: batch whose samples differ from rank to rank → numbers of samples in such a batch.
+            Numbers with other numbers of rows are of the whole batch, which ranks may well share.
     """
     by_place: list[dict[str, list[LoopDraw]]] = []
     for draws in ranks:
         found: dict[str, list[LoopDraw]] = {}
         for draw in draws:
-            is_for_batch = draw.batch[0] >= 0  # else data are made, before any batch is read
-            if is_for_batch and draw.outside and draw.rows in sizes and not draw.is_permutation:
+            is_of_samples = draw.rows in rows.get(draw.batch, ())
+            if draw.outside and is_of_samples and not draw.is_permutation:
                 found.setdefault(draw.place, []).append(draw)
         by_place.append(found)
     alike = []

@@ -271,6 +271,7 @@ class _Judgement(ScriptComparison):
         if self.feed and loader is not None and mine and theirs == [mine[0] * units] and units > 1:
             self.given["sizes"] = {}
             self.feed = one_after_another(self.world)
+            self.in_turn = True
             reference = self.alone("given the samples of each rank in turn", [self.feed])[0]
             text = (
                 f"as written, {self.ranks} ranks accumulate over {mine[0]} micro-batches a step and"
@@ -286,9 +287,7 @@ class _Judgement(ScriptComparison):
             self.outcome.leave_open("one process took no step")
         elif not self.feed or (loader is None and not self._begins_alike(reference)):
             self._check_inputs(reference)
-        elif (
-            not self.is_split() and reference.passes != self.records[0].passes[: self.outcome.steps]
-        ):
+        elif not self.in_turn and reference.passes != self.records[0].passes[: self.outcome.steps]:
             self.outcome.leave_open(
                 f"one process takes {theirs[0]} micro-batches a step, a rank {mine[0]}"
             )

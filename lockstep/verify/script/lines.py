@@ -110,8 +110,9 @@ def _of_parameters(cause: Cause, lines: dict[str, str], record: ScriptRecord) ->
 def _line_of_samples(evidence: LineEvidence) -> str:
     """Return where the loader is made; without one, what makes ranks draw the same samples."""
     record = evidence.records[0]
-    if record.training_loader is not None:
-        return record.places.loaders.get(record.training_loader, "")
+    loader = next(iter(record.training_loaders), None)
+    if loader is not None:
+        return record.places.loaders.get(loader, "")
     seed = seed_that_agrees([each.places for each in evidence.records])
     drawn = [draw.line for draw in record.draws if draw.outside]
     return seed or next(iter(reversed(drawn)), "")

@@ -141,7 +141,6 @@ class _ScriptObserver:
         self._modules_made: dict[int, tuple[weakref.ref[nn.Module], str]] = {}
         self._seeds_pass = False  # whether this observer gives seeds itself
         self._has_passed = False  # whether the last batch of the step has passed backward
-        self._trace_modes = ExitStack()  # from the first batch of a step to its update
         self._watched = False
         self._finished = False  # nothing of the script is left to run
         self._checks = TrainingChecks(
@@ -177,6 +176,11 @@ class _ScriptObserver:
         script_patches.patch_schedules(self._schedule_stepped)
         script_patches.patch_seeds(self._seeded)
         watch_losses(self._broadcast)
+        if task.traced:  # what is made before a step, too, to the end of the process
+            traced = TracedOperations(
+                self._place, lambda operation: self._step.operations.append(operation)
+            )
+            traced.__enter__()  # type: ignore[no-untyped-call]
         verified_part.append((partial(setattr, self, "active", True), self.finish))
         # A command's script is not known; it is observed whole until a part begins.
         with suppress(OSError):
@@ -350,6 +354,8 @@ class _ScriptObserver:
             return  # a module for the loss
         self._checks.model_called(module)
         if not module.training:
+            if self._states is None:  # it is evaluated, with gradients that nobody uses
+                self._loaders.note_evaluation()
             return
         if not any(module is known for known in self._models):
             self._begin_with(module)
@@ -364,14 +370,13 @@ class _ScriptObserver:
 
     def _trace(self) -> None:
         """Trace operations from here to the update, if the task says so."""
-        if self.task.traced and not self._is_traced:
-            self._is_traced = True
-            self._trace_modes.enter_context(
-                TracedOperations(
-                    lambda: (self._inside[-1] if self._inside else "", self._phase()),
-                    lambda operation: self._step.operations.append(operation),
-                )
-            )
+        self._is_traced = self.task.traced
+
+    def _place(self) -> tuple[str, str] | None:
+        """Return the module that runs, and the phase of the step; None if it is not traced."""
+        if not self._is_traced:
+            return None
+        return self._inside[-1] if self._inside else "", self._phase()
 
     def _phase(self) -> str:
         if self._in_backward:
@@ -491,6 +496,7 @@ class _ScriptObserver:
                 sum(float(local(loss).detach().double().sum()) for loss in losses)
             )
             self._step.note_backward(own_line(), losses[0])
+            self._step.read.append(self._loaders.take_unused())
             self._record_draws()
             self._checks.backward(first)
         self._in_backward = True
@@ -512,6 +518,7 @@ class _ScriptObserver:
         self._called_with = values.generator_states()
         self._in_schedule = True
         self._step.losses.append(0.0)
+        self._step.read.append(self._loaders.take_unused())
         self._checks.backward(None)
         try:
             return call()
@@ -585,7 +592,6 @@ class _ScriptObserver:
 
     def _begin_update(self, optimizer: torch.optim.Optimizer) -> None:
         """Record gradients and settings, and put the task's in their place."""
-        self._trace_modes.close()
         self._is_traced = False
         self._step.calls.append((UPDATE, own_line()))
         self._checks.begin_update(optimizer)

@@ -12,8 +12,8 @@ Of each operation what it was given and what it returned are kept as fingerprint
 Tests: tests/verify/test_operations.py, tests/verify/test_script.py
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -51,6 +51,8 @@ class TracedOperation:
     bits: int  # fingerprint of what it returned
     own: str = ""  # line of the user's own code that is nearest to it
     memory: int = 0  # address of what it returned
+    # of each tensor that it was given: the magnitude, and the user's own line that made it last
+    inputs: tuple[tuple[float, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,7 @@ class OperationDifference:
     text: str
     line: str
     is_update: bool = False  # whether it comes between a backward pass and the update
+    position: int = 0  # of the operation there, in its order, at which both part
 
 
 # What tells a difference from others: the operation here, its line, and the operation there; one
@@ -71,45 +74,76 @@ class TracedOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Traces operations while it is entered.
 
     Args:
-        where: returns the module that runs, and the phase of the step.
+        where: returns the module that runs, and the phase of the step; None outside of a step,
+            where it is noted only which line has made a tensor.
         note: is given each operation.
     """
 
     def __init__(
-        self, where: Callable[[], tuple[str, str]], note: Callable[[TracedOperation], None]
+        self, where: Callable[[], tuple[str, str] | None], note: Callable[[TracedOperation], None]
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._where = where
         self._note = note
         self._count = 0
+        # address of a tensor → its magnitude when it was made, and the user's own line
+        self._made: dict[int, tuple[float, str]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._count >= _MOST:
+            return func(*args, **(kwargs or {}))
+        where = self._where()
         # before the operation, which may write into what it is given
-        given = _magnitude((args, kwargs)) if self._count < _MOST else 0.0
+        inputs = self._inputs((args, kwargs)) if where is not None else ()
         result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
         has_values = _is_plain(result) and not name.startswith(_WITHOUT_VALUES)
-        if func.namespace == "aten" and has_values and self._count < _MOST:
-            line = "" if is_reading() else line_of_code()
-            if line:
-                self._count += 1
-                module, phase = self._where()
-                bits = int(fingerprint(result.detach()))
-                returned = _magnitude(result)
-                self._note(
-                    TracedOperation(
-                        name,
-                        module,
-                        line,
-                        phase,
-                        given,
-                        returned,
-                        bits,
-                        own_line(),
-                        _memory(result),
-                    )
-                )
+        if func.namespace == "aten" and has_values and not is_reading():
+            self._note_result(name, line_of_code(), where, inputs, result)
         return result
+
+    def _inputs(self, tree: Any) -> tuple[tuple[float, str], ...]:
+        """Return the magnitude of each tensor of a tree, and the line that made it."""
+        found = []
+        for leaf in tree_leaves(tree):
+            if _is_plain(leaf):
+                magnitude = _magnitude(leaf)
+                known, line = self._made.get(_memory(leaf), (0.0, ""))
+                # Another tensor may lie where one was.
+                found.append((magnitude, line if known == magnitude else ""))
+        return tuple(found)
+
+    def _note_result(
+        self,
+        name: str,
+        line: str,
+        where: tuple[str, str] | None,
+        inputs: tuple[tuple[float, str], ...],
+        result: Tensor,
+    ) -> None:
+        """Note the line that made a tensor, and the operation if it ran in the model or the loss.
+
+        Args:
+            name: of the operation.
+            line: of the script that asked for it; empty: none did.
+            where: module and phase; None: in neither the model nor the loss.
+            inputs: magnitude of each tensor that it was given, and the line that made it.
+            result: what it returned.
+        """
+        own = own_line()
+        returned = _magnitude(result)
+        memory = _memory(result)
+        if memory:
+            self._made[memory] = returned, own
+        if where is None or not line:
+            return
+        self._count += 1
+        module, phase = where
+        given = sum(magnitude for magnitude, _ in inputs)
+        bits = int(fingerprint(result.detach()))
+        self._note(
+            TracedOperation(name, module, line, phase, given, returned, bits, own, memory, inputs)
+        )
 
 
 def _is_plain(value: Any) -> bool:
@@ -120,12 +154,11 @@ def _memory(tensor: Tensor) -> int:
     return tensor.data_ptr() if tensor.layout == torch.strided else 0
 
 
-def _magnitude(tree: Any) -> float:
-    total = 0.0
-    for leaf in tree_leaves(tree):
-        if _is_plain(leaf) and leaf.numel() and not leaf.is_complex():
-            total += float(leaf.detach().double().abs().sum())
-    return total
+def _magnitude(tensor: Tensor) -> float:
+    """Return the sum of the magnitudes of a tensor's elements."""
+    if not tensor.numel() or tensor.is_complex():
+        return 0.0
+    return float(tensor.detach().double().abs().sum())
 
 
 def first_operation(
@@ -143,6 +176,60 @@ def first_operation(
     """
     found = _differences(mine, right, other)
     return next((difference for key, difference in found if key not in excused), None)
+
+
+def earliest(
+    found: Mapping[int, OperationDifference | None],
+) -> tuple[int, OperationDifference] | None:
+    """Return the rank that parts first from one process, and its first difference.
+
+    What it does otherwise may be given to other ranks, which part later.
+    """
+    differing = [(one.position, rank, one) for rank, one in found.items() if one is not None]
+    if not differing:
+        return None
+    _, rank, difference = min(differing, key=lambda each: each[:2])
+    return rank, difference
+
+
+def first_operation_of_part(
+    mine: Sequence[TracedOperation], right: Sequence[TracedOperation]
+) -> OperationDifference | None:
+    """Return the first operation that differs on a rank that has a part of the model's modules.
+
+    Stages of a pipeline take their passes in other orders than one process, and do not compute
+    what others do: the forward pass of each module is compared by itself.
+    """
+    found: list[tuple[int, OperationDifference]] = []
+    for module in dict.fromkeys(operation.module for operation in mine):
+        here = [at for at, one in enumerate(mine) if (one.module, one.phase) == (module, FORWARD)]
+        there = [one for one in right if (one.module, one.phase) == (module, FORWARD)]
+        known = _differences([mine[at] for at in here], there, "one process")
+        differing = next((one for key, one in known if key[0]), None)
+        if there and differing is not None:
+            found.append((here[min(differing.position, len(here) - 1)], differing))
+    return min(found, key=lambda one: one[0])[1] if found else None
+
+
+def line_that_couples(
+    together: Sequence[TracedOperation], parts: Sequence[Sequence[TracedOperation]]
+) -> str:
+    """Return the user's own line of the first operation that makes samples depend on each other.
+
+    What it returns for all samples is neither the sum nor the mean of what it returns for each
+    part of them. Empty if there is none, or operations are not the same.
+    """
+    for whole, *each in zip(*([together, *parts]), strict=False):
+        if whole.phase != FORWARD or any(one.name != whole.name for one in each):
+            return ""
+        total = sum(one.returned for one in each)
+        is_made_of_parts = any(
+            not _differ(times * total, whole.returned) for times in (1.0, 1 / len(each))
+        )
+        if whole.inputs and not is_made_of_parts:
+            line: str = whole.own
+            return line
+    return ""
 
 
 def difference_keys(
@@ -174,20 +261,34 @@ def _differences(
                 )
             )
             text = f"{here.name} where {other} calls {there.name}"
-            yield passed[0][0], _difference(here, text)
-            yield from passed[1:]
+            yield passed[0][0], _difference(here, text, there_at)
+            for key, difference in passed[1:]:
+                yield key, replace(difference, position=there_at)
             at += mine_alone
             there_at += right_alone
             continue
         is_compared = here.phase != UPDATE and here.bits != there.bits
         if is_compared and _differ(here.returned, there.returned):
-            is_given = _differ(here.given, there.given)
-            what = "is given something else, made before" if is_given else "returns something else"
-            difference = _difference(here, f"{here.name} {what}")
+            difference = _difference_of_values(here, there, there_at)
             yield (here.name, here.line, there.name), difference
         at += 1
         there_at += 1
-    yield from _of_one_side(mine[at:], right[there_at:], other)
+    for key, difference in _of_one_side(mine[at:], right[there_at:], other):
+        yield key, replace(difference, position=there_at)
+
+
+def _difference_of_values(
+    here: TracedOperation, there: TracedOperation, position: int
+) -> OperationDifference:
+    """Return the difference of an operation that both sides call, with other values."""
+    if not _differ(here.given, there.given):
+        return _difference(here, f"{here.name} returns something else", position)
+    pairs = zip(here.inputs, there.inputs, strict=False)
+    made = [line for (mine, line), (right, _) in pairs if line and _differ(mine, right)]
+    if not made or made[0] == here.own:
+        return _difference(here, f"{here.name} is given something else, made before", position)
+    text = f"{here.name} is given something else, made at {made[0]}"
+    return replace(_difference(here, text, position), line=made[0])
 
 
 def _of_one_side(
@@ -227,11 +328,12 @@ def line_of_loss(operations: Sequence[TracedOperation], loss: Tensor) -> str:
     return next((one.own for one in reversed(before) if one.own and one.own == one.line), "")
 
 
-def _difference(operation: TracedOperation, text: str) -> OperationDifference:
+def _difference(operation: TracedOperation, text: str, position: int = 0) -> OperationDifference:
     module = f" in {operation.module}" if operation.module else ""
     phase = _PHASES[operation.phase]
     where = f"{operation.line}{module}{phase}"
-    return OperationDifference(f"{where}: {text}", operation.own, operation.phase == UPDATE)
+    is_update = operation.phase == UPDATE
+    return OperationDifference(f"{where}: {text}", operation.own, is_update, position)
 
 
 def _differ(mine: float, right: float) -> bool:

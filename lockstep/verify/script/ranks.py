@@ -12,7 +12,7 @@ import numpy as np
 
 from lockstep.errors import listed
 from lockstep.verify.outcome import Cause
-from lockstep.verify.script.draws import drawn_alike
+from lockstep.verify.script.draws import BatchKey, drawn_alike, drawn_apart
 from lockstep.verify.script.fixes import fix_for, script_cause
 from lockstep.verify.script.record import ACCELERATE, ScriptRecord, Tensors, World
 
@@ -61,63 +61,88 @@ def loop_causes(records: Sequence[ScriptRecord]) -> list[Cause]:
 
 
 def _batches_read(record: ScriptRecord, loader: int | None) -> list[list[str]]:
-    """Return the samples of each batch of the steps.
+    """Return the samples of each batch of a training loader that the steps have used.
 
     Without a loader the rows of the model's inputs.
     """
     if loader is not None:
-        return record.batches.get(loader, [])[: sum(record.passes)]
+        return record.batches_trained_on(loader)
     return [rows for step in record.steps for rows in step.inputs]
+
+
+def _loaders_of(record: ScriptRecord) -> list[int | None]:
+    """Return the training loaders; None alone, where samples come from none."""
+    return [*record.training_loaders] or [None]
 
 
 def is_cut_by_script(world: World) -> bool:
     """Return whether all units read the same batches but give the model other parts of them."""
     leaders = world.leaders
-    loader = leaders[0].training_loader
-    if loader is None or len(leaders) == 1:
+    loaders = leaders[0].training_loaders
+    if not loaders or len(leaders) == 1:
         return False
-    read = [_batches_read(record, loader) for record in leaders]
+    batches = [[_batches_read(record, loader) for loader in loaders] for record in leaders]
     inputs = [[step.elements for step in record.steps] for record in leaders]
-    return (
-        all(one == read[0] for one in read)
-        and any(one != inputs[0] for one in inputs)
-        and any(inputs[0])
-    )
+    is_same = all(one == batches[0] for one in batches)
+    if not is_same or not any(inputs[0]) or all(one == inputs[0] for one in inputs):
+        return False
+    if not drawn_apart([record.draws for record in leaders]):
+        return True
+    # Ranks that add noise of their own have other inputs, too, and as many rows as they read.
+    rows = max((len(rows) for step in leaders[0].steps for rows in step.inputs), default=0)
+    return rows < max((len(batch) for read in batches[0] for batch in read), default=0)
 
 
 def _other_samples(world: World) -> Cause | None:
     """Return a cause if ranks that share a model read other samples."""
     for unit in world.units:
-        leader = world.records[unit[0]]
-        loader = leader.training_loader
-        right = _batches_read(leader, loader)
-        for rank in unit[1:]:
-            mine = _batches_read(world.records[rank], loader)
-            # A stage of a pipeline may read nothing, or less than the first.
-            pairs = list(zip(mine, right, strict=False))
-            if all(one == other for one, other in pairs):
-                continue
-            at = next(number for number, (one, other) in enumerate(pairs) if one != other)
-            text = (
-                f"ranks {unit[0]} and {rank} share a model, and read other samples in batch"
-                f" {at + 1}: each computes its part of the layers for samples of its own"
-            )
-            fix = (
-                "give ranks that share a model the same samples: DistributedSampler(data,"
-                " num_replicas=data-parallel size, rank=data-parallel rank)"
-            )
-            return Cause("samples", text, [_BY_SAMPLES], fix=fix, column="samples")
+        for loader in _loaders_of(world.records[unit[0]]):
+            found = _other_samples_of(world, unit, loader)
+            if found is not None:
+                return found
+    return None
+
+
+def _other_samples_of(world: World, unit: Sequence[int], loader: int | None) -> Cause | None:
+    """Return a cause if ranks that share a model read other samples of a loader."""
+    right = _batches_read(world.records[unit[0]], loader)
+    for rank in unit[1:]:
+        # A stage of a pipeline may read nothing, or less than the first.
+        record = world.records[rank]
+        is_read = loader is None or loader in record.batches
+        mine = _batches_read(record, loader) if is_read else []
+        pairs = list(zip(mine, right, strict=False))
+        if all(one == other for one, other in pairs):
+            continue
+        at = next(number for number, (one, other) in enumerate(pairs) if one != other)
+        text = (
+            f"ranks {unit[0]} and {rank} share a model, and read other samples in batch"
+            f" {at + 1}: each computes its part of the layers for samples of its own"
+        )
+        fix = (
+            "give ranks that share a model the same samples: DistributedSampler(data,"
+            " num_replicas=data-parallel size, rank=data-parallel rank)"
+        )
+        return Cause("samples", text, [_BY_SAMPLES], fix=fix, column="samples")
     return None
 
 
 def _same_samples(world: World) -> Cause | None:
-    """Return a cause if ranks read samples of each other."""
-    leaders = world.leaders
-    if len(leaders) == 1 or is_cut_by_script(world):
+    """Return a cause if ranks read samples of each other, of any loader that is trained on."""
+    if len(world.leaders) == 1 or is_cut_by_script(world):
         return None
+    found = [_same_samples_of(world, loader) for loader in _loaders_of(world.leaders[0])]
+    causes = [cause for cause in found if cause is not None]
+    causes.sort(key=lambda cause: not cause.is_error)
+    return next(iter(causes), None)
+
+
+def _same_samples_of(world: World, loader: int | None) -> Cause | None:
+    """Return a cause if ranks read samples of each other, of one loader; or without any."""
+    leaders = world.leaders
     framework = leaders[0].framework
     steps = len(leaders[0].steps)
-    batches = [_batches_read(record, leaders[0].training_loader) for record in leaders]
+    batches = [_batches_read(record, loader) for record in leaders]
     flat = [[sample for batch in rank for sample in batch] for rank in batches]
     if len(set(flat[0])) < 2:
         return None
@@ -130,17 +155,18 @@ def _same_samples(world: World) -> Cause | None:
         )
         same = f"{every} train on the same {len(flat[0])} samples in {steps} steps"
         text = f"the loader is not sharded: {same}"
-        if leaders[0].training_loader is None:
+        if loader is None:
             text = f"the loop gives ranks no samples of their own: {same}"
-        return script_cause("samples", text, _BY_SAMPLES, framework)
-    loader = leaders[0].training_loader
+        return _samples_cause(text, _BY_SAMPLES, leaders[0], loader)
     read, held = leaders[0].lengths.get(-1 if loader is None else loader, (0, 0))
-    if loader not in leaders[0].replacing and read * len(leaders) > 1.5 * held > 0:
+    is_replacing = loader in leaders[0].replacing
+    if not is_replacing and _have_same_data(leaders, loader) and read * len(leaders) > 1.5 * held:
         text = (
             f"the loader is not sharded: each rank reads {read} samples an epoch, in an order of"
             f" its own, of {held}"
         )
-        return script_cause("samples", text, "the lengths of the loader and of its data", framework)
+        by = "the lengths of the loader and of its data"
+        return _samples_cause(text, by, leaders[0], loader)
     mine = set(flat[0])
     others = set().union(*flat[1:])
     in_an_epoch = not read or len(flat[0]) <= read
@@ -157,7 +183,7 @@ def _same_samples(world: World) -> Cause | None:
             " its part of an "
             "order of its own, and others are read by nobody"
         )
-        return script_cause("samples", text, _BY_SAMPLES, framework)
+        return _samples_cause(text, _BY_SAMPLES, leaders[0], loader)
     at_once = [set(here) & set().union(*there) for here, *there in zip(*batches, strict=False)]
     if twice := sum(map(len, at_once)):
         text = (
@@ -167,6 +193,21 @@ def _same_samples(world: World) -> Cause | None:
         fix = fix_for("samples", framework)
         return Cause("samples", text, [_BY_SAMPLES], is_error=False, fix=fix, column="samples")
     return None
+
+
+def _samples_cause(text: str, by: str, record: ScriptRecord, loader: int | None) -> Cause:
+    """Return the cause that ranks share samples of a loader, with the line that makes it."""
+    found = script_cause("samples", text, by, record.framework)
+    if loader is not None:
+        found.place_at(record.places.loaders.get(loader, ""))
+    return found
+
+
+def _have_same_data(leaders: Sequence[ScriptRecord], loader: int | None) -> bool:
+    """Return whether the loader of each rank goes through the same data, and not its own part."""
+    if loader is None or leaders[0].lengths.get(loader, (0, 0))[1] == 0:
+        return False
+    return all(record.data.get(loader) == leaders[0].data.get(loader) for record in leaders)
 
 
 def _goes_by_an_order(record: ScriptRecord, loader: int | None) -> bool:
@@ -219,11 +260,16 @@ def _same_draws(world: World) -> Cause | None:
 def _same_loop_draws(world: World) -> Cause | None:
     """Return a cause if the loop draws the same numbers on all ranks, for other samples."""
     leaders = world.leaders
-    loader = leaders[0].training_loader
-    if len(leaders) == 1 or loader is None or is_cut_by_script(world):
+    if len(leaders) == 1 or is_cut_by_script(world):
         return None
-    sizes = [len(batch) for batch in _batches_read(leaders[0], loader)]
-    places = drawn_alike([record.draws for record in leaders], sizes)
+    has_loaders = bool(leaders[0].batches)
+    rows = _rows_of_batches(leaders) if has_loaders else _rows_of_passes(leaders)
+    draws = [
+        # What picks samples without a loader may pick the same positions in each rank's own part.
+        [draw for draw in record.draws if has_loaders or draw.is_floating]
+        for record in leaders
+    ]
+    places = drawn_alike(draws, rows)
     if not places:
         return None
     text = (
@@ -232,6 +278,32 @@ def _same_loop_draws(world: World) -> Cause | None:
     )
     by = "the numbers that each rank drew for its batches"
     return script_cause("random numbers", text, by, leaders[0].framework)
+
+
+def _rows_of_batches(leaders: Sequence[ScriptRecord]) -> dict[BatchKey, set[int]]:
+    """Return the numbers of samples of loaders' batches that differ from rank to rank."""
+    found: dict[BatchKey, set[int]] = {}
+    for loader, read in leaders[0].batches.items():
+        sizes = {len(batch) for batch in read}
+        for index, batch in enumerate(read):
+            others = [record.batches.get(loader, [])[index : index + 1] for record in leaders[1:]]
+            if batch and all(other != [batch] for other in others):
+                found[loader, index] = sizes
+    return found
+
+
+def _rows_of_passes(leaders: Sequence[ScriptRecord]) -> dict[BatchKey, set[int]]:
+    """Return the numbers of rows that models get in passes whose inputs differ on ranks."""
+    found: dict[BatchKey, set[int]] = {}
+    number = 0
+    for steps in zip(*(record.steps for record in leaders), strict=False):
+        sizes = {len(rows) for rows in steps[0].inputs if rows}
+        is_other = all(step.elements != steps[0].elements for step in steps[1:])
+        for _ in steps[0].losses:
+            if is_other:
+                found[-1, number] = sizes
+            number += 1
+    return found
 
 
 def _other_first_values(world: World) -> Cause | None:

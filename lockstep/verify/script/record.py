@@ -208,6 +208,8 @@ class RecordedStep:
     own: Pieces = field(default_factory=dict)
     operations: list[TracedOperation] = field(default_factory=list)  # where they are traced
     losses: list[float] = field(default_factory=list)  # what each backward pass started from
+    # of each backward pass, the batches that were read to train on since the one before
+    read: list[list[BatchKey]] = field(default_factory=list)
     # line at which the last of these was computed, where operations are traced
     loss_line: str = ""
     # what the script itself calls, and its line: backward, collectives, clip, update
@@ -290,6 +292,8 @@ class ScriptRecord:
     asked: dict[int, int] = field(default_factory=dict)
     # loader → samples in an epoch, in its data
     lengths: dict[int, tuple[int, int]] = field(default_factory=dict)
+    # loader → what tells its data from others; a rank may hold its own part of them
+    data: dict[int, str] = field(default_factory=dict)
     replacing: set[int] = field(default_factory=set)  # loaders that draw with replacement
     framework: str = TORCH  # whose loop it is
     normalises: bool = False  # whether a module normalises by the statistics of its batch
@@ -344,6 +348,27 @@ class ScriptRecord:
             if len(read) >= sum(self.passes) > 0
         }
         return min(enough, key=lambda loader: enough[loader]) if enough else None
+
+    @property
+    def training_loaders(self) -> list[int]:
+        """The loaders whose samples are trained on.
+
+        They are read before each backward pass before which any is, or alone before one. A batch
+        may serve several backward passes (a GAN's), or a pass take a batch of several loaders.
+        """
+        keys = [batches for step in self.steps for batches in step.read if batches]
+        windows = [{loader for loader, _ in batches} for batches in keys]
+        always = set.intersection(*windows) if windows else set()
+        alone = {loader for window in windows if len(window) == 1 for loader in window}
+        loader = self.training_loader
+        return sorted(always | alone | ({loader} if loader is not None else set()))
+
+    def batches_trained_on(self, loader: int) -> list[list[str]]:
+        """Return the samples of each batch of a training loader that the steps have used."""
+        if loader == self.training_loader:
+            return self.batches[loader][: sum(self.passes)]
+        read = [key for step in self.steps for batches in step.read for key in batches]
+        return [self.batches[loader][index] for number, index in read if number == loader]
 
 
 def names_by_order(reference: ScriptRecord, record: ScriptRecord) -> dict[str, str]:
