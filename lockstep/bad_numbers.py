@@ -122,6 +122,7 @@ class AnomalyDetector:
     # the last good ones, oldest first: they define a spike
     losses: deque[float] = field(default_factory=deque)
     consecutive: int = 0  # bad steps since the last good one
+    without_targets: int = 0  # steps without a valid target, since this process began
     _pending: tuple[int, Tensor, Any] | None = None
 
     def __post_init__(self) -> None:
@@ -212,6 +213,7 @@ class AnomalyDetector:
             )
         what = self._problem(step, loss, norm)
         if targets == 0:
+            self.without_targets += 1
             what = f"no sample of step {step} has a valid target"
         if what is None:
             self.consecutive = 0

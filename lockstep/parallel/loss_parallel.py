@@ -29,9 +29,11 @@ import torch
 from torch import Tensor
 
 from lockstep.models.language import logits_in
+from lockstep.models.out_of_range import TargetOutOfBoundsError
 from lockstep.models.protocol import IGNORED_TARGET, Objective
 from lockstep.models.sums import logsumexp_in_order, sum_in_order
 from lockstep.parallel.tensor_blocks import LayerCut, in_blocks
+from lockstep.torch_compat.fake_tensors import FakeTensor
 
 
 def cut_token_losses(
@@ -39,8 +41,12 @@ def cut_token_losses(
 ) -> Tensor:
     """Return the cross entropy of each target in nats, float32 [B·T]; 0 if it does not count.
 
-    `logits` are this rank's part of the vocabulary, [B, T, V / ranks]; a target outside of the
-    vocabulary gives nan. `terms` are those of `TokenLosses`: label smoothing and the z-loss.
+    `logits` are this rank's part of the vocabulary, [B, T, V / ranks]. `terms` are those of
+    `TokenLosses`: label smoothing and the z-loss. A target outside of the vocabulary gives nan on a
+    GPU, where the host does not look.
+
+    Raises:
+        TargetOutOfBoundsError: a target on the CPU is outside of the vocabulary.
     """
     return _TokenLosses.apply(logits, targets.flatten(), cut, *terms)  # type: ignore[no-untyped-call,no-any-return]
 
@@ -81,6 +87,8 @@ class _TokenLosses(torch.autograd.Function):
         of_target = of_ranks[:, -1].sum(0)  # one rank's, and zeros
         counted = targets != IGNORED_TARGET
         outside = counted & ((targets < 0) | (targets >= width * cut.ranks))
+        if outside.device.type == "cpu" and not isinstance(outside, FakeTensor) and outside.any():
+            raise TargetOutOfBoundsError(int(targets[outside][0]), width * cut.ranks)
         ctx.save_for_backward(logits, here, found, counted, total)
         ctx.count = len(blocks)
         ctx.terms = (smoothing, z_loss)

@@ -16,7 +16,7 @@ from typing import Any
 from lockstep import recovery_clock
 from lockstep.bad_numbers import ALL_IGNORED, Anomaly
 from lockstep.data import StepSource
-from lockstep.errors import listed
+from lockstep.errors import RunError, listed
 from lockstep.monitor import Monitor
 from lockstep.records import StepRecord
 from lockstep.trainer.checkpointer import Checkpointer
@@ -186,7 +186,10 @@ def report_anomaly(
     anomaly: Anomaly,
     source: StepSource | None,
 ) -> None:
-    """Tell of an anomaly; its samples are dataset indices by micro-batch, if there are any."""
+    """Tell of an anomaly; its samples are dataset indices by micro-batch, if there are any.
+
+    Of steps without a valid target the first is printed; all are recorded.
+    """
     window = _window_of(anomaly, source)
     monitor.event(
         "bad_numbers",
@@ -198,8 +201,29 @@ def report_anomaly(
         samples=window and window.micro_batches,
         epoch=window.epoch if window else run.step.progress.epoch,
     )
-    text = without_targets(anomaly, source) if anomaly.no_targets else anomaly.what
-    announcer.warn(text)
+    if not anomaly.no_targets:
+        announcer.warn(anomaly.what)
+    elif run.step.anomaly_detector.without_targets == 1:
+        announcer.warn(without_targets(anomaly, source))
+
+
+def tell_steps_without_targets(run: RunState, announcer: Announcer) -> None:
+    """Tell how many steps had no valid target, at the end of the data or of the run.
+
+    Raises:
+        RunError: no step had one.
+    """
+    count = run.step.anomaly_detector.without_targets
+    if count and run.step.progress.updates == 0 and not run.step.stopping:
+        which = "the only step" if count == 1 else f"all {count} steps"
+        raise RunError(
+            f"nothing was trained: {which} had no valid target",
+            where="the training data",
+            why=ALL_IGNORED,
+            fix="look at the targets of the data, and drop samples without any",
+        )
+    if count > 1:
+        announcer.warn(f"{count} steps had no valid target, and made no update")
 
 
 def without_targets(anomaly: Anomaly, source: StepSource | None) -> str:

@@ -30,6 +30,7 @@ from lockstep.records import StepRecord
 from lockstep.step import nominal_count
 from lockstep.strategy import strategy_named
 from lockstep.torch_compat.pytree import tree_leaves
+from lockstep.trainer.evaluation import explain_bad_index
 from lockstep.trainer.run_state import RunState
 
 
@@ -151,13 +152,13 @@ class StepWindow:
         assert placed.run_micro_batch is not None
         assert self._accumulator is not None
         index, _ = placed.assign(self._micro_batches_per_step)[self.open_step.calls]
-        with placed.random_state.running("train", step.progress.step):
-            return placed.run_micro_batch(
-                MicroBatch(index, batch, real, num_tokens(batch)),
-                self._accumulator,
-                step.factor,
-                last,
-            )
+        micro_batch = MicroBatch(index, batch, real, num_tokens(batch))
+        try:
+            with placed.random_state.running("train", step.progress.step):
+                return placed.run_micro_batch(micro_batch, self._accumulator, step.factor, last)
+        except IndexError as error:
+            explain_bad_index(error, [micro_batch], step.progress.step)
+            raise
 
     def _update(self) -> StepRecord:
         accumulator = self._accumulator

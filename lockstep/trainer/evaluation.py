@@ -21,6 +21,7 @@ from lockstep.checkpoint import Ranks
 from lockstep.collectives import is_main_process
 from lockstep.data import MicroBatch, StepBatches, StepSource
 from lockstep.errors import warn_at_caller
+from lockstep.models.out_of_range import explain_index
 from lockstep.parallel.buffers import restored
 from lockstep.parallel.loss_accumulator import Number, mean_of
 from lockstep.parallel.parallel_model import ParallelModel
@@ -95,8 +96,12 @@ def evaluate(
                     MicroBatch(m.index, m.batch, m.real and m.index < left) for m in batches.mine
                 ]
                 collecting = nullcontext() if collector is None else collector.window(mine)
-                with placed.random_state.running("eval", batches.step), collecting:
-                    placed.evaluate(mine, accumulator)
+                try:
+                    with placed.random_state.running("eval", batches.step), collecting:
+                        placed.evaluate(mine, accumulator)
+                except IndexError as error:
+                    explain_bad_index(error, mine, batches.step, source, training=False)
+                    raise
                 if asked():
                     accumulator.vote_to_stop()
                 some_loss, some_count = accumulator.totals()
@@ -112,6 +117,33 @@ def evaluate(
             f"{what}\n  why: {ALL_IGNORED}\n  do: look at the targets of the validation data",
         )
     return float(mean_of(loss_sum, count))  # host waits for the device
+
+
+def explain_bad_index(
+    error: IndexError,
+    micro_batches: Sequence[MicroBatch],
+    step: int,
+    source: Any = None,
+    *,
+    training: bool = True,
+) -> None:
+    """Raise an error that names the sample whose target or token id the model has no place for.
+
+    Return if `error` is about something else.
+
+    Args:
+        error: of a forward pass of these micro-batches.
+        micro_batches: of this rank.
+        step: of the training or of the evaluation, counted from 0.
+        source: where they came from, which may number the samples.
+        training: whether they are of a training.
+    """
+    order = getattr(source, "order", None)
+    samples = None if order is None else order.window(step).micro_batches
+    batches = [(each.index, each.batch) for each in micro_batches]
+    explained = explain_index(error, batches, step=step + 1 if training else None, samples=samples)
+    if explained is not None:
+        raise explained from error
 
 
 def sample(placed: ParallelModel, step: int, /, *inputs: Any, **more: Any) -> Any:

@@ -20,9 +20,15 @@ from lockstep.heartbeat.writer import own_heartbeat
 from lockstep.monitor import Monitor
 from lockstep.monitor.meters import waits_counted
 from lockstep.records import StepRecord
-from lockstep.trainer.after_step import StepConsumers, TakenStep, report_anomaly
+from lockstep.trainer.after_step import (
+    StepConsumers,
+    TakenStep,
+    report_anomaly,
+    tell_steps_without_targets,
+)
 from lockstep.trainer.caller_batches import OpenStep
 from lockstep.trainer.checkpointer import Checkpointer
+from lockstep.trainer.evaluation import explain_bad_index
 from lockstep.trainer.run_end import RunEnd, done_line
 from lockstep.trainer.run_evaluations import RunEvaluations, act_on
 from lockstep.trainer.run_monitor import Announcer, AroundStep
@@ -125,6 +131,7 @@ class TrainingRun:
             while not (step.stopping or run.results.stopped):
                 step.clock.enter("data")
                 beat.beat(step.progress.step + 1, "first" if is_first else "step")
+                batches = None
                 try:
                     with call:
                         batches = next(remaining, None)
@@ -142,6 +149,10 @@ class TrainingRun:
                     # torch raises it wherever the loop is when a data worker dies.
                     explain_dead_worker(error, source)
                     raise
+                except IndexError as error:
+                    if batches is not None:
+                        explain_bad_index(error, batches.mine, batches.step, source)
+                    raise
 
                 yield record
                 # Not explained: workers of the validation data may die in here.
@@ -152,6 +163,8 @@ class TrainingRun:
             # The data ended, at a length that was unknown: their last step was not known for it.
             self.checkpointer.after_step(last=True, last_of_epoch=True)
         self.checkpointer.finish(must_succeed=True)
+        if num_taken:
+            tell_steps_without_targets(run, self.announcer)
 
     def _take(self, batches: StepBatches, *, is_first: bool) -> StepRecord | None:
         """Take one step; return no record if its data are skipped.

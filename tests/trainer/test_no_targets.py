@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 from lockstep import Trainer
 from lockstep.bad_numbers import BadNumbersError
 from lockstep.config import config_from
-from lockstep.errors import UsageError
+from lockstep.errors import RunError, UsageError
 from tests.ranks import run_ranks
 
 SAMPLES = 16
@@ -149,6 +149,20 @@ def test_steps_without_targets_in_a_row_end_the_run() -> None:
     ) as error:
         trained("function", data, global_batch_size=4)
     assert "all targets are ignored" in str(error.value)
+
+
+def test_a_run_in_which_no_step_had_targets_has_trained_nothing() -> None:
+    data = TensorDataset(torch.randn(12, 8), torch.full((12,), -100))
+    with pytest.raises(RunError, match="nothing was trained: all 3 steps had no valid target"):
+        trained("function", data, global_batch_size=4)
+
+
+def test_of_several_steps_without_targets_the_first_is_told_and_the_number() -> None:
+    _, records, texts = trained("function", samples(slice(4, 12)), global_batch_size=4)
+    assert [record.skipped for record in records] == [False, True, True, False]
+    first, number = texts
+    assert "no sample of step 2 has a valid target" in first
+    assert number == "2 steps had no valid target, and made no update"
 
 
 def test_a_step_of_a_loop_of_ones_own_without_targets() -> None:

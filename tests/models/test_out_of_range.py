@@ -1,0 +1,143 @@
+"""Targets and token ids that the model has no class or row for: one error that names the sample."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lockstep.errors import RunError
+from lockstep.models.out_of_range import explain_index
+from lockstep.trainer import Trainer
+from tests.parity.same_bits import trainer_for
+from tests.parity.toy import VOCAB, Tokens
+from tests.ranks import run_ranks
+
+IDS = torch.arange(6).view(2, 3)
+
+
+def error_of(call: Callable[[], Any]) -> IndexError:
+    with pytest.raises(IndexError) as caught:
+        call()
+    return caught.value
+
+
+def loss(targets: list[int], **more: Any) -> Callable[[], Tensor]:
+    return lambda: F.cross_entropy(torch.zeros(len(targets), 4), torch.tensor(targets), **more)
+
+
+def explained(call: Callable[[], Any], batch: Any, **more: Any) -> str:
+    error = explain_index(error_of(call), [(2, batch)], **more)
+    assert error is not None
+    return str(error)
+
+
+def test_a_target_is_named_with_its_sample() -> None:
+    batch = {"input_ids": IDS, "targets": torch.tensor([[0, 1, 2], [3, -1, 0]])}
+    said = explained(loss([0, 1, 2, 3, -1, 0]), batch, step=7, samples=[[], [], [40, 41]])
+    assert "target -1 is not one of the model's 4 classes" in said
+    assert "step 7, sample 1 of micro-batch 2, number 41 of the data: targets[1]" in said
+    assert "targets are whole numbers from 0 to 3, or -100" in said
+    assert "write -100 in the place of -1" in said
+
+
+def test_a_target_beyond_the_classes_of_a_tuple_in_an_evaluation() -> None:
+    said = explained(loss([0, 4]), (torch.zeros(2, 8), torch.tensor([0, 4])))
+    assert "target 4 is not one of the model's 4 classes" in said
+    assert "the evaluation, sample 1 of micro-batch 2: member 1" in said
+    assert "give the model as many classes as the data have" in said
+
+
+def test_the_number_that_the_loss_ignores_is_its_own() -> None:
+    call = loss([0, -100], ignore_index=-1)
+    assert "or -1, which counts for nothing" in explained(call, (IDS, torch.tensor([0, -100])))
+
+
+def test_a_token_id_is_told_from_a_target() -> None:
+    ids = torch.tensor([[1, 2], [9, 0]])
+    batch = {"input_ids": ids, "targets": torch.tensor([[9, 9], [9, 9]])}
+    said = explained(lambda: F.embedding(ids, torch.zeros(5, 3)), batch)
+    assert "token id 9 is not in the embedding of 5 rows" in said
+    assert "sample 1 of micro-batch 2: input_ids[0]" in said
+    assert "padding is a token" in explained(
+        lambda: F.embedding(ids - 2, torch.zeros(9, 3)), {"input_ids": ids - 2}
+    )
+
+
+def test_other_errors_are_left_alone() -> None:
+    assert explain_index(error_of(lambda: [][0]), [(0, IDS)]) is None
+    # the number is in no batch: the model made it
+    assert explain_index(error_of(loss([7])), [(0, IDS)]) is None
+
+
+class Wrong(Tokens):
+    """Each sample's target at place 9 is another number in one of them."""
+
+    def __init__(self, number: int, sample: int = 5) -> None:
+        super().__init__()
+        self.number = number
+        self.sample = sample
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        item = super().__getitem__(index)
+        if index == self.sample:
+            item["targets"][9] = self.number
+        return item
+
+
+PLAIN = {"distributed.reproducible": False}
+
+
+def message(topology: str, settings: dict[str, Any], number: int) -> str:
+    """The error of a training over all samples."""
+    steps = {"training.max_steps": None, "training.num_train_epochs": 1}
+    trainer = trainer_for(topology, "transformer", {**steps, **settings})
+    with pytest.raises(RunError) as caught:
+        list(trainer.steps(Wrong(number)))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [PLAIN, {}, {**PLAIN, "training.loss_chunks": 2}, {**PLAIN, "training.label_smoothing": 0.1}],
+    ids=["plain", "equal bits", "in chunks", "smoothed"],
+)
+@pytest.mark.parametrize("number", [-1, VOCAB])
+def test_a_training_names_the_sample(settings: dict[str, Any], number: int) -> None:
+    said = message("single", settings, number)
+    assert f"target {number} is not one of the model's {VOCAB} classes" in said
+    assert "number 5 of the data: targets[9]" in said
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("topology", ["tensor:2", "context:2", "pipeline:2", "fsdp:2"])
+def test_the_rank_that_has_the_sample_names_it(topology: str) -> None:
+    axis = topology.partition(":")[0]
+    settings = {"distributed.open_axes": [axis]} if axis in ("tensor", "context") else {}
+    said = run_ranks(messages, 2, topology, settings)
+    assert any("number 5 of the data" in one for one in said), said
+
+
+def messages(topology: str, settings: dict[str, Any]) -> str:
+    """The error of this rank, which may be that the other one has gone."""
+    trainer = trainer_for(
+        topology, "transformer", {**settings, "training.max_steps": 12}, vocab_size=64
+    )
+    try:
+        list(trainer.steps(Wrong(99)))
+    except Exception as error:
+        return str(error)
+    return "no error"
+
+
+def test_an_evaluation_and_a_loop_of_ones_own_name_it() -> None:
+    trainer = trainer_for("single", "transformer", PLAIN)
+    with pytest.raises(RunError, match="the evaluation, sample") as caught:
+        trainer.evaluate(Wrong(VOCAB))
+    assert f"target {VOCAB} is not one of" in str(caught.value)
+
+    own = Trainer(nn.Linear(8, 4), "sgd", F.cross_entropy, batch_size=4, global_batch_size=4)
+    with pytest.raises(RunError, match=r"step 1, sample 2 of micro-batch 0: member 1"):
+        own.training_step((torch.zeros(4, 8), torch.tensor([0, 1, 4, 2])))
