@@ -252,7 +252,7 @@ def test_drafts_of_dead_writers_are_swept_and_no_others(
 def test_a_late_listing_is_not_believed(proxy: Proxy, url: str) -> None:
     """Trap: a stale listing (marin#1632)."""
     if bucket.SCHEME == "az":
-        pytest.skip("it answers as S3 and Google do")
+        pytest.skip("the empty listing that the proxy answers with is worded as S3 and Google do")
     storage = ObjectStorage(url)
     path = save(storage, 1)
     nothing = "<ListBucketResult><Name>team</Name></ListBucketResult>"
