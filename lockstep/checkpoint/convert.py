@@ -459,7 +459,7 @@ def _pickled(file: Path) -> Weights:
     """Read weights that `torch.save` wrote, without running code that is in them."""
     try:
         with file.open("rb") as opened:
-            check_block(opened, 0, file.stat().st_size)
+            check_block(opened, file.stat().st_size)
         found: Any = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:
         # a broken pickle can raise nearly any error: IndexError, UnicodeDecodeError, KeyError …

@@ -39,15 +39,11 @@ _TENSOR_FILE = re.compile(r"__[0-9]+_[0-9]+\.distcp")
 
 @dataclass(frozen=True)
 class StoredAt:
-    """The file beside `.metadata` and the bytes in it where a block is stored.
-
-    DCP's reader uses these field names.
-    """
+    """The file beside `.metadata` and the bytes in it where a block is stored."""
 
     relative_path: str
     offset: int
     length: int
-    transform_descriptors: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -8,26 +8,23 @@ Tests: tests/checkpoint/test_ranks.py, tests/checkpoint/test_damage.py, tests/fa
 """
 
 import io
-import os
 import zipfile
-from collections.abc import Generator, Mapping
+from collections import defaultdict
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path, PurePath
 from shlex import quote
-from typing import Any, BinaryIO, NoReturn, cast
+from typing import Any, BinaryIO, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner import ReadItem
 
 from lockstep.checkpoint.manifest import (
     JSON_LIMIT,
@@ -44,13 +41,17 @@ from lockstep.checkpoint.manifest import (
     text_of,
     unreadable_error,
 )
-from lockstep.checkpoint.metadata import StoredPart, check_sizes, parse_metadata
+from lockstep.checkpoint.metadata import StoredAt, StoredPart, check_sizes, parse_metadata
 from lockstep.checkpoint.ranks import Ranks, narrow
 from lockstep.checkpoint.snapshot import TensorBlock
-from lockstep.checkpoint.storage import Location
+from lockstep.checkpoint.storage import Location, read_into_buffer
 from lockstep.errors import LockstepError, UsageError
 from lockstep.heartbeat.writer import went_forward
 from lockstep.torch_compat.checkpoint_format import read_items
+
+# Bytes of a block that is read whole before it is unpacked; torch asks for those of a larger one
+# itself, so that it is never in memory twice.
+_READ_AT_ONCE = 1 << 20
 
 
 def open_part(checkpoint: Location, manifest: Manifest, part: str) -> "PartReader":
@@ -71,36 +72,56 @@ def _compare_with_manifest(stored: StoredPart, manifest: Manifest) -> None:
         raise ValueError(f"it disagrees with the manifest about {name}")
 
 
-class ShardedReader(FileSystemReader):
+class ShardedReader:
     """Reads blocks of one part of DCP's files; raises a DamagedError if `.metadata` is refused."""
 
     def __init__(self, checkpoint: Location, manifest: Manifest, part: str) -> None:
-        super().__init__(Path(part))
         self.checkpoint = checkpoint
         self.part = part
-        self.fs = _CheckpointFiles(checkpoint)
         self.stored = read_stored_part(checkpoint, manifest, part)
-        self.storage_data = dict(self.stored.places)
 
     def read_into(self, blocks: dict[str, TensorBlock]) -> None:
         """Fill the blocks from the files of the ranks that wrote parts of them."""
-        items: list[ReadItem] = []
+        items: dict[StoredAt, list[ReadItem]] = defaultdict(list)
         for name, block in blocks.items():
             if block.tensor.numel():
                 chunk = ChunkStorageMetadata(torch.Size(block.offset), block.tensor.size())
-                items += read_items(name, self.stored.tensors[name], chunk)
-        for place in {self.stored.places[item.storage_index] for item in items}:
-            file = f"{self.part}/{place.relative_path}"
-            with self.checkpoint.open(file) as stream:
-                try:
-                    check_block(stream, place.offset, place.length)
-                except ValueError as error:
-                    raise unreadable_error(f"{self.checkpoint}/{file}", error) from None
-        with torch.no_grad(), _explained(f"{self.checkpoint}/{self.part}"):
-            self.read_data(LoadPlan(items), _BlockLoadPlanner(blocks)).wait()
+                for item in read_items(name, self.stored.tensors[name], chunk):
+                    items[self.stored.places[item.storage_index]].append(item)
+        places: dict[str, list[StoredAt]] = defaultdict(list)
+        for place in items:
+            places[place.relative_path].append(place)
+        for path, of_file in places.items():
+            with self.checkpoint.open(f"{self.part}/{path}") as stream:
+                for place in sorted(of_file, key=lambda place: place.offset):
+                    stored = self._load_block(stream, place)
+                    self._copy(stored, items[place], blocks)
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise AssertionError("the metadata is read by read_stored_part, never by torch's unpickler")
+    def _load_block(self, stream: BinaryIO, place: StoredAt) -> Tensor:
+        """Return a stored block, or raise a DamagedError."""
+        file = f"{self.checkpoint}/{self.part}/{place.relative_path}"
+        archive: BinaryIO = cast(BinaryIO, _FileSlice(stream, place.offset, place.length))
+        if place.length <= _READ_AT_ONCE:
+            archive = io.BytesIO(archive.read())
+        try:
+            check_block(archive, place.length)
+        except ValueError as error:
+            raise unreadable_error(file, error) from None
+        archive.seek(0)
+        with _explained(file):
+            stored: Tensor = torch.load(archive, map_location="cpu", weights_only=True)
+            return stored
+
+    def _copy(
+        self, stored: Tensor, items: Sequence[ReadItem], blocks: Mapping[str, TensorBlock]
+    ) -> None:
+        """Copy parts of a stored block to where they belong."""
+        with torch.no_grad(), _explained(f"{self.checkpoint}/{self.part}"):
+            for item in items:
+                target = blocks[item.dest_index.fqn].tensor
+                part = narrow(stored, item.storage_offsets, item.lengths)
+                narrow(target, item.dest_offsets, item.lengths).copy_(part)
+                went_forward()
 
 
 @contextmanager
@@ -116,34 +137,6 @@ def _explained(where: str) -> Generator[None, None, None]:
     except Exception as error:
         lines = str(error).splitlines() or [""]
         raise unreadable_error(where, f"{type(error).__name__}: {lines[0]}") from error
-
-
-class _CheckpointFiles(FileSystem):
-    def __init__(self, checkpoint: Location) -> None:
-        self._checkpoint = checkpoint
-
-    @contextmanager
-    def create_stream(
-        self, path: str | os.PathLike[str], mode: str
-    ) -> Generator[io.IOBase, None, None]:
-        assert mode == "rb"
-        with self._checkpoint.open(PurePath(path).as_posix()) as stream:
-            yield cast(io.IOBase, stream)
-
-
-class _BlockLoadPlanner(DefaultLoadPlanner):
-    def __init__(self, blocks: dict[str, TensorBlock]) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self.blocks = blocks
-
-    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        went_forward()
-        return narrow(
-            self.blocks[read_item.dest_index.fqn].tensor, read_item.dest_offsets, read_item.lengths
-        )
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> NoReturn:
-        raise AssertionError("objects are never stored with tensors, and never unpickled")
 
 
 def read_stored_part(checkpoint: Location, manifest: Manifest, part: str) -> StoredPart:
@@ -170,8 +163,8 @@ def read_stored_part(checkpoint: Location, manifest: Manifest, part: str) -> Sto
     return stored
 
 
-def check_block(stream: BinaryIO, offset: int, length: int) -> None:
-    """Raise a ValueError if a stored block would unpack to more bytes than it has.
+def check_block(block: BinaryIO, length: int) -> None:
+    """Raise a ValueError if a stored block of `length` bytes would unpack to more than these.
 
     The block is a zip archive as torch writes it.
 
@@ -179,7 +172,7 @@ def check_block(stream: BinaryIO, offset: int, length: int) -> None:
     directory is read.
     """
     try:
-        with zipfile.ZipFile(_FileSlice(stream, offset, length)) as archive:
+        with zipfile.ZipFile(block) as archive:
             entries = archive.infolist()
     except zipfile.BadZipFile:
         return  # torch's reader raises for other data, and reads only plain tensors
@@ -216,6 +209,13 @@ class _FileSlice(io.RawIOBase):
         data = self._stream.read(left if size < 0 else min(size, left))
         self._at += len(data)
         return data
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")[: max(0, self._length - self._at)]
+        self._stream.seek(self._offset + self._at)
+        taken = read_into_buffer(self._stream, view)
+        self._at += taken
+        return taken
 
 
 @dataclass(frozen=True)

@@ -181,12 +181,14 @@ class Location:
         """
         size = 0
         crc = 0
+        # into the same memory again and again: new memory for each chunk takes longer than to read
+        buffer = memoryview(bytearray(_CHUNK))
         with self.open(file) as stream:
-            while chunk := stream.read(_CHUNK):
-                size += len(chunk)
-                crc = zlib.crc32(chunk, crc)
+            while taken := read_into_buffer(stream, buffer):
+                size += taken
+                crc = zlib.crc32(buffer[:taken], crc)
                 went_forward()
-                advance(len(chunk))
+                advance(taken)
         return FileInfo(size, crc)
 
     @contextmanager
@@ -200,6 +202,15 @@ class Location:
         with self.create(file) as stream:
             stream.write(data)
         return stream.info
+
+
+def read_into_buffer(stream: BinaryIO, buffer: memoryview) -> int:
+    """Read at most as many bytes as the buffer has; return how many, 0 at the end."""
+    if isinstance(stream, io.BufferedIOBase | io.RawIOBase):
+        return stream.readinto(buffer) or 0
+    data = stream.read(len(buffer))
+    buffer[: len(data)] = data
+    return len(data)
 
 
 class ChecksumStream(io.RawIOBase):

@@ -15,6 +15,7 @@ offset, block, at; the blocks' elements.
 Tests: tests/checkpoint/test_ranks.py, tests/checkpoint/test_background.py
 """
 
+import io
 import json
 import os
 from abc import ABC, abstractmethod
@@ -42,12 +43,14 @@ from lockstep.checkpoint.snapshot import (
     global_plan,
     local_plan,
 )
-from lockstep.checkpoint.storage import ChecksumStream, FileInfo, Location
+from lockstep.checkpoint.storage import FileInfo, Location
 from lockstep.division import round_up
 from lockstep.errors import RunError
 from lockstep.models.safetensors_files import tensor_bytes
 
 Format = Literal["sharded", "full", "local"]
+
+_COLLECTED = 1 << 20  # bytes of small pieces that are handed on together
 
 
 @dataclass(frozen=True)
@@ -188,11 +191,15 @@ class _DraftFiles(FileSystem):
     @contextmanager
     def create_stream(
         self, path: str | os.PathLike[str], mode: str
-    ) -> Generator[ChecksumStream, None, None]:
+    ) -> Generator[io.IOBase, None, None]:
+        """Create a file, and collect the forty pieces as which `torch.save` writes a tensor."""
         assert mode == "wb"
         file = PurePath(path).as_posix().removesuffix(".tmp")
-        with self._draft.create(file) as stream:
-            yield stream
+        with (
+            self._draft.create(file) as stream,
+            io.BufferedWriter(stream, _COLLECTED) as collected,
+        ):
+            yield collected
         self._file_info[file] = stream.info
 
     def exists(self, path: str | os.PathLike[str]) -> bool:
