@@ -56,6 +56,8 @@ class ObjectStorage(Storage):
         options: obstore's options of the service, such as `endpoint` and `region`; no credentials.
     """
 
+    is_remote = True
+
     def __init__(self, url: str, *, retry_seconds: float = RETRY_SECONDS, **options: Any) -> None:
         self._use(ObjectClient(url, retry_seconds=retry_seconds, **options))
 

@@ -49,9 +49,10 @@ from lockstep.errors import LockstepError, UsageError
 from lockstep.heartbeat.writer import went_forward
 from lockstep.torch_compat.checkpoint_format import read_items
 
-# Bytes of a block that is read whole before it is unpacked; torch asks for those of a larger one
-# itself, so that it is never in memory twice.
+# Bytes of a block that is read whole before it is unpacked, which takes twenty reads; torch asks
+# for those of a larger one itself, so that it is never in memory twice.
 _READ_AT_ONCE = 1 << 20
+_READ_AT_ONCE_FROM_AFAR = 64 << 20
 
 
 def open_part(checkpoint: Location, manifest: Manifest, part: str) -> "PartReader":
@@ -101,7 +102,8 @@ class ShardedReader:
         """Return a stored block, or raise a DamagedError."""
         file = f"{self.checkpoint}/{self.part}/{place.relative_path}"
         archive: BinaryIO = cast(BinaryIO, _FileSlice(stream, place.offset, place.length))
-        if place.length <= _READ_AT_ONCE:
+        is_remote = self.checkpoint.storage.is_remote
+        if place.length <= (_READ_AT_ONCE_FROM_AFAR if is_remote else _READ_AT_ONCE):
             archive = io.BytesIO(archive.read())
         try:
             check_block(archive, place.length)

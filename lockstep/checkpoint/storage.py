@@ -52,6 +52,8 @@ class Storage(ABC):
 
     # Its files are read by the launch that wrote them alone, and by any number of its ranks.
     in_memory = False
+    # A read is a request to a service, so that what is needed together is read together.
+    is_remote = False
 
     @abstractmethod
     def names(self) -> Sequence[str]:
