@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,6 @@ from lockstep.checkpoint.manifest import (
     CONFIG,
     GROUPS_KEY,
     JSON_LIMIT,
-    MODEL,
     STATE,
     Manifest,
     verify,
@@ -36,12 +36,14 @@ from lockstep.checkpoint.snapshot import (
     Snapshot,
     Staged,
     TensorBlock,
+    describe,
     merge,
     stage,
 )
 from lockstep.checkpoint.storage import (
     CheckpointPath,
     Directory,
+    FileInfo,
     Location,
     Storage,
     aside_name,
@@ -133,71 +135,78 @@ def write_once(
     options: SaveOptions,
     ranks: Ranks,
 ) -> None:
-    """Plan, write and commit on every rank, without retries; delete the draft after a failure."""
+    """Plan, write and commit on every rank, without retries; delete the draft after a failure.
+
+    Rank 0 decides who writes what and begins a draft; every rank writes its share into it; rank 0
+    adds the files beside the tensors and makes the checkpoint visible.
+    """
     failure = _failure(step)
     writer = writer_of(options.format, staged, ranks, failure)
     decided: list[tuple[CheckpointPlan, Location]] = []  # on rank 0
     with ExitStack() as stack:
 
-        def plan(described: list[Description]) -> list[tuple[str, object]]:
-            """Decide on rank 0 who writes what, and open the draft; return each rank's share."""
+        def decide(described: list[Description]) -> list[tuple[str, object]]:
+            """Decide on rank 0 who writes what, and begin the draft; return each rank's share."""
             plan = merge(described)
             shares = writer.plan(plan, described)
             if target.storage.exists(target.name) and not options.sets_aside:
-                if step_of(target.name) is None or not verify(target):
-                    fix = (
-                        "begin with it (in Python: trainer.load_checkpoint), move it away, or name"
-                        " another folder "
-                    )
-                    fix += "for this run"
-                    raise UsageError(
-                        f"{target} exists already, and a checkpoint is never overwritten", fix=fix
-                    )
-                target.storage.move(target.name, aside_name(step))  # it is damaged
+                _set_damaged_aside(target, step)
             draft = stack.enter_context(new_draft(target.storage, target.name))
             decided.append((plan, draft))
             return [(draft.name, share) for share in shares]
 
-        def finish(written: list[WrittenFiles]) -> None:
-            """Write the state and the config on rank 0, and make the checkpoint visible."""
+        def commit(written: list[WrittenFiles]) -> None:
+            """Write the files beside the tensors on rank 0, and make the checkpoint visible."""
             plan, draft = decided[0]
             files = writer.finish(draft, written)
-            # Floats are exact to the bit; NaN and Infinity are in Python's notation.
-            state = (
-                json.dumps({**staged.state, GROUPS_KEY: plan.groups}, indent=1, sort_keys=True)
-                + "\n"
-            )
-            files[STATE] = draft.put(STATE, _within_limit(STATE, state.encode()))
-            files[CONFIG] = draft.put(CONFIG, config_yaml.encode())
+            files |= _write_beside(draft, staged.state, plan.groups, config_yaml)
             versions = {"torch": torch.__version__, "python": platform.python_version()}
-            if options.sets_aside and target.storage.exists(target.name):
-                aside = aside_name(step)
-                target.storage.move(target.name, aside)
-                _log.warning(
-                    "warning: %s exists already: the older checkpoint is called %s from now on",
-                    target,
-                    aside,
-                )
             manifest = Manifest(
                 step, files, plan.parameters, tuple(plan.parts), versions, writer.raw_ranks
             )
-            target.storage.commit(
-                draft.name, target.name, _within_limit("manifest.json", manifest.to_bytes())
-            )
+            if options.sets_aside and target.storage.exists(target.name):
+                _set_older_aside(target, step)
+            manifest_json = _within_limit("manifest.json", manifest.to_bytes())
+            target.storage.commit(draft.name, target.name, manifest_json)
 
-        def describe() -> Description:
-            tensors = {
-                part: {n: block.info for n, block in own.blocks.items()}
-                for part, own in staged.parts.items()
-            }
-            return Description(
-                tensors, staged.parts[MODEL].aliases, staged.groups, writer.describe()
-            )
-
-        draft, share = ranks.exchange(failure, describe, plan)
-        ranks.all_reduce(
-            failure, lambda: writer.write(Location(target.storage, draft), share), finish
+        draft_name, share = ranks.exchange(
+            failure, lambda: describe(staged, writer.describe()), decide
         )
+        draft = Location(target.storage, draft_name)
+        ranks.all_reduce(failure, lambda: writer.write(draft, share), commit)
+
+
+def _set_damaged_aside(target: Location, step: int) -> None:
+    """Give a damaged checkpoint of this name another one; a UsageError if it is complete."""
+    if step_of(target.name) is None or not verify(target):
+        fix = (
+            "begin with it (in Python: trainer.load_checkpoint), move it away, or name another"
+            " folder for this run"
+        )
+        what = f"{target} exists already, and a checkpoint is never overwritten"
+        raise UsageError(what, fix=fix)
+    target.storage.move(target.name, aside_name(step))
+
+
+def _set_older_aside(target: Location, step: int) -> None:
+    """Give the older checkpoint of this name another one, and say so."""
+    aside = aside_name(step)
+    target.storage.move(target.name, aside)
+    _log.warning(
+        "warning: %s exists already: the older checkpoint is called %s from now on", target, aside
+    )
+
+
+def _write_beside(
+    draft: Location, state: dict[str, Any], groups: dict[str, dict[str, Any]], config_yaml: str
+) -> dict[str, FileInfo]:
+    """Write the state with the optimizers' groups, and the config; return size and checksum."""
+    # Floats are exact to the bit; NaN and Infinity are in Python's notation.
+    text = json.dumps({**state, GROUPS_KEY: groups}, indent=1, sort_keys=True) + "\n"
+    return {
+        STATE: draft.put(STATE, _within_limit(STATE, text.encode())),
+        CONFIG: draft.put(CONFIG, config_yaml.encode()),
+    }
 
 
 def is_shared(directory: Directory) -> bool:

@@ -61,6 +61,7 @@ from lockstep.checkpoint.snapshot import (
     Part,
     Snapshot,
     Staged,
+    describe,
     merge,
     stage,
 )
@@ -277,9 +278,9 @@ class MemoryWriter:
         manifest = Manifest(
             step, files, plan.parameters, tuple(plan.parts), self._versions, self._ranks.size
         )
-        found = {**beside, MANIFEST: manifest.to_bytes()}
-        self._put_beside(folder, found)
-        return found
+        described = {**beside, MANIFEST: manifest.to_bytes()}
+        self._put_beside(folder, described)
+        return described
 
     def _put_beside(self, folder: _Folder, beside: Mapping[str, bytes]) -> None:
         """Write the files beside the tensors into the folder of this rank's host."""
@@ -297,58 +298,76 @@ class MemoryWriter:
         if not keeps:
             self._folders.clear()
         self._facts = facts
-        made: list[_Folder] = []
-        beside: list[dict[str, bytes] | None] = []  # on rank 0
-
-        def plan(found: list[tuple[Description, str]]) -> list[tuple[str, Share, Duties]]:
-            described = [description for description, _ in found]
-            self._plan = merge(described)
-            name = self._storage.begin(step_name(step))
-            held = [rank.blocks for rank in described]
-            shares = shared_out(held)
-            duties = duties_of(shares, held, [host for _, host in found])
-            return [(name, *both) for both in zip(shares, duties, strict=True)]
-
-        def describe() -> tuple[Description, str]:
-            if self._leads and not keeps:
-                self._storage.delete_drafts()
-            tensors = {
-                part: {name: block.info for name, block in content.blocks.items()}
-                for part, content in staged.parts.items()
-            }
-            own = Description(tensors, facts.aliases, staged.groups, facts.held)
-            return own, host_of(self._storage)
-
-        def make() -> dict[str, int]:
-            sizes = made[0].make(self._storage, self._ranks.rank, staged.parts)
-            made[0].fill(staged.parts)
-            return sizes
-
-        def finish(sizes: list[dict[str, int]]) -> list[dict[str, int]]:
-            made[0].sizes = {file: size for rank in sizes for file, size in rank.items()}
-            beside.append(self._describe(step, staged, made[0], config_yaml))
-            return sizes
-
         try:
-            name, share, duties = self._ranks.exchange(failure, describe, plan)
-            exchange = Exchange(duties, self._ranks.group)
-            made.append(_Folder(name, share, duties, exchange))
-            sizes = self._ranks.all_reduce(failure, make, finish)
-            if duties.several:
-                self._ranks.run(failure, lambda: exchange.make(self._storage, name, sizes))
-                received = exchange.run(beside[0] if beside else None)
-                self._ranks.run(
-                    failure,
-                    lambda: None if received is None else self._put_beside(made[0], received),
-                )
+            folder = self._plan_folder(failure, step, staged, facts.held, deletes_drafts=not keeps)
+            self._fill_new(folder, failure, step, staged, config_yaml)
         except Exception:
             self._facts = None
             self._folders.clear()
             if self._leads:
                 self._storage.delete_drafts()
             raise
-        self._folders.insert(0, made[0])
-        return made[0]
+        self._folders.insert(0, folder)
+        return folder
+
+    def _plan_folder(
+        self, failure: str, step: int, staged: Staged, held: Held, *, deletes_drafts: bool
+    ) -> _Folder:
+        """Decide with all ranks who writes which blocks; return the folder, still without files.
+
+        Args:
+            failure: what was not done, if it fails.
+            step: whose copy it is.
+            staged: this rank's state.
+            held: the blocks of it that this rank holds.
+            deletes_drafts: the folders so far are of another plan.
+        """
+
+        def describe_own() -> tuple[Description, str]:
+            if self._leads and deletes_drafts:
+                self._storage.delete_drafts()
+            return describe(staged, held), host_of(self._storage)
+
+        def decide(described: list[tuple[Description, str]]) -> list[tuple[str, Share, Duties]]:
+            """Begin the folder on rank 0, and give each rank its share and duties."""
+            descriptions = [description for description, _ in described]
+            self._plan = merge(descriptions)
+            name = self._storage.begin(step_name(step))
+            held_by_rank = [description.blocks for description in descriptions]
+            shares = shared_out(held_by_rank)
+            duties = duties_of(shares, held_by_rank, [host for _, host in described])
+            return [(name, *both) for both in zip(shares, duties, strict=True)]
+
+        name, share, duties = self._ranks.exchange(failure, describe_own, decide)
+        return _Folder(name, share, duties, Exchange(duties, self._ranks.group))
+
+    def _fill_new(
+        self, folder: _Folder, failure: str, step: int, staged: Staged, config_yaml: str
+    ) -> None:
+        """Make the files of a new folder on each host, and write the copy into them."""
+        beside: list[dict[str, bytes] | None] = []  # on rank 0
+
+        def make() -> dict[str, int]:
+            sizes = folder.make(self._storage, self._ranks.rank, staged.parts)
+            folder.fill(staged.parts)
+            return sizes
+
+        def describe_copy(sizes: list[dict[str, int]]) -> list[dict[str, int]]:
+            """Write the files beside the tensors on rank 0, whose manifest has all sizes."""
+            folder.sizes = {file: size for rank in sizes for file, size in rank.items()}
+            beside.append(self._describe(step, staged, folder, config_yaml))
+            return sizes
+
+        sizes = self._ranks.all_reduce(failure, make, describe_copy)
+        if not folder.duties.several:
+            return
+
+        exchange = folder.exchange
+        self._ranks.run(failure, lambda: exchange.make(self._storage, folder.name, sizes))
+        received = exchange.run(beside[0] if beside else None)
+        self._ranks.run(
+            failure, lambda: None if received is None else self._put_beside(folder, received)
+        )
 
     def _worst_outcome(self, outcome: int) -> int:
         """Return the greatest outcome of all ranks."""

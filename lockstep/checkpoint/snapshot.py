@@ -228,6 +228,15 @@ class Description:
     blocks: Any  # from `FormatWriter.describe`
 
 
+def describe(staged: Staged, blocks: Any) -> Description:
+    """Return the description of a staged snapshot; `blocks` is what its format says of them."""
+    tensors = {
+        part: {name: block.info for name, block in content.blocks.items()}
+        for part, content in staged.parts.items()
+    }
+    return Description(tensors, staged.parts[MODEL].aliases, staged.groups, blocks)
+
+
 @dataclass(frozen=True)
 class CheckpointPlan:
     """The content of a new checkpoint: its parts, the model's parameters and all ranks' groups."""
@@ -248,8 +257,8 @@ def merge(ranks: Sequence[Description]) -> CheckpointPlan:
             for name, info in tensors.items():
                 first = infos[part].setdefault(name, info)
                 if first != info:
-                    one, another = (f"{dtype}{list(shape)}" for shape, dtype in (first, info))
-                    what = f"ranks disagree about {name}: {one} on one, {another} on another"
+                    here, there = (f"{dtype}{list(shape)}" for shape, dtype in (first, info))
+                    what = f"ranks disagree about {name}: {here} on one, {there} on another"
                     raise UsageError(what, why="a name means one tensor, whichever ranks hold it")
     aliases: dict[str, tuple[str, ...]] = {}
     for rank in ranks:
@@ -299,9 +308,13 @@ def local_plan(part: Part) -> SavePlan:
 
 
 def global_plan(plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-    """Assign each block to one rank, and return the metadata.
+    """Assign each block to one rank, and return each rank's plan and the metadata; on rank 0.
 
-    Raise a ValueError unless blocks make up tensors.
+    Of the ranks that have a block, the one that is to write the fewest bytes so far writes it: that
+    is torch's rule (`dedup_save_plans`). Raise a ValueError unless blocks make up tensors.
+
+    Args:
+        plans: of the blocks that each rank has (`local_plan`), by rank.
     """
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     shared, metadata = planner.create_global_plan(plans)

@@ -21,11 +21,12 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
 from lockstep import cores, scratch, signals
-from lockstep.environment import parent_identity, rank_facts
+from lockstep.environment import RankFacts, parent_identity, rank_facts
 from lockstep.errors import EXIT_DONE, EXIT_PREEMPTED, LockstepError, UsageError
 from lockstep.heartbeat.files import FOLDER
 from lockstep.launch.failures import Failure, done_mark, from_exception, preempted, stacks_file
@@ -256,48 +257,26 @@ def run_as_worker(
     rank's. Under Lockstep's launcher a preempted rank exits with 0 after writing its failure file:
     torch's agent would stop the ranks that are still saving if one exits with another code.
     """
-    facts = rank_facts()
-    if launched:
-        die_with_parent()
-        cores.bind(facts.local_rank, facts.local_world_size)  # before torch makes threads
-    # Removed from the environment: processes that this one starts are not ranks.
-    os.environ.pop(LAUNCHER_PID, None)
-    folder = os.environ.pop(FAILURES, None)
-    _done_marks[:] = [] if folder is None else [Path(folder, done_mark(facts.rank))]
-    log = logs / f"rank-{facts.rank}.log"
-
-    def exit_on_signal(number: int) -> None:
-        """Exit: there is nothing to save before training has begun.
-
-        The trainer handles signals later.
-        """
-        text = f"stopped by {signals.name_of(number)} before the training began"
-        written = folder is not None and _write_failure(preempted(facts, text), Path(folder))
-        # Lockstep's launcher prints it, if needed; another one stops all ranks after one has
-        # printed why it failed.
-        if facts.is_main and not written and not _failure_mark().exists():
-            with suppress(OSError):
-                os.write(console(sys.stderr).fileno(), f"lockstep: {text}\n".encode())
-        signals.end_now(EXIT_DONE if written else EXIT_PREEMPTED, "")
-
+    worker = _worker_of_this_process(logs, launched=launched)
+    facts = worker.facts
     shown = ConsoleOutput.from_environment().streams(facts.local_rank, is_main=facts.is_main)
     # torch's @record writes there; the agent sets none
     if not os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        os.environ["TORCHELASTIC_ERROR_FILE"] = str(
-            (logs / f"rank-{facts.rank}.error.json").absolute()
-        )
+        error_file = logs / f"rank-{facts.rank}.error.json"
+        os.environ["TORCHELASTIC_ERROR_FILE"] = str(error_file.absolute())
     stream: Tee | None = None
     with ExitStack() as stack:
-        stack.enter_context(signals.answered(exit_on_signal))
+        stack.enter_context(signals.answered(partial(_exit_before_training, worker)))
         try:
             output = to_log(
-                log, on_console=shown, descriptors=launched, include_children=include_children
+                worker.log,
+                on_console=shown,
+                descriptors=launched,
+                include_children=include_children,
             )
             stream = stack.enter_context(output)
             if launched:
-                faulthandler.enable(file=os.fdopen(open_to_append(log), "a"))
-                if FOLDER in os.environ:
-                    write_on_request(stacks_file(logs, facts.rank))
+                _show_stacks(worker)
             code = work() or EXIT_DONE
             failure = preempted(facts) if code == EXIT_PREEMPTED else None
             if failure is None:
@@ -306,19 +285,76 @@ def run_as_worker(
             if launched:
                 # a neighbour's failure makes the launcher end this rank: it tells its own first
                 signals.ignore(scripts_own=True)
-            failure = from_exception(error, facts, log)
+            failure = from_exception(error, facts, worker.log)
         if failure is None:
             return code
-        _report(failure, None if folder is None else Path(folder), stream)
+        _report(failure, worker.failures, stream)
+        return _end_after(failure, worker)
+
+
+@dataclass(frozen=True)
+class _Worker:
+    """This process as a rank."""
+
+    facts: RankFacts
+    logs: Path  # the folder of all ranks' logs
+    launched: bool  # by a launcher, not by a person
+    failures: Path | None  # the folder where Lockstep's launcher reads failure files
+
+    @property
+    def log(self) -> Path:
+        """The file of this rank's output."""
+        return self.logs / f"rank-{self.facts.rank}.log"
+
+
+def _worker_of_this_process(logs: Path, *, launched: bool) -> _Worker:
+    """Read what the launcher has set for this rank, and bind the process to it and to its cores."""
+    facts = rank_facts()
+    if launched:
+        die_with_parent()
+        cores.bind(facts.local_rank, facts.local_world_size)  # before torch makes threads
+    # Removed from the environment: processes that this one starts are not ranks.
+    os.environ.pop(LAUNCHER_PID, None)
+    folder = os.environ.pop(FAILURES, None)
+    failures = None if folder is None else Path(folder)
+    _done_marks[:] = [] if failures is None else [failures / done_mark(facts.rank)]
+    return _Worker(facts, logs, launched, failures)
+
+
+def _exit_before_training(worker: _Worker, number: int) -> None:
+    """Exit on a signal: there is nothing to save before training has begun.
+
+    The trainer handles signals later.
+    """
+    facts = worker.facts
+    text = f"stopped by {signals.name_of(number)} before the training began"
+    written = _write_failure(preempted(facts, text), worker.failures)
+    # Lockstep's launcher prints it, if needed; another one stops all ranks after one has
+    # printed why it failed.
+    if facts.is_main and not written and not _failure_mark().exists():
+        with suppress(OSError):
+            os.write(console(sys.stderr).fileno(), f"lockstep: {text}\n".encode())
+    signals.end_now(EXIT_DONE if written else EXIT_PREEMPTED, "")
+
+
+def _show_stacks(worker: _Worker) -> None:
+    """Write the stacks of all threads when the process crashes, or when the launcher asks."""
+    faulthandler.enable(file=os.fdopen(open_to_append(worker.log), "a"))
+    if FOLDER in os.environ:
+        write_on_request(stacks_file(worker.logs, worker.facts.rank))
+
+
+def _end_after(failure: Failure, worker: _Worker) -> int:
+    """Return the exit code; a launched rank that has failed ends here."""
+    if failure.kind == "preempted":
+        return failure.exit_code if worker.failures is None else EXIT_DONE
+    if worker.launched:
         # skip the interpreter's shutdown: it may wait for peers that left
-        if failure.kind != "preempted" and launched:
-            for child in multiprocessing.active_children():
-                child.kill()
-            flush_both()
-            os._exit(failure.exit_code)
-        return (
-            EXIT_DONE if failure.kind == "preempted" and folder is not None else failure.exit_code
-        )
+        for child in multiprocessing.active_children():
+            child.kill()
+        flush_both()
+        os._exit(failure.exit_code)
+    return failure.exit_code
 
 
 def _report(failure: Failure, folder: Path | None, stream: Tee | None) -> None:

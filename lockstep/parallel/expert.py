@@ -27,7 +27,7 @@ Tests: tests/parity/test_mixture.py, tests/parallel/test_worked_examples.py
 
 import copy
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -57,6 +57,8 @@ from lockstep.parallel.strides import lay_gradients
 from lockstep.parallel.tensor_blocks import OnSend, with_backward
 from lockstep.parallel.tensor_cuts import TensorCuts
 from lockstep.torch_compat.fake_tensors import FakeTensor
+
+Route = Callable[[Tensor], Tensor]  # rows of one order → those of all ranks for this one
 
 
 class PlacedExperts(AroundMicroBatch):
@@ -138,28 +140,28 @@ class PlacedExperts(AroundMicroBatch):
         for name, shape in self.shapes.items():
             ranks = self.ranks * (tensor if name in self._dealt else 1)
             if not shape or shape[0] % ranks:
-                dealt = (
-                    f" ({self.ranks} along expert × {tensor} along tensor)"
-                    if name in self._dealt
-                    else ""
-                )
-                what = (
-                    f"{name} has {shape[0] if shape else 'no'} experts, which {ranks} ranks{dealt}"
-                    " can't share"
-                )
-                fix = "stack it over experts in dim 0"
-                if shape:
-                    fix = f"give the model a multiple of {ranks} experts"
-                    # sizes that divide this one go on these ranks
-                    each, rest = divmod(shape[0], ranks // self.ranks)
-                    sizes = [] if rest else divisors(math.gcd(each, self.ranks), self.ranks)
-                    fix = (
-                        f"write expert_size: {' or '.join(map(str, sizes))}, or {fix}"
-                        if sizes
-                        else fix
-                    )
-                raise UsageError(what, where="distributed.expert_size", fix=fix)
+                raise self._cannot_share(name, shape, ranks)
             self._parameter(name).data = self.piece(name, self._parameter(name).data)
+
+    def _cannot_share(self, name: str, shape: torch.Size, ranks: int) -> UsageError:
+        """Return the error for experts that do not divide among so many ranks, with what does."""
+        ranks_along_tensor = ranks // self.ranks
+        dealt = ""
+        if name in self._dealt:
+            dealt = f" ({self.ranks} along expert × {ranks_along_tensor} along tensor)"
+        num_experts = shape[0] if shape else "no"
+        what = f"{name} has {num_experts} experts, which {ranks} ranks{dealt} can't share"
+        if not shape:
+            fix = "stack it over experts in dim 0"
+            return UsageError(what, where="distributed.expert_size", fix=fix)
+
+        fix = f"give the model a multiple of {ranks} experts"
+        # sizes that divide this one go on these ranks
+        each, rest = divmod(shape[0], ranks_along_tensor)
+        sizes = [] if rest else divisors(math.gcd(each, self.ranks), self.ranks)
+        if sizes:
+            fix = f"write expert_size: {' or '.join(map(str, sizes))}, or {fix}"
+        return UsageError(what, where="distributed.expert_size", fix=fix)
 
     # ---- messages ----
 
@@ -176,52 +178,55 @@ class PlacedExperts(AroundMicroBatch):
 
         def forward(this: nn.Module, rows: Tensor, counts: list[int]) -> Tensor:
             """Send rows to the ranks of their experts, run those that come, and send them back."""
-            theirs = self._exchange_counts(counts, rows)
-            each = len(counts) // self.ranks
-            sent = [sum(counts[begin : begin + each]) for begin in range(0, len(counts), each)]
-            received = [sum(source) for source in theirs]
-            there = partial(self.all_to_all, sent=sent, received=received)
-            back = partial(self.all_to_all, sent=received, received=sent)
-            mine = with_backward(there, back, rows)
+            counts_by_rank = self._exchange_counts(counts, rows)
+            there, back = self._routes(counts, counts_by_rank)
+            arrived = with_backward(there, back, rows)
             if self.exact:
-                # Each rank's rows belong to another micro-batch, a leaf of the tree. So they run by
-                # themselves, each with a view of the parameters whose gradient is that leaf.
-                views = lent(this)
-                parts = []
-                for rank, (part, numbers) in enumerate(
-                    zip(torch.split(mine, received), theirs, strict=True)
-                ):
-                    held = {
-                        name.partition("@")[0]: view
-                        for name, view in views.items()
-                        if name.endswith(f"@{rank}")
-                    }
-                    parts.append(torch.func.functional_call(plain, held, (part, numbers)))
-                made = torch.cat(parts)
+                copies = self._lent_copies(this, full_names)
+                outputs = _by_rank(plain, copies, arrived, counts_by_rank)
             else:
-                made = _by_expert(
-                    plain, {each: look_up(this, each) for each in full_names}, mine, theirs
-                )
-            return with_backward(back, there, made)
+                held = {attribute: look_up(this, attribute) for attribute in full_names}
+                outputs = _by_expert(plain, held, arrived, counts_by_rank)
+            return with_backward(back, there, outputs)
 
-        def copies(this: nn.Module) -> dict[str, Tensor]:
-            """Return each parameter for the rows of each rank: {attribute@rank: tensor}."""
-            return {
-                f"{attribute}@{rank}": copy
-                for attribute, full in full_names.items()
-                for rank, copy in enumerate(self._for_each_rank(look_up(this, attribute), full))
-            }
-
-        def lent(this: Any) -> dict[str, Tensor]:
-            names = [
-                f"{attribute}@{rank}" for attribute in full_names for rank in range(self.ranks)
-            ]
-            # A product that runs chunk by chunk lends the copies that it has summed gradients for.
-            return {n: getattr(this, n) for n in names} if hasattr(this, names[0]) else copies(this)
+        def to_lend(this: nn.Module) -> dict[str, Tensor]:
+            return self._copies(this, full_names)
 
         replace_method(module, MethodType(forward, module), by="expert")
         if self.exact:
-            replace_method(module, MethodType(copies, module), by="expert", method="to_lend")
+            replace_method(module, MethodType(to_lend, module), by="expert", method="to_lend")
+
+    def _routes(self, counts: list[int], counts_by_rank: list[list[int]]) -> tuple[Route, Route]:
+        """Return the exchange that brings rows to the ranks of their experts, and the way back.
+
+        Args:
+            counts: this rank's rows for each expert of all ranks.
+            counts_by_rank: the rows of each rank for each expert here.
+        """
+        each = len(counts) // self.ranks
+        sent = [sum(counts[begin : begin + each]) for begin in range(0, len(counts), each)]
+        received = [sum(of_rank) for of_rank in counts_by_rank]
+        there = partial(self.all_to_all, sent=sent, received=received)
+        back = partial(self.all_to_all, sent=received, received=sent)
+        return there, back
+
+    def _copies(self, module: nn.Module, full_names: Mapping[str, str]) -> dict[str, Tensor]:
+        """Return each parameter for the rows of each rank: {attribute@rank: tensor}."""
+        return {
+            f"{attribute}@{rank}": copy
+            for attribute, full in full_names.items()
+            for rank, copy in enumerate(self._for_each_rank(look_up(module, attribute), full))
+        }
+
+    def _lent_copies(self, module: Any, full_names: Mapping[str, str]) -> dict[str, Tensor]:
+        """Return those copies; a product that runs chunk by chunk has lent its own to the module.
+
+        It has summed the gradients of these.
+        """
+        names = [f"{attribute}@{rank}" for attribute in full_names for rank in range(self.ranks)]
+        if hasattr(module, names[0]):
+            return {name: getattr(module, name) for name in names}
+        return self._copies(module, full_names)
 
     def _exchange_counts(self, counts: list[int], rows: Tensor) -> list[list[int]]:
         """Return, for each rank, its numbers of rows for each expert here.
@@ -389,6 +394,32 @@ def apply_experts(
     return placed
 
 
+def _by_rank(
+    plain: nn.Module, copies: Mapping[str, Tensor], rows: Tensor, counts: list[list[int]]
+) -> Tensor:
+    """Apply the experts to the rows of each rank by themselves, for exact sums.
+
+    Each rank's rows belong to another micro-batch, a leaf of the tree, and run with that rank's
+    copies of the parameters, whose gradient is that leaf.
+
+    Args:
+        plain: a module of experts, with its own forward pass.
+        copies: {attribute@rank: tensor}.
+        rows: of all ranks, in the order of the ranks.
+        counts: each rank's rows for each expert.
+    """
+    outputs = []
+    rows_of_ranks = torch.split(rows, [sum(of_rank) for of_rank in counts])
+    for rank, (rows_of_rank, numbers) in enumerate(zip(rows_of_ranks, counts, strict=True)):
+        held = {
+            name.partition("@")[0]: copy
+            for name, copy in copies.items()
+            if name.endswith(f"@{rank}")
+        }
+        outputs.append(torch.func.functional_call(plain, held, (rows_of_rank, numbers)))
+    return torch.cat(outputs)
+
+
 def _by_expert(
     plain: nn.Module, held: Mapping[str, Tensor], rows: Tensor, counts: list[list[int]]
 ) -> Tensor:
@@ -404,9 +435,9 @@ def _by_expert(
         [parts[rank * experts + expert] for expert in range(experts) for rank in range(ranks)]
     )
     numbers = [sum(source[expert] for source in counts) for expert in range(experts)]
-    made = torch.func.functional_call(plain, dict(held), (together, numbers))
+    outputs = torch.func.functional_call(plain, dict(held), (together, numbers))
     pieces = torch.split(
-        made, [counts[rank][expert] for expert in range(experts) for rank in range(ranks)]
+        outputs, [counts[rank][expert] for expert in range(experts) for rank in range(ranks)]
     )
     return torch.cat(
         [pieces[expert * ranks + rank] for rank in range(ranks) for expert in range(experts)]

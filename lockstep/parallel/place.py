@@ -253,69 +253,87 @@ def prepared(site: Site) -> Site:
     The model is keyed, in float8, checkpointed and compiled, as the config asks for, has the values
     that all ranks have, and its axes have changed its layers.
     """
-    facts = site.facts
     layout = site.layout
-    config = site.config
-    dry_run = site.dry_run
-    model = facts.model
-    several_ranks = layout.world_size > 1
     in_stages = _in_stages(layout)
-    cuts = _cuts(layout)
-    sharded = cuts or (in_stages and layout.data_parallel_size > 1)
-    log_lines = site.log_lines
-    log_lines += lay_out(
-        model, keeps_formats=not sharded and not layout.spreads, aligned=site.reproducible
+    sharded = _cuts(layout) or (in_stages and layout.data_parallel_size > 1)
+    site.log_lines.extend(
+        lay_out(
+            site.model,
+            keeps_formats=not sharded and not layout.spreads,
+            aligned=site.reproducible,
+        )
     )
 
     first = None
-    if facts.on_meta and dry_run is None:
-        first = FirstValues(model, config.training.seed)
-    if in_stages and first is None and dry_run is None:
-        log_lines += check_chain(facts)
+    if site.facts.on_meta and site.dry_run is None:
+        first = FirstValues(site.model, site.config.training.seed)
+    if in_stages and first is None and site.dry_run is None:
+        site.log_lines.extend(check_chain(site.facts))
     if strategy_named(layout.strategy).keys_random_numbers(site.device):
-        key_model(facts, site.random_state, cut=in_stages)
-    log_lines += transform(facts, config, site.random_state)
+        key_model(site.facts, site.random_state, cut=in_stages)
+    site.log_lines.extend(transform(site.facts, site.config, site.random_state))
+    units = units_before_axes(site)
+    if layout.world_size > 1:
+        take_equal_values(site, first)
 
-    # Units are read before axes cut layers, so that they are the same ones on any topology, but not
-    # before float8, which puts linears of its own in place of some that a wrap policy may pick.
-    units: Sequence[Unit] = ()
-    if site.reproducible or cuts or in_stages:
-        units = units_of(facts, config.distributed.fsdp)
-    if site.reproducible:
-        join_uses_of_inputs(unit.module for unit in units[:-1])
-        log_lines += switch_on(site.device)
-
-    if first is None and dry_run is None and several_ranks and not broadcast_values(model):
-        log_lines.append(
-            "the model's values differed between ranks: all took rank 0's (seed ranks alike before"
-            " the model is made)"
-        )
-    if several_ranks:
-        refuse_synchronised(model)
-
-    if dry_run is not None:
-        mesh = dry_run.mesh
-    else:
-        mesh = device_mesh(layout, site.device.type) if several_ranks else None
-    if dry_run is not None and layout.tensor * layout.expert > 1 and facts.on_meta:
-        # a parameter on meta can't become a piece that is a fake tensor
-        to_empty(model, torch.device("cpu"))
-        facts = facts.after_new_parameters()
-
-    ways = site.ways
-    if config.distributed.buffers:
-        ways = buffer_ways(facts, site.loss, config)
-    site = replace(site, facts=facts, mesh=mesh, first=first, units=units, ways=ways)
+    site = on_mesh(replace(site, first=first, units=units))
     ask_axes(site)
     if first is not None:
         pieces = [axis.piece for axis in site.axes.values()]
         first.keep(pieces[::-1])  # the last one cuts first
 
-    if site.loss is not None and dry_run is not None:
+    if site.loss is not None and site.dry_run is not None:
         site.loss.to_fake()
     elif site.loss is not None:
-        log_lines += prepare_loss(site.loss, site)
+        site.log_lines.extend(prepare_loss(site.loss, site))
     return site
+
+
+def units_before_axes(site: Site) -> Sequence[Unit]:
+    """Return the units of a model, for FSDP2 and for trees; ready to be summed exactly, if asked.
+
+    They are read before axes cut layers, so that they are the same ones on any topology, but not
+    before float8, which puts linears of its own in place of some that a wrap policy may pick.
+    """
+    layout = site.layout
+    if not (site.reproducible or _cuts(layout) or _in_stages(layout)):
+        return ()
+    units = units_of(site.facts, site.config.distributed.fsdp)
+    if site.reproducible:
+        join_uses_of_inputs(unit.module for unit in units[:-1])
+        site.log_lines.extend(switch_on(site.device))
+    return units
+
+
+def take_equal_values(site: Site, first: FirstValues | None) -> None:
+    """Give all ranks rank 0's values, if the model has some; refuse layers that synchronise."""
+    has_values = first is None and site.dry_run is None
+    if has_values and not broadcast_values(site.model):
+        site.log_lines.append(
+            "the model's values differed between ranks: all took rank 0's (seed ranks alike before"
+            " the model is made)"
+        )
+    refuse_synchronised(site.model)
+
+
+def on_mesh(site: Site) -> Site:
+    """Return the site with what axes need: the mesh, and how buffers are combined."""
+    layout = site.layout
+    facts = site.facts
+    dry_run = site.dry_run
+    if dry_run is not None:
+        mesh = dry_run.mesh
+    else:
+        mesh = device_mesh(layout, site.device.type) if layout.world_size > 1 else None
+    if dry_run is not None and layout.tensor * layout.expert > 1 and facts.on_meta:
+        # a parameter on meta can't become a piece that is a fake tensor
+        to_empty(site.model, torch.device("cpu"))
+        facts = facts.after_new_parameters()
+
+    ways = site.ways
+    if site.config.distributed.buffers:
+        ways = buffer_ways(facts, site.loss, site.config)
+    return replace(site, facts=facts, mesh=mesh, ways=ways)
 
 
 def _in_stages(layout: Layout) -> bool:
@@ -449,9 +467,9 @@ def refuse_scripted(facts: ModelFacts, *, sharded: bool) -> None:
     looked_at = list(facts.model.named_modules()) if sharded else hooked
     if facts.loss is not None:
         looked_at.append(("the loss function", facts.loss.module))
-    found = [name for name, module in looked_at if isinstance(module, torch.jit.ScriptModule)]
-    if found:
-        what = f"{found[0] or 'the model'} is TorchScript (torch.jit.script or trace)"
+    scripted = [name for name, module in looked_at if isinstance(module, torch.jit.ScriptModule)]
+    if scripted:
+        what = f"{scripted[0] or 'the model'} is TorchScript (torch.jit.script or trace)"
         why = "it takes no hooks, which key random numbers and gather parameters"
         fix = "give the module as it was before, and training.compile: true for speed"
         raise UsageError(what, why=why, fix=fix + ("; or write strategy: ddp" if sharded else ""))

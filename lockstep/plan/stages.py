@@ -31,6 +31,7 @@ from lockstep.models.protocol import blocks_of
 from lockstep.parallel.axes.expert import ExpertAxis
 from lockstep.parallel.axes.pipeline import LocalStages, around_stage, local_stages
 from lockstep.parallel.executor import Executor, Stage
+from lockstep.parallel.expert import PlacedExperts
 from lockstep.parallel.facts import facts_of
 from lockstep.parallel.loss_accumulator import Loss
 from lockstep.parallel.passes import MicroBatchPass
@@ -70,7 +71,8 @@ def rehearse_rank(
 ) -> Rehearsal:
     """Rehearse a step of one pipeline rank, with `micro_batches` of a data-parallel rank."""
     layout = rehearsal.with_few_replicas(layout)
-    short = _shortened(work, config, layout, rank, kept_blocks(device_type))
+    on = _PipelineRank(work, config, layout, rank, device_type)
+    short = _shortened(on)
     plan = short.plan
     pipeline = config.distributed.pipeline
     count = plan.facts.padded(
@@ -80,26 +82,24 @@ def rehearse_rank(
     with rehearsal.fake_ranks(layout.world_size, rank * layout.world_size // layout.pipeline):
         mesh = rehearsal.meshes(layout)
         assert mesh is not None
-        metas = _metas(copy.deepcopy(short.model), work, config, plan, layout, mesh)
+        metas = _metas(on, short, mesh)
         with rehearsal.tracked() as tracker:
-            changes, start = _run(
-                tracker, short, work, config, layout, rank, metas, mesh, device_type
-            )
+            changes, start = _rehearse_step(on, short, tracker, metas, mesh)
             grown = sum(start) / max(1, sum(tracker.start))
     stages = {stage: _work_of(changes, stage) for stage in plan.parts.of_rank(rank)}
     update = changes["update", 0, True].cost
-    in_all = Work(Cost(), Cost(), update._replace(moved=round(update.moved * grown)))
-    for one in stages.values():
-        in_all = replace(
-            in_all,
-            forward=in_all.forward.plus(one.forward),
-            backward=in_all.backward.plus(one.backward),
+    total = Work(Cost(), Cost(), update._replace(moved=round(update.moved * grown)))
+    for of_stage in stages.values():
+        total = replace(
+            total,
+            forward=total.forward.plus(of_stage.forward),
+            backward=total.backward.plus(of_stage.backward),
         )
     sent = [
-        sum(math.prod(meta.shape) * meta.dtype.itemsize for meta in of_stage) for of_stage in metas
+        sum(math.prod(meta.shape) * meta.dtype.itemsize for meta in outputs) for outputs in metas
     ]
     peak = peak_over(start, _in_schedule_order(order, changes))
-    return Rehearsal(peak, dict(zip(KINDS, start, strict=True)), in_all, stages, sent)
+    return Rehearsal(peak, dict(zip(KINDS, start, strict=True)), total, stages, sent)
 
 
 def _work_of(changes: Changes, stage: int) -> Work:
@@ -121,6 +121,21 @@ def _work_of(changes: Changes, stage: int) -> Work:
 
 
 @dataclass(frozen=True)
+class _PipelineRank:
+    """The rank whose step is rehearsed, and the run that it is one of."""
+
+    work: Workload
+    config: Config
+    layout: Layout
+    rank: int  # along the pipeline
+    device_type: str
+
+    def batch(self) -> Any:
+        """Return a micro-batch, without values."""
+        return self.work.batch(self.config.training.batch_size)
+
+
+@dataclass(frozen=True)
 class _Shortened:
     """A model on meta with all stages of the full one, and fewer equal blocks in each stage."""
 
@@ -131,12 +146,16 @@ class _Shortened:
     left_out: dict[int, int]  # stage → number of blocks left out
 
 
-def _shortened(work: Workload, config: Config, layout: Layout, rank: int, most: int) -> _Shortened:
+def _shortened(on: _PipelineRank) -> _Shortened:
     """Leave blocks out of each stage.
 
-    This rank's stages, which compute, keep `most` blocks each, and the others keep one.
+    This rank's stages, which compute, keep as many as its device needs, and the others keep one.
     """
-    plan = plan_of(work.facts, layout.pipeline, config.step)
+    work = on.work
+    config = on.config
+    ranks = on.layout.pipeline
+    plan = plan_of(work.facts, ranks, config.step)
+    most = kept_blocks(on.device_type)
     place_of = {name: position for position, name in enumerate(work.equal_blocks)}
     kept: list[int] = []
     spans: list[range] = []
@@ -145,7 +164,7 @@ def _shortened(work: Workload, config: Config, layout: Layout, rank: int, most: 
     for stage, span in enumerate(plan.parts.stages):
         names = [plan.segments[index][0] for index in span]
         blocks = [place_of[name] for name in names if name in place_of]
-        keeps = most if plan.parts.ranks[stage] == rank else 1
+        keeps = most if plan.parts.ranks[stage] == on.rank else 1
         if len(blocks) > keeps + 1:
             repeated[stage] = len(kept) + REPEATED
             left_out[stage] = len(blocks) - keeps
@@ -158,7 +177,7 @@ def _shortened(work: Workload, config: Config, layout: Layout, rank: int, most: 
     facts = None if short is None else facts_of(short)
     if short is None or facts is None or len(facts.required_chain()) != spans[-1].stop:
         model = work.model()
-        return _Shortened(model, plan_of(facts_of(model), layout.pipeline, config.step), {}, {})
+        return _Shortened(model, plan_of(facts_of(model), ranks, config.step), {}, {})
     parts = replace(plan.parts, stages=tuple(spans))
     plan = PipelinePlan(survey(facts), facts.required_chain(), plan.facts, parts)
     return _Shortened(short, plan, repeated, left_out)
@@ -180,31 +199,25 @@ def _in_schedule_order(order: Sequence[ScheduledPass], changes: Changes) -> list
     return [*regions, changes["update", 0, True]]
 
 
-def _metas(
-    model: nn.Module,
-    work: Workload,
-    config: Config,
-    plan: PipelinePlan,
-    layout: Layout,
-    mesh: DeviceMesh,
-) -> list[Metas]:
-    """Return the outputs of each stage of a model on meta, which is changed.
+def _metas(on: _PipelineRank, short: _Shortened, mesh: DeviceMesh) -> list[Metas]:
+    """Return the outputs of each stage, without values, from a copy of the model.
 
     Equal segments run once.
     """
+    config = on.config
+    layout = on.layout
+    model = copy.deepcopy(short.model)
     # FSDP2 gathers parameters so
     if config.precision.param_dtype == "bf16" and layout.data_parallel_size > 1:
         model.to(torch.bfloat16)
-    found: list[Metas] = []
+    outputs_of_stages: list[Metas] = []
     known: dict[tuple[str, Metas], Any] = {}
     with FakeTensorMode(allow_non_fake_inputs=True), rehearsal.precision_of(config).autocast():
         model.to_empty(device=CPU)
-        facts = work.facts_of(model)
-        placement = rehearsal.prepared_site(facts, layout, config, DryRun(mesh, "cpu"))
-        inputs = values, keywords = placement.objective.inputs(
-            work.batch(config.training.batch_size)
-        )
-        for stage in plan.parts.stages:
+        facts = on.work.facts_of(model)
+        site = rehearsal.prepared_site(facts, layout, config, DryRun(mesh, "cpu"))
+        inputs = values, keywords = site.objective.inputs(on.batch())
+        for stage in short.plan.parts.stages:
             for name, segment in facts.required_chain()[stage.start : stage.stop]:
                 key = (block_description(segment), tuple(Meta.of(value) for value in values))
                 if key not in known:
@@ -216,84 +229,116 @@ def _metas(
                     )
                 values = known[key] if isinstance(known[key], tuple) else (known[key],)
                 keywords = {}
-            found.append(tuple(Meta.of(value) for value in values))
-    return found
+            outputs_of_stages.append(tuple(Meta.of(value) for value in values))
+    return outputs_of_stages
 
 
-def _run(
-    tracker: Tracker,
+@dataclass(frozen=True)
+class _PlacedStages:
+    """The rank's stages, placed as in training, with their parameters and the optimizer's."""
+
+    site: Site
+    local: LocalStages
+    experts: PlacedExperts | None  # among the parameters, if they are spread over ranks
+    own: dict[str, nn.Parameter]  # by name
+    # Parameter → what the optimizer takes for it: for experts a DTensor of all of them, else the
+    # parameter itself. The optimizer takes DTensors or plain tensors, not both.
+    trained: dict[nn.Parameter, nn.Parameter]
+
+    def hand_over_expert_gradients(self) -> None:
+        """Move the gradients of experts to what the optimizer takes for them."""
+        for name, parameter in self.own.items():
+            trained = self.trained[parameter]
+            if trained is not parameter and parameter.grad is not None:
+                assert self.experts is not None
+                trained.grad = self.experts.whole(name, parameter.grad)
+                parameter.grad = None
+
+
+def _rehearse_step(
+    on: _PipelineRank,
     short: _Shortened,
-    work: Workload,
-    config: Config,
-    layout: Layout,
-    rank: int,
+    tracker: Tracker,
     metas: list[Metas],
     mesh: DeviceMesh,
-    device_type: str,
 ) -> tuple[Changes, tuple[int, ...]]:
-    """Run two micro-batches through each stage of a rank.
+    """Run two micro-batches through each stage of the rank, and an update.
 
     Return the changes, and the bytes by kind before the step.
     """
-    plan = short.plan
-    batch = work.batch(config.training.batch_size)
+    batch = on.batch()
     mark_blocks(tracker, blocks_of(short.model))
-    dry_run = rehearsal.dry_run_of(tracker, mesh, device_type)
-    placement = rehearsal.prepared_site(work.facts_of(short.model), layout, config, dry_run)
-    here = local_stages(placement, mesh, plan)
-    own = here.held.named_parameters()
-    expert = placement.axis(ExpertAxis)
-    experts = None if expert is None else expert.held
-    # The optimizer takes DTensors or plain tensors, not both.
-    trained = {
-        parameter: (
-            parameter
-            if experts is None or name not in experts.shapes
-            else nn.Parameter(experts.whole(name, parameter.detach()), parameter.requires_grad)
-        )
-        for name, parameter in own.items()
-    }
-    tag_gradients(tracker, own.values())
-    named = {name: trained[parameter] for name, parameter in own.items()}
-    optimizer = rehearsal.optimizer_of(config, named, placement.facts.blocks)
-    passes = _Passes(tracker, short, _executor(placement, here, batch, metas), batch)
+    placed = _place_stages(on, short, tracker, mesh)
+    local = placed.local
+    tag_gradients(tracker, placed.own.values())
+    taken = {name: placed.trained[parameter] for name, parameter in placed.own.items()}
+    optimizer = rehearsal.optimizer_of(on.config, taken, placed.site.facts.blocks)
+    executor = _executor(placed.site, local, batch, metas)
+    passes = _Passes(tracker, short, executor, batch)
     rehearsal.fill_state(optimizer)
-    rehearsal.tag_persistent(
-        tracker, [*own.values(), *here.held.named_buffers().values()], optimizer
-    )
+    held = [*placed.own.values(), *local.held.named_buffers().values()]
+    rehearsal.tag_persistent(tracker, held, optimizer)
+
     tracker.restart()
-    for module in here.unit.modules() if here.unit is not None else ():
+    for module in local.unit.modules() if local.unit is not None else ():
         if isinstance(module, FSDPModule):
             module.unshard()
     passes.close("start")
-    for part in here.parts:
+    for part in local.parts:
         passes.run("F", part.index)
-    for part in reversed(here.parts):
+    for part in reversed(local.parts):
         passes.run("B", part.index)
-    passes.executor.after_step(2)
-    if here.unit is not None:
-        reduce_gradients(here.unit, begun=False)
-    for name, parameter in here.held.named_parameters().items():
-        if (
-            trained[parameter] is not parameter
-            and experts is not None
-            and parameter.grad is not None
-        ):
-            trained[parameter].grad = experts.whole(name, parameter.grad)
-            parameter.grad = None
+    executor.after_step(2)
+    if local.unit is not None:
+        reduce_gradients(local.unit, begun=False)
+    placed.hand_over_expert_gradients()
     rehearsal.update(optimizer)
     passes.close("update")
-    start = tracker.start
-    states: dict[Tensor, Any] = {one: optimizer.state[other] for one, other in trained.items()}
-    for index in short.left_out:
-        if plan.parts.ranks[index] == rank:
-            block = placement.facts.blocks[short.repeated[index]][1]
-            start = rehearsal.with_blocks_left_out(start, block, states, short.left_out[index])
+
+    start = _with_blocks_left_out(tracker.start, on, short, placed, optimizer)
+    plan = short.plan
     if plan.facts.splits_backward:
-        together, _ = splits_backward(plan, plan.uses(), config.step)
-        for part in reversed(here.parts):
+        together, _ = splits_backward(plan, plan.uses(), on.config.step)
+        for part in reversed(local.parts):
             passes.measure_halves(part.index, apart=together)
     return passes.changes, start
+
+
+def _place_stages(
+    on: _PipelineRank, short: _Shortened, tracker: Tracker, mesh: DeviceMesh
+) -> _PlacedStages:
+    """Place the rank's stages as in training, without values."""
+    dry_run = rehearsal.dry_run_of(tracker, mesh, on.device_type)
+    facts = on.work.facts_of(short.model)
+    site = rehearsal.prepared_site(facts, on.layout, on.config, dry_run)
+    local = local_stages(site, mesh, short.plan)
+    own = local.held.named_parameters()
+    expert = site.axis(ExpertAxis)
+    experts = None if expert is None else expert.held
+    trained = {parameter: parameter for parameter in own.values()}
+    for name, parameter in own.items():
+        if experts is not None and name in experts.shapes:
+            every_expert = experts.whole(name, parameter.detach())
+            trained[parameter] = nn.Parameter(every_expert, parameter.requires_grad)
+    return _PlacedStages(site, local, experts, own, trained)
+
+
+def _with_blocks_left_out(
+    start: tuple[int, ...],
+    on: _PipelineRank,
+    short: _Shortened,
+    placed: _PlacedStages,
+    optimizer: torch.optim.Optimizer,
+) -> tuple[int, ...]:
+    """Return the bytes by kind before a step of the full model's stages."""
+    states: dict[Tensor, Any] = {
+        parameter: optimizer.state[trained] for parameter, trained in placed.trained.items()
+    }
+    for stage, left_out in short.left_out.items():
+        if short.plan.parts.ranks[stage] == on.rank:
+            block = placed.site.facts.blocks[short.repeated[stage]][1]
+            start = rehearsal.with_blocks_left_out(start, block, states, left_out)
+    return start
 
 
 @dataclass
@@ -345,15 +390,15 @@ class _Passes:
         Blocks that are left out cost as much more, relative to the pass at once, as those that run.
         """
         at_once = self._without["B", stage]
-        all_of_it = self.changes["B", stage, False]
+        at_once_in_full = self.changes["B", stage, False]
         if not apart:
-            self.changes["I", stage, False] = all_of_it
+            self.changes["I", stage, False] = at_once_in_full
             self.changes["W", stage, False] = Region("", [], Cost())
             return
         for kind in ("F", "I", "W"):
             self.run(kind, stage)
         for kind in ("I", "W"):
-            scaled = self._without[kind, stage].grown(at_once, all_of_it.cost)
+            scaled = self._without[kind, stage].grown(at_once, at_once_in_full.cost)
             self.changes[kind, stage, False] = self.changes[kind, stage, False]._replace(
                 cost=scaled
             )
@@ -367,14 +412,14 @@ def _joined(regions: Sequence[Region]) -> Region:
     return joined
 
 
-def _executor(placement: Site, here: LocalStages, batch: Any, metas: list[Metas]) -> Executor:
+def _executor(site: Site, local: LocalStages, batch: Any, metas: list[Metas]) -> Executor:
     """Return the executor of a rank's stages, to which other ranks send tensors without values."""
 
     def finish(outputs: Any, _calls: object) -> Loss:
-        return Loss(placement.objective.summed(outputs, batch), 1, 0)
+        return Loss(site.objective.summed(outputs, batch), 1, 0)
 
     def run(part: StageModule, _micro_batch: MicroBatch, received: Tensors) -> Any:
-        return part(StageCall(placement.objective.inputs(batch), finish), *received)
+        return part(StageCall(site.objective.inputs(batch), finish), *received)
 
     def sent(message: Message) -> Metas:
         if message.kind == "F":
@@ -384,10 +429,10 @@ def _executor(placement: Site, here: LocalStages, batch: Any, metas: list[Metas]
     stages = [
         Stage(
             partial(run, part),
-            around_stage(placement, here, part, assign_strided),
+            around_stage(site, local, part, assign_strided),
             part.index,
-            len(here.plan.parts.stages),
+            len(local.plan.parts.stages),
         )
-        for part in here.parts
+        for part in local.parts
     ]
-    return Executor(stages, placement.random_state, Rehearsed(CPU, sent))
+    return Executor(stages, site.random_state, Rehearsed(CPU, sent))

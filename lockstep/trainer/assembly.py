@@ -27,19 +27,25 @@ from lockstep.heartbeat.writer import own_heartbeat, tell_call, write_limits
 from lockstep.mesh import layout_of
 from lockstep.models.language import set_token_losses
 from lockstep.monitor.callbacks import understood
-from lockstep.optim import PlateauSchedule
+from lockstep.optim import PlateauSchedule, TorchSchedule
 from lockstep.parallel.facts import facts_of
 from lockstep.parallel.loss_weights import refuse_hidden
+from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parallel.place import place
 from lockstep.paths import bucket_url
-from lockstep.precision import Precision, loss_scale_for, resolve_mode
+from lockstep.precision import Mode, Precision, loss_scale_for, resolve_mode
 from lockstep.step import Step
 from lockstep.trainer import arguments, data_setup, no_effect, optimizer_setup
 from lockstep.trainer.flight_dump import dump_collectives_on_request
 from lockstep.trainer.loss_check import LossCheck
 from lockstep.trainer.modes import Modes
 from lockstep.trainer.named_loss import loss_fn_of
-from lockstep.trainer.optimizer_setup import AfterUpdate, MakeOptimizer, MakeScheduler
+from lockstep.trainer.optimizer_setup import (
+    AfterUpdate,
+    MakeOptimizer,
+    MakeScheduler,
+    Unplaced,
+)
 from lockstep.trainer.results import Results
 from lockstep.trainer.run_output import RunOutput
 from lockstep.trainer.run_state import RunState
@@ -87,13 +93,42 @@ def settings_and_callbacks(
     own = dict(settings)
     if isinstance(given.optimizer, str):
         own["optimizer"] = given.optimizer
-    callbacks = [one for one in own.get("callbacks") or () if not isinstance(one, str | Mapping)]
+    callbacks = [each for each in own.get("callbacks") or () if not isinstance(each, str | Mapping)]
     if callbacks:
-        own["callbacks"] = [one for one in own["callbacks"] if isinstance(one, str | Mapping)]
+        own["callbacks"] = [each for each in own["callbacks"] if isinstance(each, str | Mapping)]
     for callback in callbacks:
         understood(callback)
     arguments.check_settings(own, methods)
     return apply_flags(own), callbacks
+
+
+@dataclass(frozen=True)
+class _TrainedModel:
+    """A placed model, with what was read of it before it was placed."""
+
+    placed: ParallelModel
+    unplaced: Unplaced  # its parameters, as the caller's optimizer knows them
+    num_trained: int  # numbers of the whole model, and of a loss with weights, that are trained
+    mode: Mode  # of the precision
+    why_mode: str  # why it was chosen; "" where the settings say it
+    takes_whole_batch: bool  # its loss is one of the whole batch
+
+
+@dataclass(frozen=True)
+class _Updates:
+    """What makes updates of gradients."""
+
+    step: Step
+    modes: Modes
+    user_schedule: TorchSchedule | PlateauSchedule | None
+    own_optimizer: bool  # the optimizer is the caller's
+    rate_line: str  # what the log says of the learning rate
+
+    @property
+    def plateau(self) -> PlateauSchedule | None:
+        """The caller's schedule, where it follows a metric."""
+        schedule = self.user_schedule
+        return schedule if isinstance(schedule, PlateauSchedule) else None
 
 
 def assemble(given: TrainerArguments, settings: Mapping[str, Any]) -> RunState:
@@ -104,13 +139,65 @@ def assemble(given: TrainerArguments, settings: Mapping[str, Any]) -> RunState:
     Raises:
         UsageError: settings contradict each other or the model.
     """
+    config = _complete_config(given, settings)
+    asked = no_effect.asked_keys(config, settings)
+    here = _join_ranks(config)
+    model = _place_model(given, config, here)
+    updates = _prepare_updates(given, config, model)
+
+    # What looks at the steps, and where they are written.
+    layout = model.placed.layout
+    checkpoints = config.checkpoint
+    loss_check = LossCheck(
+        model.placed, compiled=config.training.compile, coarse=model.mode != "fp32"
+    )
+    if model.takes_whole_batch:
+        loss_check.skip()
+    output = RunOutput(given.output_dir, checkpoints, world_size=layout.world_size)
+    results = Results(
+        config.training.early_stopping,
+        updates.plateau,
+        checkpoints.keep_best,
+        checkpoints.keep_best_mode,
+    )
+    _answer_the_launcher(config, here)
+    without_effect = no_effect.of_trainer(
+        config,
+        layout,
+        own_optimizer=updates.own_optimizer,
+        own_schedule=updates.user_schedule is not None,
+        has_directory=given.output_dir is not None,
+        has_memory=output.memory is not None,
+    )
+    no_effect.report(without_effect, asked, is_main=here.facts.is_main)
+    recovery_clock.end_of("placed")
+    return RunState(
+        config=config,
+        asked=asked,
+        cluster=here,
+        output=output,
+        step=updates.step,
+        modes=updates.modes,
+        loss_check=loss_check,
+        results=results,
+        mode=model.mode,
+        why_mode=model.why_mode,
+        num_trained=model.num_trained,
+        user_schedule=updates.user_schedule,
+        own_optimizer=updates.own_optimizer,
+        rate_line=updates.rate_line,
+    )
+
+
+def _complete_config(given: TrainerArguments, settings: Mapping[str, Any]) -> Config:
+    """Return the caller's config with the settings, kept in a bucket if `output_dir` is one."""
     config = with_settings(given.config or Config(), settings)
     url = None if given.output_dir is None else bucket_url(given.output_dir, "output_dir")
-    if url is not None:
-        config = config.kept_in(url)
-    asked = no_effect.asked_keys(config, settings)
+    return config if url is None else config.kept_in(url)
 
-    # The model, before it is placed and after.
+
+def _join_ranks(config: Config) -> cluster.Cluster:
+    """Join the other ranks, and refuse settings that the launcher's do not go with."""
     here = cluster.setup(config.distributed)
     tell_call("Trainer")
     recovery_clock.end_of("groups")
@@ -122,40 +209,49 @@ def assemble(given: TrainerArguments, settings: Mapping[str, Any]) -> RunState:
             device_type=here.device.type,
         )
     )
+    return here
+
+
+def _place_model(given: TrainerArguments, config: Config, here: cluster.Cluster) -> _TrainedModel:
+    """Read what the model and its loss offer, and place them on the ranks."""
+    training = config.training
     layout = layout_of(config.distributed, here.facts)
     mode, why_mode = resolve_mode(config.precision.mode, here.device)
     loss_fn = given.loss_fn or loss_fn_of(config)
     set_token_losses(
         given.model,
-        label_smoothing=config.training.label_smoothing,
-        z_loss=config.training.z_loss,
-        chunks=config.training.loss_chunks,
+        label_smoothing=training.label_smoothing,
+        z_loss=training.z_loss,
+        chunks=training.loss_chunks,
         has_loss_fn=loss_fn is not None,
     )
     facts = facts_of(given.model, loss_fn)
     split = None
     if given.optimizer is None or isinstance(given.optimizer, str):
-        split = optimizer_setup.asked_split(config.training)
-    before = optimizer_setup.Unplaced.of(facts, loss_fn, split)
-    trained = {p for p in (*given.model.parameters(), *before.of_loss) if p.requires_grad}
+        split = optimizer_setup.asked_split(training)
+    unplaced = Unplaced.of(facts, loss_fn, split)
+    trained = {p for p in (*given.model.parameters(), *unplaced.of_loss) if p.requires_grad}
     num_trained = sum(p.numel() for p in trained if not is_lazy(p))  # `place` refuses lazy ones
-    placed = place(
-        facts, layout, config.step, device=here.device, precision=Precision(mode, here.device.type)
-    )
-    refuse_hidden(placed, before.hidden)
-    if isinstance(loss_fn, WholeBatch):
-        placed = with_whole_batch_loss(placed, loss_fn)
 
-    # What makes an update of gradients.
+    precision = Precision(mode, here.device.type)
+    placed = place(facts, layout, config.step, device=here.device, precision=precision)
+    refuse_hidden(placed, unplaced.hidden)
+    takes_whole_batch = False
+    if isinstance(loss_fn, WholeBatch):
+        takes_whole_batch = True
+        placed = with_whole_batch_loss(placed, loss_fn)
+    return _TrainedModel(placed, unplaced, num_trained, mode, why_mode, takes_whole_batch)
+
+
+def _prepare_updates(given: TrainerArguments, config: Config, model: _TrainedModel) -> _Updates:
+    """Make the optimizer, its schedule, and the step that calls them."""
     training = config.training
+    placed = model.placed
     callers_optimizer = None if isinstance(given.optimizer, str) else given.optimizer
     own_optimizer = callers_optimizer is not None
+    samples = data_setup.global_batch_size(training, placed.layout)
     optimizer, rate_line = optimizer_setup.make_optimizer(
-        callers_optimizer,
-        before,
-        placed,
-        config,
-        data_setup.global_batch_size(training, layout),
+        callers_optimizer, model.unplaced, placed, config, samples
     )
     modes = Modes(placed, optimizer)
     user_schedule = optimizer_setup.user_schedule(
@@ -164,62 +260,25 @@ def assemble(given: TrainerArguments, settings: Mapping[str, Any]) -> RunState:
     schedule = optimizer_setup.schedule_before_data(
         user_schedule, training, own_optimizer=own_optimizer
     )
-    freeze_until = given.freeze_until or {}
     step = Step(
         placed,
         optimizer,
         schedule,
         training.gradient_clip,
-        loss_scale_for(config.precision, mode),
+        loss_scale_for(config.precision, model.mode),
         anomaly_detector=AnomalyDetector(training.bad_numbers),
         after_update=optimizer_setup.after_update_calls(
             given.after_update, given.freeze_until, placed
         ),
-        frozen_until=optimizer_setup.frozen_until(freeze_until, list(before.names.values())),
+        frozen_until=optimizer_setup.frozen_until(
+            given.freeze_until or {}, list(model.unplaced.names.values())
+        ),
     )
-    plateau = user_schedule if isinstance(user_schedule, PlateauSchedule) else None
-    if plateau is None and given.scheduler_metric != "eval_loss":
+    updates = _Updates(step, modes, user_schedule, own_optimizer, rate_line)
+    if updates.plateau is None and given.scheduler_metric != "eval_loss":
         what = "scheduler_metric is for a ReduceLROnPlateau, and the trainer has none"
         raise UsageError(what, where="Trainer(scheduler_metric=…)", fix="leave it out")
-
-    # What looks at the steps, and where they are written.
-    loss_check = LossCheck(placed, compiled=training.compile, coarse=mode != "fp32")
-    if isinstance(loss_fn, WholeBatch):
-        loss_check.skip()
-    output = RunOutput(given.output_dir, config.checkpoint, world_size=layout.world_size)
-    results = Results(
-        training.early_stopping,
-        plateau,
-        config.checkpoint.keep_best,
-        config.checkpoint.keep_best_mode,
-    )
-    _answer_the_launcher(config, here)
-    without_effect = no_effect.of_trainer(
-        config,
-        layout,
-        own_optimizer=own_optimizer,
-        own_schedule=user_schedule is not None,
-        has_directory=given.output_dir is not None,
-        has_memory=output.memory is not None,
-    )
-    no_effect.report(without_effect, asked, is_main=here.facts.is_main)
-    recovery_clock.end_of("placed")
-    return RunState(
-        config=config,
-        asked=asked,
-        cluster=here,
-        output=output,
-        step=step,
-        modes=modes,
-        loss_check=loss_check,
-        results=results,
-        mode=mode,
-        why_mode=why_mode,
-        num_trained=num_trained,
-        user_schedule=user_schedule,
-        own_optimizer=own_optimizer,
-        rate_line=rate_line,
-    )
+    return updates
 
 
 def _answer_the_launcher(config: Config, here: cluster.Cluster) -> None:

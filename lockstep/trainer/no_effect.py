@@ -8,7 +8,7 @@ step.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
@@ -123,27 +123,31 @@ _OF_RANKS = (
     "distributed.timeout_seconds",
     "monitor.straggler",
 )
+_POWERSGD = tuple(
+    f"distributed.ddp.compression.{name}"
+    for name in ("rank", "start_step", "warm_start", "error_feedback")
+)
 _TIMES = ("training.eval_steps", "training.eval_strategy")  # of evaluations
 STEPS = "to Trainer.steps"
 TRAINING_STEP = "to Trainer.training_step"
 
 
-def report(found: Iterable[NoEffect], asked: frozenset[str], *, is_main: bool) -> None:
+def report(without_effect: Iterable[NoEffect], asked: frozenset[str], *, is_main: bool) -> None:
     """Raise the first error about keys that are `asked` for, or warn of all of them.
 
     The warning is at the caller's line.
     """
     lines = []
-    left = set(asked)
-    for one in found:
-        keys = tuple(sorted(key for key in left if _is_in(key, one.keys)))
-        left -= set(keys)
+    unreported = set(asked)
+    for each in without_effect:
+        keys = tuple(sorted(key for key in unreported if _is_in(key, each.keys)))
+        unreported -= set(keys)
         if not keys:
             continue
-        one = NoEffect(keys, one.where, one.why, one.fix, one.is_error)
-        if one.is_error:
-            raise UsageError(one.text(), where=", ".join(keys), why=one.why, fix=one.fix)
-        lines.append(f"{one.text()}: {one.why}; {one.fix}")
+        each = NoEffect(keys, each.where, each.why, each.fix, each.is_error)
+        if each.is_error:
+            raise UsageError(each.text(), where=", ".join(keys), why=each.why, fix=each.fix)
+        lines.append(f"{each.text()}: {each.why}; {each.fix}")
     if lines and is_main:
         warn_at_caller("\n".join(lines), NoEffectWarning)
 
@@ -169,84 +173,103 @@ def of_log(names: Sequence[str], *, records: bool) -> str:
 
 def beside_others(config: Config, layout: Layout) -> Iterator[NoEffect]:
     """Yield the keys that need another one, which is not set, or ranks that this run has not."""
-    strategy = layout.strategy
-    training = config.training
-    distributed = config.distributed
-    precision = config.precision
-    decays = training.lr_schedule == "wsd" or ":" in training.lr_schedule
-    skips = training.bad_numbers.action != "stop"
-    needs: list[tuple[bool, str, str]] = [
-        (training.lr_scaling != "none", "training.base_batch_size", "lr_scaling"),
-        (training.lr_schedule != "constant", "training.min_lr_ratio", "an lr_schedule"),
-        (decays, "training.wsd_decay_ratio", "lr_schedule: wsd"),
-        (
-            training.gradient_checkpointing in ("every_n", "sequential"),
-            "training.gradient_checkpointing_every",
-            "gradient_checkpointing: every_n or sequential",
-        ),
-        (
-            training.bad_numbers.spike_factor is not None,
-            "training.bad_numbers.window",
-            "bad_numbers.spike_factor",
-        ),
-        (skips, "training.bad_numbers.patience", "bad_numbers.action: skip or rollback"),
-        (precision.mode in ("fp16", "auto"), "precision.loss_scale", "precision: fp16"),
-        (distributed.reproducible, "distributed.tensor_blocks", "reproducible"),
-        (distributed.reproducible, "distributed.context_blocks", "reproducible"),
-        (distributed.reproducible, "distributed.open_axes", "reproducible"),
-        (
-            distributed.reproducible or layout.tensor > 1,
-            "distributed.sequence_parallel",
-            "tensor_size",
-        ),
-        (
-            (distributed.context_size or 1) > 1 or strategy == "context",
-            "distributed.context_method",
-            "context_size",
-        ),
-        (
-            distributed.divergence_check_steps is not None,
-            "distributed.divergence_action",
-            "divergence_check_steps",
-        ),
-        (config.checkpoint.keep_best is not None, "checkpoint.keep_best_mode", "keep_best"),
-        (
-            bool({"wandb", "mlflow"} & set(config.monitor.sinks))
-            or any(":" in s for s in config.monitor.sinks),
-            "monitor.experiment",
-            "the sink wandb or mlflow",
-        ),
-    ]
-    for is_there, key, other in needs:
-        if not is_there:
+    dependent = (
+        *_dependent_in_training(config),
+        *_dependent_in_placement(config, layout),
+        *_dependent_in_output(config),
+    )
+    for key, other, is_set in dependent:
+        if not is_set:
             yield NoEffect((key,), f"without {other}", f"it belongs to {other}")
-    compression = distributed.ddp.compression
-    if compression.kind not in ("powersgd", "auto"):
-        options = tuple(
-            f"distributed.ddp.compression.{n}"
-            for n in ("rank", "start_step", "warm_start", "error_feedback")
-        )
-        yield NoEffect(options, "without compression.kind: powersgd", "they are PowerSGD's")
+
+    distributed = config.distributed
+    if distributed.ddp.compression.kind not in ("powersgd", "auto"):
+        where = "without compression.kind: powersgd"
+        yield NoEffect(_POWERSGD, where, "they are PowerSGD's")
     if distributed.fsdp.auto_wrap_policy != "size":
-        yield NoEffect(
-            ("distributed.fsdp.min_num_params",),
-            "without auto_wrap_policy: size",
-            "it is the size of a unit",
-        )
+        keys = ("distributed.fsdp.min_num_params",)
+        yield NoEffect(keys, "without auto_wrap_policy: size", "it is the size of a unit")
     if layout.world_size == 1:
         yield NoEffect(_OF_RANKS, "in one process", "it is about several ranks")
     if own_heartbeat().folder is None:
-        why = "the launcher looks for hangs"
-        fix = "start it by `lockstep launch` or `lockstep train`, or leave it out"
-        # several ranks look themselves for errors that one of them has caught, after so long
-        keys = ("distributed.hang",) if layout.world_size == 1 else ("distributed.hang.factor",)
-        yield NoEffect(keys, "to a process that no launcher has started", why, fix)
+        yield _without_launcher(layout.world_size)
+    yield from _options_of_other_strategies(layout.strategy)
+
+
+class _DependentKey(NamedTuple):
+    """A key that means nothing unless another one is set."""
+
+    key: str
+    other: str  # as a message names it
+    is_set: bool  # the other one
+
+
+def _dependent_in_training(config: Config) -> Iterator[_DependentKey]:
+    """Yield the dependent keys of `training` and `precision`."""
+    training = config.training
+    schedule = training.lr_schedule
+    bad_numbers = training.bad_numbers
+    yield _DependentKey("training.base_batch_size", "lr_scaling", training.lr_scaling != "none")
+    yield _DependentKey("training.min_lr_ratio", "an lr_schedule", schedule != "constant")
+    decays = schedule == "wsd" or ":" in schedule
+    yield _DependentKey("training.wsd_decay_ratio", "lr_schedule: wsd", decays)
+    yield _DependentKey(
+        "training.gradient_checkpointing_every",
+        "gradient_checkpointing: every_n or sequential",
+        training.gradient_checkpointing in ("every_n", "sequential"),
+    )
+    finds_spikes = bad_numbers.spike_factor is not None
+    yield _DependentKey("training.bad_numbers.window", "bad_numbers.spike_factor", finds_spikes)
+    yield _DependentKey(
+        "training.bad_numbers.patience",
+        "bad_numbers.action: skip or rollback",
+        bad_numbers.action != "stop",
+    )
+    may_be_fp16 = config.precision.mode in ("fp16", "auto")
+    yield _DependentKey("precision.loss_scale", "precision: fp16", may_be_fp16)
+
+
+def _dependent_in_placement(config: Config, layout: Layout) -> Iterator[_DependentKey]:
+    """Yield the dependent keys of `distributed`."""
+    distributed = config.distributed
+    reproducible = distributed.reproducible
+    for name in ("tensor_blocks", "context_blocks", "open_axes"):
+        yield _DependentKey(f"distributed.{name}", "reproducible", reproducible)
+    cuts_layers = reproducible or layout.tensor > 1
+    yield _DependentKey("distributed.sequence_parallel", "tensor_size", cuts_layers)
+    cuts_sequences = (distributed.context_size or 1) > 1 or layout.strategy == "context"
+    yield _DependentKey("distributed.context_method", "context_size", cuts_sequences)
+    checks_replicas = distributed.divergence_check_steps is not None
+    yield _DependentKey("distributed.divergence_action", "divergence_check_steps", checks_replicas)
+
+
+def _dependent_in_output(config: Config) -> Iterator[_DependentKey]:
+    """Yield the dependent keys of `checkpoint` and `monitor`."""
+    keeps_best = config.checkpoint.keep_best is not None
+    yield _DependentKey("checkpoint.keep_best_mode", "keep_best", keeps_best)
+    names_experiment = any(
+        name in ("wandb", "mlflow") or ":" in name for name in config.monitor.sinks
+    )
+    yield _DependentKey("monitor.experiment", "the sink wandb or mlflow", names_experiment)
+
+
+def _without_launcher(world_size: int) -> NoEffect:
+    """Return the keys that mean nothing to a process that no launcher of ours has started."""
+    # several ranks look themselves for errors that one of them has caught, after so long
+    key = "distributed.hang" if world_size == 1 else "distributed.hang.factor"
+    where = "to a process that no launcher has started"
+    fix = "start it by `lockstep launch` or `lockstep train`, or leave it out"
+    return NoEffect((key,), where, "the launcher looks for hangs", fix)
+
+
+def _options_of_other_strategies(strategy: str) -> Iterator[NoEffect]:
+    """Yield the sections of options that a strategy does not use."""
+    if ":" in strategy:
+        return  # from outside: it may use any
     for section, users in OPTIONS_OF.items():
-        if strategy not in users and ":" not in strategy:
-            where = f"under strategy {strategy}"
-            yield NoEffect(
-                (f"distributed.{section}",), where, f"they are options of {' and '.join(users[:2])}"
-            )
+        if strategy not in users:
+            why = f"they are options of {' and '.join(users[:2])}"
+            yield NoEffect((f"distributed.{section}",), f"under strategy {strategy}", why)
 
 
 def of_trainer(

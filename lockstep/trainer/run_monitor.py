@@ -78,70 +78,103 @@ def open_monitor(
         the monitor, and the context for each step, which counts the operations of the first.
     """
     config = run.config.monitor
-    training = run.config.training
-    directory = run.output.directory
-    layout = run.layout
-    device = run.cluster.device
     if not prints:
-        config = config.model_copy(
-            update={"sinks": [name for name in config.sinks if name != "console"]}
-        )
+        sinks = [name for name in config.sinks if name != "console"]
+        config = config.model_copy(update={"sinks": sinks})
+    directory = run.output.directory
     if directory is not None and run.is_main_process:
         directory.create()
         replace_file(directory.config, run.config.to_yaml())
 
-    figures = Figures(
-        PhaseClock(device=None if device.type == "cpu" else device),
-        peak=peak_flops(device, run.mode) if run.is_main_process else (0.0, ""),
-        recomputes=training.gradient_checkpointing != "none",
-    )
-    # Operations are counted as they run, in this thread, in eager mode.
-    is_counted = not training.compile and not strategy_named(layout.strategy).in_threads
-    around_step: AroundStep = first_step_counted(figures) if is_counted else nullcontext
-
-    threads = torch.get_num_threads()
-    on = (
-        f"CPU, {threads} thread{'s' * (threads != 1)}"
-        if device.type == "cpu"
-        else accelerator.name_of(device)
-    )
-    this_rank = {
-        "rank": run.cluster.facts.rank,
-        "host": socket.gethostname(),
-        "device": on,
-        "process": os.getpid(),
-        "threads": threads,
-        "cores": len(cores.allowed()),
-    }
-    ranks = gather_objects(this_rank)
-    start = run.step.progress.step
+    figures = _figures_of(run)
+    around_step: AroundStep = first_step_counted(figures) if _is_counted(run) else nullcontext
+    ranks = gather_objects(_this_rank(run))
     monitor = Monitor(
         config,
         directory,
         is_main=run.is_main_process,
         total_steps=total,
-        start_step=start,
+        start_step=run.step.progress.step,
         figures=figures,
         hosts=[rank["host"] for rank in ranks],
         callbacks=callbacks,
     )
     lines = [*lines_at_start(run, total), *log_lines]
     monitor.say(*lines)
+    _record_start(monitor, run, figures, total_steps=total, lines=lines, ranks=ranks)
+    run.step.observe(figures.clock, monitor.logs if config.gradient_norms else None)
+    return monitor, around_step
+
+
+def _figures_of(run: RunState) -> Figures:
+    """Return what measures the steps of a run on this rank."""
+    device = run.cluster.device
+    return Figures(
+        PhaseClock(device=None if device.type == "cpu" else device),
+        peak=peak_flops(device, run.mode) if run.is_main_process else (0.0, ""),
+        recomputes=run.config.training.gradient_checkpointing != "none",
+    )
+
+
+def _is_counted(run: RunState) -> bool:
+    """Return whether operations can be counted as they run: in this thread, in eager mode."""
+    in_threads = strategy_named(run.layout.strategy).in_threads
+    return not run.config.training.compile and not in_threads
+
+
+def _this_rank(run: RunState) -> dict[str, Any]:
+    """Return where this rank runs, as the event `start` has it for each rank."""
+    device = run.cluster.device
+    threads = torch.get_num_threads()
+    if device.type == "cpu":
+        device_name = f"CPU, {threads} thread{'s' * (threads != 1)}"
+    else:
+        device_name = accelerator.name_of(device)
+    return {
+        "rank": run.cluster.facts.rank,
+        "host": socket.gethostname(),
+        "device": device_name,
+        "process": os.getpid(),
+        "threads": threads,
+        "cores": len(cores.allowed()),
+    }
+
+
+def _record_start(
+    monitor: Monitor,
+    run: RunState,
+    figures: Figures,
+    *,
+    total_steps: int | None,
+    lines: list[str],
+    ranks: list[dict[str, Any]],
+) -> None:
+    """Write the event `start`: what runs, where, and on which versions.
+
+    Args:
+        monitor: of the run, which writes it.
+        run: that starts.
+        figures: for the peak that its speed is compared with.
+        total_steps: the number of the last step, if it is known.
+        lines: that the log begins with.
+        ranks: where each rank runs (`_this_rank`).
+    """
     versions = {
         "lockstep": version("lockstep-train"),
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
-    versions |= {"cuda": torch.version.cuda} if torch.version.cuda else {}
+    if torch.version.cuda:
+        versions["cuda"] = torch.version.cuda
     monitor.event(
         "start",
-        layout=str(layout),
-        sizes=layout.sizes,
-        world_size=layout.world_size,
+        layout=str(run.layout),
+        sizes=run.layout.sizes,
+        world_size=run.layout.world_size,
         lines=lines,
         ranks=ranks,
-        step=start,
-        total_steps=total,
+        step=run.step.progress.step,
+        total_steps=total_steps,
         parameters=run.step.placed.num_parameters,
         peak_flops=figures.peak,
         peak_source=figures.peak_source,
@@ -149,8 +182,6 @@ def open_monitor(
         data_workers=run.data_workers,
         given=_given_in_python(run),
     )
-    run.step.observe(figures.clock, monitor.logs if config.gradient_norms else None)
-    return monitor, around_step
 
 
 def open_bar(run: RunState, total: int | None, progress: bool | None) -> Monitor:

@@ -42,7 +42,7 @@ from lockstep.parallel.pipeline.schedules import SCHEDULES, forward_program_of, 
 from lockstep.parallel.pipeline.shapes import Shapes
 from lockstep.parallel.pipeline.stage_module import StageModule, shard_stages, stage_module_of
 from lockstep.parallel.pipeline.stage_sync import StageSync
-from lockstep.parallel.pipeline.trees import StageTrees
+from lockstep.parallel.pipeline.trees import StageTrees, Uses
 from lockstep.parallel.reproducible.determinism import explain_kernel
 from lockstep.parallel.reproducible.tree import assign_tree
 from lockstep.parallel.site import Site
@@ -112,70 +112,105 @@ class LocalStages:
     unit: nn.Module | None  # FSDP2's unit for parameters that stages share
 
 
+@dataclass(frozen=True)
+class _GradientSums:
+    """How gradients of this rank's stages are summed over micro-batches, pipelines and stages."""
+
+    assign: AssignAnyRank  # the micro-batches of a step to pipelines
+    finishers: list[Callable[[], None]]  # complete `.grad` after the last backward pass
+    trees: StageTrees | None  # that sum under `reproducible`
+
+
 def place_stages(site: Site) -> ParallelModel:
     """Place a model as stages.
 
     Afterwards this rank keeps only descriptions of other ranks' parameters.
     """
     mesh = site.mesh
-    layout = site.layout
     assert mesh is not None
-    group = mesh["pipeline"].get_group()
-    rank = mesh["pipeline"].get_local_rank()
-    plan = plan_of(site.facts, layout.pipeline, site.config)
+    plan = plan_of(site.facts, site.layout.pipeline, site.config)
     uses = plan.uses()
-    site.log_lines.append(
-        f"pipeline: {plan.facts.name}, {len(plan.parts.stages)} stages on {layout.pipeline}"
-        f" ranks\n{plan.table()}"
-    )
     halves, lines = splits_backward(plan, uses, site.config)
+    site.log_lines.append(
+        f"pipeline: {plan.facts.name}, {len(plan.parts.stages)} stages on"
+        f" {site.layout.pipeline} ranks\n{plan.table()}"
+    )
     site.log_lines.extend(lines)
 
-    cut = local_stages(site, mesh, plan)
-    for part in cut.parts:
-        if part.is_last and site.loss is not None:  # after FSDP2, which leaves it whole
-            part.hold(site.loss.module)
-    groups = stage_parameters.groups_that_share(plan.across(), mesh.mesh.flatten(1).T.tolist())
-    finish: Callable[[], None] = partial(stage_parameters.sum_shared, cut.held, groups)
-    assign: AssignAnyRank = assign_strided
-    trees = None
-    expert = site.axis(ExpertAxis)
-    experts = None if expert is None else expert.held
-    if site.reproducible:
-        here = [part.index for part in cut.parts]
-        pipelines = _parallel_pipelines(site)
-        trees = StageTrees(cut.held, uses, here, site.device, mesh, pipelines, groups, experts)
-        finish = trees.finish
-        assign = partial(assign_tree, even=True)
+    local = local_stages(site, mesh, plan)
+    last = next((part for part in local.parts if part.is_last), None)
+    if last is not None and site.loss is not None:  # after FSDP2, which leaves it unsharded
+        last.hold(site.loss.module)
+    sums = _gradient_sums(site, local, uses, mesh)
+    runner = _runner(site, local, sums, mesh["pipeline"].get_group(), halves=halves)
+    placed = _as_parallel_model(site, local, sums, runner, mesh)
+    if site.loss is None:
+        return placed
 
-    runner = _runner(site, cut, trees, assign, group, halves=halves)
-    placed = ParallelModel(
-        layout=layout,
-        parts=list(cut.parts),
-        parameters=cut.held.named_parameters(),
+    placed = train_loss_weights(placed, site.loss, alone=site.dry_run is not None)
+    if last is not None:
+        return placed
+    # forward passes of the loss function change its buffers on the ranks of the last stage alone
+    of_loss = site.loss.buffers
+    own = {name: buffer for name, buffer in placed.buffers.items() if name not in of_loss}
+    return replace(placed, buffers=own)
+
+
+def _gradient_sums(site: Site, local: LocalStages, uses: Uses, mesh: DeviceMesh) -> _GradientSums:
+    """Return how gradients are summed: up trees under `reproducible`, else as they are added.
+
+    `uses`: the stages that use each parameter.
+    """
+    groups = stage_parameters.groups_that_share(
+        local.plan.across(), mesh.mesh.flatten(1).T.tolist()
+    )
+    if not site.reproducible:
+        sum_shared = partial(stage_parameters.sum_shared, local.held, groups)
+        return _GradientSums(assign_strided, [sum_shared] if groups else [], None)
+
+    expert = site.axis(ExpertAxis)
+    trees = StageTrees(
+        local.held,
+        uses,
+        [part.index for part in local.parts],
+        site.device,
+        mesh,
+        _parallel_pipelines(site),
+        groups,
+        None if expert is None else expert.held,
+    )
+    return _GradientSums(partial(assign_tree, even=True), [trees.finish], trees)
+
+
+def _as_parallel_model(
+    site: Site, local: LocalStages, sums: _GradientSums, runner: Runner, mesh: DeviceMesh
+) -> ParallelModel:
+    """Return this rank's stages as the step sees them."""
+    held = local.held
+    rank = mesh["pipeline"].get_local_rank()
+    norm_groups = [mesh["pipeline"].get_group()]
+    if site.layout.shard > 1:
+        norm_groups.insert(0, mesh["shard"].get_group())
+    persistent = local.plan.model.persistent
+    return ParallelModel(
+        layout=site.layout,
+        parts=list(local.parts),
+        parameters=held.named_parameters(),
         objective=site.objective,
         random_state=site.random_state,
-        assign=partial(assign, rank=site.rank, ranks=site.ranks),
+        assign=partial(sums.assign, rank=site.rank, ranks=site.ranks),
         passes=runner.forward_backward,
         evaluate=within(partial(explained, explanations_of(site)), runner.evaluate),
         forward=runner.forward,
-        buffers={n: b for n, b in cut.held.named_buffers().items() if n in plan.model.persistent},
-        finishers=[finish] if groups or trees is not None else [],
-        norm_groups=([mesh["shard"].get_group()] if layout.shard > 1 else []) + [group],
-        # the first does
-        counted={n for n in cut.held.parameters if cut.held.across.get(n, [rank])[0] == rank},
-        wants_data=any(part.is_first or part.is_last for part in cut.parts),
+        buffers={name: b for name, b in held.named_buffers().items() if name in persistent},
+        finishers=sums.finishers,
+        norm_groups=norm_groups,
+        # a weight that several ranks hold is counted by the first of them
+        counted={name for name in held.parameters if held.across.get(name, [rank])[0] == rank},
+        wants_data=any(part.is_first or part.is_last for part in local.parts),
         log_lines=site.log_lines,
         reproducible=site.reproducible,
     )
-    if site.loss is not None:
-        placed = train_loss_weights(placed, site.loss, alone=site.dry_run is not None)
-        # forward passes of the loss function change them elsewhere
-        if not any(part.is_last for part in cut.parts):
-            kept = placed.buffers.items()
-            own = {name: buffer for name, buffer in kept if name not in site.loss.buffers}
-            placed = replace(placed, buffers=own)
-    return placed
 
 
 def local_stages(site: Site, mesh: DeviceMesh, plan: PipelinePlan) -> LocalStages:
@@ -211,14 +246,14 @@ def local_stages(site: Site, mesh: DeviceMesh, plan: PipelinePlan) -> LocalStage
 
 def explanations_of(site: Site) -> list[Explain]:
     """Return what makes clearer errors of torch's, in training and in evaluation."""
-    found: list[Explain] = [explain_kernel] if site.reproducible else []
+    explanations: list[Explain] = [explain_kernel] if site.reproducible else []
     if site.axis(ShardAxis) is not None:  # the stages are FSDP2's
-        found.append(partial(explain_mixing, explanation=used_elsewhere))
-    return found
+        explanations.append(partial(explain_mixing, explanation=used_elsewhere))
+    return explanations
 
 
 def around_stage(
-    site: Site, cut: LocalStages, part: StageModule, assign: AssignAnyRank
+    site: Site, local: LocalStages, part: StageModule, assign: AssignAnyRank
 ) -> list[AroundMicroBatch]:
     """Return what stands around the passes of a stage, outermost first.
 
@@ -233,9 +268,9 @@ def around_stage(
         around += [buffers] if buffers.any else []
         # Around the last stage here, on ranks without a loss as well, which take part in the sum
         # over all ranks.
-        if site.loss is not None and site.loss.any and part is cut.parts[-1]:
+        if site.loss is not None and site.loss.any and part is local.parts[-1]:
             around.append(site.loss)
-    if cut.shard is not None:
+    if local.shard is not None:
         around.append(StageSync(part))
     return around
 
@@ -252,9 +287,8 @@ def _one_order(units: Sequence[Unit], shards: dist.ProcessGroup, device: torch.d
 
 def _runner(
     site: Site,
-    cut: LocalStages,
-    trees: StageTrees | None,
-    assign: AssignAnyRank,
+    local: LocalStages,
+    sums: _GradientSums,
     group: dist.ProcessGroup,
     *,
     halves: bool,
@@ -263,8 +297,8 @@ def _runner(
 
     `halves`: see `Runner`.
     """
-    plan = cut.plan
-    parts = cut.parts
+    plan = local.plan
+    parts = local.parts
     options = site.config.distributed.pipeline
     stages = len(plan.parts.stages)
     objects_on = object_device(site.device)
@@ -274,7 +308,7 @@ def _runner(
     rank = dist.get_rank(group)
     runner = Runner(
         parts,
-        {part.index: around_stage(site, cut, part, assign) for part in parts},
+        {part.index: around_stage(site, local, part, sums.assign) for part in parts},
         site.objective,
         site.random_state,
         plan.parts.ranks,
@@ -287,9 +321,9 @@ def _runner(
         padded=cache(partial(plan.facts.padded, ranks=site.layout.pipeline, stages=stages)),
         halves=halves,
         per_run=options.n_microbatches,
-        shared_unit=cut.unit,
-        frees=cut.frees,
-        trees=trees,
+        shared_unit=local.unit,
+        frees=local.frees,
+        trees=sums.trees,
     )
     # the pipeline's communicator is there before a send
     dist.all_reduce(torch.zeros(1, device=site.device), group=group)
