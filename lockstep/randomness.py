@@ -356,7 +356,8 @@ class RandomState:
     def at(self, micro_batch: int, earlier: Mapping[str, int] | None = None) -> None:
         """Begin the forward pass of `micro_batch` (its index in the step's global list).
 
-        `earlier`: segment → number of its calls in earlier stages of a pipeline.
+        `earlier`: segment → number of its calls in earlier stages of a pipeline, after which those
+        of this stage are counted.
         """
         self.micro_batch = micro_batch
         self.calls.clear()
@@ -444,9 +445,13 @@ def key_segments(
     """Seed every call of a segment, given by its canonical name, from its own key.
 
     Hooks go on the modules, outside of a replaced `forward`, so that compiled and recomputed code
-    is inside of them. In a `chain` the segments are the whole forward pass; otherwise the code
-    after each of them is a segment, too. Segments made from a model that is keyed in that way bring
-    their keys along, as `random_key`.
+    is inside of them. The whole model gets them, before it is cut: a segment carries its hook, and
+    the name that it has in the model, into the stage of a pipeline that runs it. So its dropout has
+    one key in any stage, and on any rank.
+
+    In a `chain` the segments are the whole forward pass; otherwise the code after each of them is a
+    segment, too. Segments made from a model that is keyed in that way bring their keys along, as
+    `random_key`.
 
     A segment that never draws gets no key if one is set before anything else can draw: the key of
     the code after it, or, where torch's own `nn.Sequential` runs the chain (`is_sequential`), that

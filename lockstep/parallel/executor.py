@@ -285,6 +285,7 @@ class Executor:
         inputs = () if stage.is_first else self._take(Message("F", stage.index, passing.position))
         for enter in stage.before:
             enter(passing)
+        # Hooks of the stage's segments take their keys from it: see `key_segments`.
         self._random_state.at(passing.micro_batch.index, stage.earlier)
         outputs = stage.forward(passing.micro_batch, inputs)
         for leave in stage.after_forward:

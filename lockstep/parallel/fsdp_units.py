@@ -152,24 +152,24 @@ def _candidates(facts: ModelFacts, config: FSDPConfig) -> list[tuple[str, nn.Mod
     # modules with as many parameters that are in no unit yet, from the leaves up
     if policy == "size":
         taken: set[int] = set()
-        found = []
+        picked = []
         # children come before their parents
         for name, module in reversed(list(model.named_modules())):
             free = [p for p in module.parameters() if id(p) not in taken]
             large = sum(p.numel() for p in free) >= config.min_num_params
             if name and large and implements_forward(module):
-                found.append((name, module))
+                picked.append((name, module))
                 taken |= {id(p) for p in free}
-        return found[::-1]
+        return picked[::-1]
     if isinstance(policy, list):
-        found = [(name, m) for name, m in model.named_modules() if type(m).__name__ in policy]
-        if not found:
+        picked = [(name, m) for name, m in model.named_modules() if type(m).__name__ in policy]
+        if not picked:
             what = f"no module of the model is a {' or '.join(policy)}"
             fix = "name classes of it: " + ", ".join(
                 sorted({type(m).__name__ for m in model.modules()})[:12]
             )
             raise UsageError(what, where="distributed.fsdp.auto_wrap_policy", fix=fix)
-        return found
+        return picked
     pick = _picking(load_object(policy, "distributed.fsdp.auto_wrap_policy"), policy)
     return [(name, m) for name, m in model.named_modules() if name and pick(m)]
 
@@ -234,6 +234,7 @@ class UnitUsage:
     def end_pass(self, passing: MicroBatchPass) -> None:
         """Compare, after the last micro-batch, which parameters the ranks used.
 
+        FSDP2 has reduced the gradients in the backward pass, zeros where a parameter was not used.
         Parameters that no rank used have no gradient.
         """
         self._forward = False
@@ -333,12 +334,12 @@ def implements_forward(module: nn.Module) -> bool:
 
 def callable_units(modules: Any) -> Sequence[tuple[str, nn.Module]]:
     """Return (name, module) of callable modules with parameters; a container gives its members."""
-    found: list[tuple[str, nn.Module]] = []
+    units: list[tuple[str, nn.Module]] = []
     for name, module in modules:
         if not any(True for _ in module.parameters()):
             continue
         if implements_forward(module):
-            found.append((name, module))
+            units.append((name, module))
         else:
-            found += callable_units((f"{name}.{child}", m) for child, m in module.named_children())
-    return found
+            units += callable_units((f"{name}.{child}", m) for child, m in module.named_children())
+    return units

@@ -77,7 +77,9 @@ def take_hooks(
         )
         fix += "runs after the update (docs/how_to/teachers.md)"
         raise UsageError(what, why=why, fix=fix)
-    hooks: GradientHooks = {name: found for name, p in named.items() if (found := hooks_of(p))}
+    hooks: GradientHooks = {
+        name: functions for name, p in named.items() if (functions := hooks_of(p))
+    }
     if hooks and workers:
         what = f"the parameter {listed(list(hooks))} has a gradient hook"
         why = "under diloco each worker makes an update from a gradient of its own"
@@ -204,7 +206,11 @@ class ParallelModel:
         run(micro_batches, accumulator, factor)
 
     def finish_gradients(self) -> None:
-        """Complete `.grad` after the last backward pass of a step; all ranks call it."""
+        """Complete `.grad` after the last backward pass of a step; all ranks call it.
+
+        What the strategy itself adds comes first, then what each axis has added in its `trained`,
+        in the order of the axes.
+        """
         for finish in self.finishers:
             finish()
 
@@ -264,10 +270,10 @@ class ParallelModel:
         """Return the 2-norm over all ranks of gradients that each count once."""
         device = self.random_state.device
         if self.reproducible:
-            found = exact_norm(gradients, self.norm_groups, device, self.num_parameters)
+            norm = exact_norm(gradients, self.norm_groups, device, self.num_parameters)
         else:
-            found = gradient_norm(gradients, self.norm_groups, device)
-        return found.item() if device.type == "cpu" else found
+            norm = gradient_norm(gradients, self.norm_groups, device)
+        return norm.item() if device.type == "cpu" else norm
 
     def synchronize(self, step: int, *, last: bool) -> None:
         """Let models that train by themselves exchange what is due.
@@ -304,8 +310,8 @@ class ParallelModel:
 
         Writing to them changes `.grad`.
         """
-        found = [grad for p in self.parameters.values() if (grad := p.grad) is not None]
-        return [_piece(gradient) for gradient in found] if self._holds_pieces else found
+        gradients = [grad for p in self.parameters.values() if (grad := p.grad) is not None]
+        return [_piece(gradient) for gradient in gradients] if self._holds_pieces else gradients
 
     @cached_property
     def _holds_pieces(self) -> bool:

@@ -12,6 +12,14 @@ A block of width 6 with two heads of 3 on two ranks. Weights are [outputs, input
 An optimizer trains DTensors of the complete shapes (`train_whole`), so that norms, clipping and
 checkpoints see what one process has: [4, 6], of which this rank's piece is two rows.
 
+The gradient of `mlp.up`, of tensor:2 × fsdp:2 on four ranks, between backward and update:
+
+    backward               [2, 6] on each rank, of its rows and of its micro-batch
+    FSDP2's reduce-scatter [1, 6], the sum over the two ranks along `shard`; in each backward pass
+    `sum_over_ranks`       nothing for it; for a `partial` one (below) the sum along `tensor`
+    `hand_over`            the `.grad` of the trained DTensor [4, 6], of which [1, 6] is here
+    norm, clip, update     over both axes: each element of [4, 6] is on one rank, and counts once
+
 A complete parameter that saw a part of the work has a part of its gradient (`partial`): `norm`
 under sequence parallel, whose tokens are other ones on each rank, and keys of fewer heads than
 ranks. `sum_over_ranks` adds these up once a step.
@@ -271,11 +279,11 @@ def _fuse(module: Any, name: str, unit: int, cut: LayerCut) -> None:
             if self.bias is None
             else tensor_blocks.fused_rows(self.bias, self.fused_sizes, parts, cut)
         )
-        made = tensor_blocks.column_linear(x, weight, bias, cut).unflatten(
+        fused = tensor_blocks.column_linear(x, weight, bias, cut).unflatten(
             -1, (parts // cut.ranks, -1)
         )  # type: ignore[no-untyped-call]
         # [q0 q1 k0 v0] of each part → all queries, then all keys, then all values
-        layers = made.split([size // parts for size in self.fused_sizes], -1)
+        layers = fused.split([size // parts for size in self.fused_sizes], -1)
         return torch.cat([layer.flatten(-2) for layer in layers], -1)
 
     replace_method(module, MethodType(forward, module), by="tensor")
@@ -394,12 +402,12 @@ def _routed(module: nn.Module, cut: LayerCut) -> None:
     """Give each rank the experts of a Hugging Face mixture that it holds."""
 
     def run(self: Any, rows: Tensor, counts: list[int]) -> Tensor:
-        made = []
+        outputs = []
         experts = self.gate_up_proj.unbind(), self.down_proj.unbind()
         for x, gate_up, down in zip(torch.split(rows, counts), *experts, strict=True):
             gate, up = F.linear(x, gate_up).chunk(2, -1)
-            made.append(F.linear(self.act_fn(gate) * up, down))
-        return torch.cat(made)
+            outputs.append(F.linear(self.act_fn(gate) * up, down))
+        return torch.cat(outputs)
 
     def forward(self: Any, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         counts = (

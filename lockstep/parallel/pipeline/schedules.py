@@ -34,7 +34,8 @@ class ScheduleFacts:
     name: str  # of torch's class, without `Schedule`
     stages_per_rank: int | None = None  # how many it takes; None: any number
     v_shaped: bool = False  # stages are placed back and forth over the ranks, else round and round
-    # gradients of inputs and of weights are computed at different times
+    # Gradients of inputs and of weights are computed at different times. FSDP2 must not reshard
+    # after a forward pass then: see `contradictions` of the axis `pipeline`.
     splits_backward: bool = False
 
     def padded(self, count: int, ranks: int, stages: int) -> int:
@@ -276,8 +277,8 @@ def picture(schedule: str, ranks: int, stages_per_rank: int, micro_batches: int)
     count = facts.padded(micro_batches, ranks, ranks * stages_per_rank)
     laps = stages_per_rank > 1  # stages of a rank are lettered then
     width = len(str(count - 1)) + 1 + laps  # of a cell: F, a letter, the micro-batch
-    left = len(f"rank {ranks - 1}  ")
-    shown = min(int(run.end), (_COLUMNS - left) // (width + 1))
+    margin = len(f"rank {ranks - 1}  ")
+    shown = min(int(run.end), (_COLUMNS - margin) // (width + 1))
     kinds = "F forward, B backward, twice as long"
     if facts.splits_backward:
         kinds += "; I of inputs, W of weights, half a backward each"
@@ -292,7 +293,7 @@ def picture(schedule: str, ranks: int, stages_per_rank: int, micro_batches: int)
             text = f"{timed.work.kind}{lap}{timed.work.micro_batch}".ljust(width)
             for column in range(int(timed.start), int(timed.end)):
                 cells[column] = text
-        lines.append(f"rank {rank}".ljust(left) + " ".join(cells[:shown]).rstrip())
+        lines.append(f"rank {rank}".ljust(margin) + " ".join(cells[:shown]).rstrip())
 
     if shown < run.end:
         lines.append(f"(the first {shown} of {run.end:.0f} columns)")
