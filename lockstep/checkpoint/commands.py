@@ -115,9 +115,9 @@ def _verify(path: Place) -> str:
     problems = {
         checkpoint: verify(checkpoint) or unreadable(checkpoint) for checkpoint in checkpoints
     }
-    if damaged := {checkpoint: found for checkpoint, found in problems.items() if found}:
+    if damaged := {checkpoint: damage for checkpoint, damage in problems.items() if damage}:
         why = "; ".join(
-            f"{checkpoint.name}: {', '.join(found)}" for checkpoint, found in damaged.items()
+            f"{checkpoint.name}: {', '.join(damage)}" for checkpoint, damage in damaged.items()
         )
         fix = "delete or restore what is damaged; a run resumes from the newest whole one"
         raise DamagedError(
@@ -183,8 +183,8 @@ def checkpoints_at(path: Place) -> list[CheckpointPath]:
     if isinstance(path, Location):
         return [path]
     if isinstance(path, ObjectStorage):
-        if found := list_checkpoints(path):
-            return found
+        if checkpoints := list_checkpoints(path):
+            return checkpoints
         fix = "give the URL that `lockstep train --output-dir` or checkpoint.storage has"
         raise UsageError(f"there is no checkpoint in {path}", fix=fix)
     if step_of(path.resolve().name) is not None or (path / MANIFEST).exists():
@@ -195,8 +195,8 @@ def checkpoints_at(path: Place) -> list[CheckpointPath]:
     elif ":" in str(path) and not path.exists():
         elsewhere = [build_storage(ObjectSpec(name=str(path)), "PATH")]
     for directory in elsewhere or [path / "checkpoints", path]:
-        if found := list_checkpoints(directory):
-            return found
+        if checkpoints := list_checkpoints(directory):
+            return checkpoints
     what = f"there is no checkpoint in {', '.join(map(str, elsewhere)) or path}"
     if not elsewhere and not path.exists():
         what = f"{path} does not exist"
@@ -227,10 +227,10 @@ def _storage_named_in(run: Path) -> str | None:
     """Return the name of the storage in a run directory's config, of which nothing is imported."""
     try:
         text = read_text(run, RunDirectory(run).config.name, limit=_LARGEST_CONFIG)
-        found = parse(text, lambda line: Origin("config.yaml", line + 1)).plain()
+        content = parse(text, lambda line: Origin("config.yaml", line + 1)).plain()
     except (OSError, ValueError, UsageError):
         return None
-    section = found.get("checkpoint") if isinstance(found, dict) else None
+    section = content.get("checkpoint") if isinstance(content, dict) else None
     storage = section.get("storage") if isinstance(section, dict) else None
     name = storage.get("name") if isinstance(storage, dict) else storage
     return printable(name) if isinstance(name, str) else None
@@ -238,10 +238,10 @@ def _storage_named_in(run: Path) -> str | None:
 
 def newest_at(path: Place) -> CheckpointPath:
     """Return the checkpoint at a path, or the newest whole one of a folder or of a run."""
-    found = checkpoints_at(path)
-    if isinstance(path, Path | Location) and found == [path]:
+    checkpoints = checkpoints_at(path)
+    if isinstance(path, Path | Location) and checkpoints == [path]:
         return path
-    chosen = newest(locate(found[0]).storage)
+    chosen = newest(locate(checkpoints[0]).storage)
     assert chosen is not None, "there are some, and `newest` raises where none is whole"
     return chosen
 

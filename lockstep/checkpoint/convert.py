@@ -320,10 +320,10 @@ def read_weights(source: str | Path) -> tuple[Weights, dict[str, str]]:
     pickles are read by torch's restricted unpickler. A UsageError is raised if there are no weights
     at `source`, or they can't be read safely.
     """
-    found, aliases = _read_weights(local_path(source, "the weights"))
-    _check(found, source)
-    ddp = _DDP_PREFIX if all(_canonical(name).startswith(_DDP_PREFIX) for name in found) else ""
-    named = {_canonical(name).removeprefix(ddp): tensor for name, tensor in found.items()}
+    weights, aliases = _read_weights(local_path(source, "the weights"))
+    _check(weights, source)
+    ddp = _DDP_PREFIX if all(_canonical(name).startswith(_DDP_PREFIX) for name in weights) else ""
+    named = {_canonical(name).removeprefix(ddp): tensor for name, tensor in weights.items()}
     ties = {
         _canonical(alias).removeprefix(ddp): _canonical(name).removeprefix(ddp)
         for alias, name in aliases.items()
@@ -358,7 +358,7 @@ def import_weights(
         )
     declared: dict[str, tuple[str, ...]] = {}
     for pair in aliases.items():
-        alias, name = (one.removeprefix(prefix) for one in pair)
+        alias, name = (name_in_file.removeprefix(prefix) for name_in_file in pair)
         if name in kept and alias not in kept:
             declared[name] = (*declared.get(name, ()), alias)
     state = {
@@ -402,7 +402,7 @@ def _read_weights(source: Path) -> tuple[Weights, dict[str, str]]:
                 what, why="an index that reaches elsewhere is not one that a trainer wrote"
             )
         read = [_safetensors(file.with_name(part)) for part in parts]
-        weights = {name: tensor for found, _ in read for name, tensor in found.items()}
+        weights = {name: tensor for tensors, _ in read for name, tensor in tensors.items()}
         return weights, {alias: name for _, ties in read for alias, name in ties.items()}
     return _safetensors(file) if file.suffix == ".safetensors" else (_pickled(file), {})
 
@@ -460,7 +460,7 @@ def _pickled(file: Path) -> Weights:
     try:
         with file.open("rb") as opened:
             check_block(opened, file.stat().st_size)
-        found: Any = torch.load(file, map_location="cpu", weights_only=True)
+        content: Any = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:
         # a broken pickle can raise nearly any error: IndexError, UnicodeDecodeError, KeyError …
         fix = (
@@ -472,16 +472,16 @@ def _pickled(file: Path) -> Weights:
             f"{file} can't be read as weights", why=_first_line(error), fix=fix
         ) from None
     for key in _WEIGHT_KEYS:
-        if isinstance(found, Mapping) and isinstance(found.get(key), Mapping):
-            found = found[key]
-    if not isinstance(found, Mapping) or not found:
-        what = f"{file} holds a {type(found).__name__}, where weights by name are needed"
+        if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
+            content = content[key]
+    if not isinstance(content, Mapping) or not content:
+        what = f"{file} holds a {type(content).__name__}, where weights by name are needed"
         raise UsageError(what, fix="save the weights alone: torch.save(model.state_dict(), FILE)")
     if strange := [
-        n for n, value in found.items() if not (isinstance(n, str) and isinstance(value, Tensor))
+        n for n, value in content.items() if not (isinstance(n, str) and isinstance(value, Tensor))
     ]:
         what = (
-            f"{file} holds {strange[0]!r}, which is not the name of a tensor, among {len(found)}"
+            f"{file} holds {strange[0]!r}, which is not the name of a tensor, among {len(content)}"
             " entries"
         )
         fix = "save the weights alone: torch.save(model.state_dict(), FILE)"
@@ -489,13 +489,13 @@ def _pickled(file: Path) -> Weights:
             fix = (
                 "load the file before the Trainer is made: model.load_state_dict(torch.load(FILE))"
             )
-        elif isinstance(found[strange[0]], Mapping):
+        elif isinstance(content[strange[0]], Mapping):
             fix = (
                 "if the weights are there, save them alone:"
                 f" torch.save(torch.load(FILE)[{strange[0]!r}], ANOTHER)"
             )
         raise UsageError(what, fix=fix)
-    return dict(found)
+    return dict(content)
 
 
 def _check(weights: Weights, source: str | Path) -> None:

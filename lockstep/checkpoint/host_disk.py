@@ -138,8 +138,8 @@ class OwnDisk(Disk):
         with open_file(self.root, *key.split("/")) as stream:
             size = self._verified_size(key, stream)
             stream.seek(start)
-            left = max(0, size - start)
-            return stream.read(left if length is None else min(left, length))
+            length_left = max(0, size - start)
+            return stream.read(length_left if length is None else min(length_left, length))
 
     def size(self, key: str) -> int:
         self._path(key)
@@ -149,8 +149,8 @@ class OwnDisk(Disk):
     def _verified_size(self, key: str, stream: BinaryIO) -> int:
         """Return the size of an object, whose checksum is compared once for each file."""
         size = _sealed_size(key, stream)
-        found = os.fstat(stream.fileno())
-        seen = (found.st_size, found.st_mtime_ns)
+        status = os.fstat(stream.fileno())
+        seen = (status.st_size, status.st_mtime_ns)
         if self._verified.get(key) != seen:
             if _SEAL.pack(size, _checksum(stream, size)) != stream.read():
                 raise DamagedObjectError(f"{key} is damaged")
@@ -166,12 +166,12 @@ class OwnDisk(Disk):
         return []
 
     def below(self, folder: str) -> dict[str, float]:
-        found = {}
+        times = {}
         for path in sorted(self._path(folder).rglob("*")):
             with suppress(FileNotFoundError):
                 if path.is_file():
-                    found[path.relative_to(self.root).as_posix()] = path.stat().st_mtime
-        return found
+                    times[path.relative_to(self.root).as_posix()] = path.stat().st_mtime
+        return times
 
     def delete(self, keys: Sequence[str]) -> None:
         for key in keys:
@@ -222,12 +222,12 @@ class OtherDisk(Disk):
         return float(json.loads(self._ask("GET", f"?created={key}")))
 
     def inside(self, folder: str) -> list[str]:
-        found: list[str] = json.loads(self._ask("GET", f"?inside={folder}"))
-        return found
+        names: list[str] = json.loads(self._ask("GET", f"?inside={folder}"))
+        return names
 
     def below(self, folder: str) -> dict[str, float]:
-        found: dict[str, float] = json.loads(self._ask("GET", f"?below={folder}"))
-        return found
+        times: dict[str, float] = json.loads(self._ask("GET", f"?below={folder}"))
+        return times
 
     def delete(self, keys: Sequence[str]) -> None:
         for key in keys:
@@ -329,8 +329,8 @@ class _Handler(BaseHTTPRequestHandler):
         Of others not even what they send is read.
         """
         status = HTTPStatus.OK
-        given = self.headers.get("Authorization", "")
-        if not hmac.compare_digest(given.encode(), f"Bearer {self.token}".encode()):
+        authorization = self.headers.get("Authorization", "")
+        if not hmac.compare_digest(authorization.encode(), f"Bearer {self.token}".encode()):
             status = HTTPStatus.UNAUTHORIZED
             body = b"this is not the token of the run"
             self.close_connection = True  # what it sends would be taken for a request

@@ -65,7 +65,7 @@ class HostDisks(ObjectStorage):
         token = ranks.broadcast(failure, lambda: secrets.token_hex(16))
         places = ranks.all_reduce(failure, lambda: _place_of(own), list)
         hosts = list(dict.fromkeys(places))
-        here = hosts.index(places[ranks.rank])
+        own_host = hosts.index(places[ranks.rank])
         address = address_towards(os.environ.get("MASTER_ADDR", "")) or "127.0.0.1"
 
         def serve() -> tuple[str, int] | None:
@@ -78,11 +78,11 @@ class HostDisks(ObjectStorage):
 
         served = ranks.all_reduce(failure, serve, list)
         others: list[Disk] = []
-        for number in range(here + 1, here + len(hosts)):  # the next host first
+        for number in range(own_host + 1, own_host + len(hosts)):  # the next host first
             first = places.index(hosts[number % len(hosts)])
-            found = served[first]
-            assert found is not None
-            others.append(OtherDisk(f"the disk of rank {first}'s host", *found, token))
+            served_there = served[first]
+            assert served_there is not None
+            others.append(OtherDisk(f"the disk of rank {first}'s host", *served_there, token))
         self._disks.disks = [own, *others]
         if ranks.is_main and not others:
             say(f"warning: {self}: the checkpoints are on one host alone")
@@ -132,10 +132,10 @@ class DisksClient(ObjectClient):
         return sorted({name for disk in self.disks for name in disk.inside(folder)})
 
     def below(self, folder: str) -> dict[str, float]:
-        found: dict[str, float] = {}
+        times: dict[str, float] = {}
         for disk in self.disks:
-            found = disk.below(folder) | found
-        return found
+            times = disk.below(folder) | times
+        return times
 
     def delete(self, keys: Sequence[str]) -> None:
         """Delete objects on all hosts that answer; the others' go when a run starts there."""
@@ -165,7 +165,7 @@ class DisksClient(ObjectClient):
         damaged: list[Disk] = []
         for disk in self.disks:
             try:
-                found = look(disk)
+                result = look(disk)
             except FileNotFoundError:
                 continue
             except OSError as error:  # another host may have it, too
@@ -177,7 +177,7 @@ class DisksClient(ObjectClient):
                 self._tell(key, other, disk)
             if self.own in damaged:
                 self._repair(key, disk)
-            return found
+            return result
         raise failed or FileNotFoundError(f"there is no {self.url}/{key}")
 
     def _tell(self, key: str, damaged: Disk, taken: Disk) -> None:
@@ -218,7 +218,7 @@ class DisksClient(ObjectClient):
 def _place_of(disk: OwnDisk) -> tuple[str, int, int]:
     """Return what tells this disk's folder from those of other hosts."""
     disk.root.mkdir(parents=True, exist_ok=True)
-    found = disk.root.stat()
+    status = disk.root.stat()
     boot = Path("/proc/sys/kernel/random/boot_id")
     machine = boot.read_text().strip() if boot.exists() else os.uname().nodename
-    return machine, found.st_dev, found.st_ino
+    return machine, status.st_dev, status.st_ino

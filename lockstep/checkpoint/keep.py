@@ -40,8 +40,10 @@ def list_checkpoints(directory: Directory) -> list[CheckpointPath]:
 
 def _checkpoints(directory: Directory) -> list[Location]:
     storage = storage_at(directory)
-    found = sorted((step, name) for name in storage.names() if (step := step_of(name)) is not None)
-    return [Location(storage, name) for _, name in found]
+    named_steps = sorted(
+        (step, name) for name in storage.names() if (step := step_of(name)) is not None
+    )
+    return [Location(storage, name) for _, name in named_steps]
 
 
 def newest(directory: Directory, *, thorough: bool = False) -> CheckpointPath | None:
@@ -51,8 +53,8 @@ def newest(directory: Directory, *, thorough: bool = False) -> CheckpointPath | 
     sizes. A warning names each newer one that is passed over. If none is whole, a RunError leaves
     the decision to a person.
     """
-    found = _choose(directory, lambda checkpoint: _damage(checkpoint, thorough=thorough), set())
-    return None if found is None else found.path
+    chosen = _choose(directory, lambda checkpoint: _damage(checkpoint, thorough=thorough), set())
+    return None if chosen is None else chosen.path
 
 
 def resume_point(directory: Directory) -> CheckpointPath | None:
@@ -66,10 +68,10 @@ def resume_point(directory: Directory) -> CheckpointPath | None:
     warned: set[str] = set()
 
     def choose() -> str | None:
-        found = _choose(
+        chosen = _choose(
             storage, lambda it: damaged.get(it.name) or _damage(it, thorough=False), warned
         )
-        return None if found is None else found.name
+        return None if chosen is None else chosen.name
 
     while (
         name := ranks.broadcast(f"no checkpoint in {storage} could be chosen", choose)

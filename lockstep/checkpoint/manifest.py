@@ -37,12 +37,12 @@ def parse_json(data: bytes, *, finite: bool = True) -> dict[str, Any]:
         raise ValueError(f"it holds {constant}, which is not a number")
 
     try:
-        found = json.loads(data, parse_constant=refuse if finite else None)
+        content = json.loads(data, parse_constant=refuse if finite else None)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-    if type(found) is not dict:
-        raise ValueError(f"it holds a {type(found).__name__}, where an object is needed")
-    return found
+    if type(content) is not dict:
+        raise ValueError(f"it holds a {type(content).__name__}, where an object is needed")
+    return content
 
 
 def count_of(value: Any) -> int:
@@ -226,11 +226,11 @@ class Manifest:
             raise ValueError(f"it does not list {missing[0]}")
         if MODEL not in self.parts:
             raise ValueError("it lists no part for the model")
-        there = sum(self.files[file].size for file in self.files_of(MODEL))
+        stored_bytes = sum(self.files[file].size for file in self.files_of(MODEL))
         claimed = sum(prod(info.shape) for info in self.parameters.values())
-        if claimed > there:  # an element has a byte at least
+        if claimed > stored_bytes:  # an element has a byte at least
             raise ValueError(
-                f"it claims {claimed} elements for the model, whose files have {there} bytes"
+                f"it claims {claimed} elements for the model, whose files have {stored_bytes} bytes"
             )
 
 

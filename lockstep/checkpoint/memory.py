@@ -102,8 +102,8 @@ class MemoryStorage(PosixStorage):
     @property
     def steps(self) -> list[int]:
         """The steps of the complete copies, the oldest first."""
-        found = (step_of(name) for name in self.names())
-        return sorted(step for step in found if step is not None)
+        steps = (step_of(name) for name in self.names())
+        return sorted(step for step in steps if step is not None)
 
     def delete_after(self, step: int) -> None:
         """Delete the copies after a step to which the run has gone back."""
@@ -184,8 +184,12 @@ class MemoryStorage(PosixStorage):
             step: of the copy.
             is_complete: whether it is known to be complete, also where that was not noted.
         """
-        for draft, (found, has_manifest) in self._drafts().items():
-            if found != step or self.exists(step_name(step)) or not (has_manifest or is_complete):
+        for draft, (step_of_draft, has_manifest) in self._drafts().items():
+            if (
+                step_of_draft != step
+                or self.exists(step_name(step))
+                or not (has_manifest or is_complete)
+            ):
                 continue
             if not has_manifest:
                 self.mark_complete(draft)
@@ -193,15 +197,15 @@ class MemoryStorage(PosixStorage):
 
     def _drafts(self) -> dict[str, tuple[int, bool]]:
         """Return the drafts that a manifest describes: name → (step, whether all have written)."""
-        found: dict[str, tuple[int, bool]] = {}
+        drafts: dict[str, tuple[int, bool]] = {}
         for draft in filter(is_draft, self.names()):
             with suppress(DamagedError):  # it is not complete
-                found[draft] = read_manifest(Location(self, draft)).step, True
+                drafts[draft] = read_manifest(Location(self, draft)).step, True
                 continue
             with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
                 data = (self.root / draft / _UNREAD).read_bytes()
-                found[draft] = Manifest.from_bytes(data).step, False
-        return found
+                drafts[draft] = Manifest.from_bytes(data).step, False
+        return drafts
 
     def _forget(self, draft: str) -> None:
         for file in (MANIFEST, _UNREAD, STATE, CONFIG):
@@ -210,11 +214,11 @@ class MemoryStorage(PosixStorage):
     def _too_small(self) -> RunError:
         space = os.statvfs(self.root)
         free = space.f_bavail * space.f_frsize // _KIB
-        all_of_it = space.f_blocks * space.f_frsize // _KIB
+        total = space.f_blocks * space.f_frsize // _KIB
         return RunError(
             "shared memory has no room for another copy",
             where=str(self.root.parent),
-            why=f"{free} KiB of {all_of_it} KiB are free, and the last copy stays until the next"
+            why=f"{free} KiB of {total} KiB are free, and the last copy stays until the next"
             " one is complete",
             fix="give it more (docker run --shm-size=…, or mount -o remount,size=…), or leave"
             " checkpoint.memory_steps out",

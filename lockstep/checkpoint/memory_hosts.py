@@ -74,7 +74,7 @@ def duties_of(shares: Sequence[Share], held: Sequence[Held], hosts: Sequence[str
         held: by rank.
         hosts: by rank.
     """
-    found = [Duties(several=len(set(hosts)) > 1) for _ in shares]
+    duties = [Duties(several=len(set(hosts)) > 1) for _ in shares]
     ranks_of: dict[str, list[int]] = {}
     for rank, host in enumerate(hosts):
         ranks_of.setdefault(host, []).append(rank)
@@ -87,15 +87,15 @@ def duties_of(shares: Sequence[Share], held: Sequence[Held], hosts: Sequence[str
             rank = min(able or there, key=bytes_of.__getitem__)
             bytes_of[rank] += _bytes_of(held[owner], share)
             if able:
-                found[rank].twins.append((owner, share))
+                duties[rank].twins.append((owner, share))
             else:
-                found[rank].receives.append(owner)
-                found[owner].sends.append(rank)
+                duties[rank].receives.append(owner)
+                duties[owner].sends.append(rank)
     for first, *_ in ranks_of.values():
         if first:
-            found[0].beside.append(first)
-            found[first].beside.append(0)
-    return found
+            duties[0].beside.append(first)
+            duties[first].beside.append(0)
+    return duties
 
 
 def _holds(mine: Held, theirs: Held, share: Share) -> bool:
@@ -163,7 +163,7 @@ class Exchange:
             for owner, contents in self._received.items()
             for number, content in enumerate(contents)
         ]
-        found = None
+        received = None
         if dist.get_rank(self._group) == 0:
             texts = {name: data.decode() for name, data in (beside or {}).items()}
             data = bytearray(json.dumps(texts).encode() if texts else b"")
@@ -174,11 +174,11 @@ class Exchange:
                 if content is not None:
                     works.append(dist.isend(content, to, self._group, _BESIDE))
         elif self._duties.beside:
-            found = self._receive_beside()
+            received = self._receive_beside()
         for work in works:
             if work is not None:  # this rank is in the group
                 work.wait()
-        return found
+        return received
 
     def _receive_beside(self) -> dict[str, bytes] | None:
         length = torch.zeros(1, dtype=torch.int64)
@@ -205,9 +205,9 @@ def agree_on_copy(
     """
     failure = "the copies in memory could not be compared"
 
-    def decide(found: list[tuple[str, Holdings]]) -> list[tuple[int | None, bool]]:
-        step = _common(list(dict(found).values()), recorded_step())
-        return [(step, first) for first in _firsts([host for host, _ in found])]
+    def decide(by_rank: list[tuple[str, Holdings]]) -> list[tuple[int | None, bool]]:
+        step = _common(list(dict(by_rank).values()), recorded_step())
+        return [(step, first) for first in _firsts([host for host, _ in by_rank])]
 
     step, leads = ranks.exchange(failure, lambda: (host_of(storage), storage.holdings()), decide)
 

@@ -157,10 +157,11 @@ def check_sizes(stored: StoredPart, sizes: Mapping[str, int]) -> None:
     for name, tensor in stored.tensors.items():
         for chunk in tensor.chunks:
             claimed = prod(chunk.sizes) * tensor.properties.dtype.itemsize
-            there = stored.places[MetadataIndex(name, chunk.offsets)].length
-            if claimed > there:
+            stored_bytes = stored.places[MetadataIndex(name, chunk.offsets)].length
+            if claimed > stored_bytes:
                 raise ValueError(
-                    f"it claims {claimed} bytes for a block of {name}, where {there} are stored"
+                    f"it claims {claimed} bytes for a block of {name}, where {stored_bytes} are"
+                    " stored"
                 )
 
 

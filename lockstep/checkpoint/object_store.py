@@ -98,8 +98,8 @@ class ObjectStorage(Storage):
     def names(self) -> list[str]:
         """Return the names in `commits/`; one that a late listing still has is left out."""
         listed = list(self._client.inside("commits"))
-        there = self._pool.map(self.exists, listed)
-        return [name for name, is_there in zip(listed, there, strict=True) if is_there]
+        are_there = self._pool.map(self.exists, listed)
+        return [name for name, is_there in zip(listed, are_there, strict=True) if is_there]
 
     def exists(self, name: str) -> bool:
         return self._client.exists(f"commits/{name}")
@@ -221,13 +221,13 @@ class ObjectStorage(Storage):
 
     def _committed(self) -> set[str]:
         """Return the drafts that are checkpoints."""
-        found = set()
+        committed = set()
         for name in self._client.inside("commits"):
             try:
-                found.add(self._draft_of(name))
+                committed.add(self._draft_of(name))
             except FileNotFoundError:  # another process has just deleted it
                 continue
-        return found
+        return committed
 
     def _draft_of(self, name: str) -> str:
         draft = self._read_json(f"commits/{name}").get("draft")
@@ -238,12 +238,12 @@ class ObjectStorage(Storage):
     def _read_json(self, key: str) -> dict[str, Any]:
         data = self._client.get(key)
         try:
-            found = json.loads(data[:_INDEX_LIMIT])
+            content = json.loads(data[:_INDEX_LIMIT])
         except ValueError:
             raise OSError(f"{self}/{key} is damaged") from None
-        if not isinstance(found, dict):
+        if not isinstance(content, dict):
             raise OSError(f"{self}/{key} is damaged")
-        return found
+        return content
 
     def _remove(self, draft: str) -> None:
         """Delete the objects of a draft; `.begun` last, so that it is swept if this is cut off."""

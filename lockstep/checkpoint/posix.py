@@ -177,12 +177,12 @@ def is_draft(name: str) -> bool:
 def writer_has_ended(draft: str) -> bool | None:
     """Return whether the process that began a draft has ended; None: it is on another host."""
     match = _DRAFT.fullmatch(draft)
-    here = _DRAFT.fullmatch(draft_name("step-00000000"))
-    if match is None or here is None:
+    own = _DRAFT.fullmatch(draft_name("step-00000000"))
+    if match is None or own is None:
         return False
-    if match[1] != here[1]:
+    if match[1] != own[1]:
         return None
-    return match[2] == here[2] or not psutil.pid_exists(int(match[2]))
+    return match[2] == own[2] or not psutil.pid_exists(int(match[2]))
 
 
 def _is_dead_draft(folder: Path) -> bool:

@@ -166,13 +166,13 @@ def held_blocks(part: Part) -> dict[str, BlockInfo]:
 
 def sources_of(held: Sequence[Mapping[str, BlockInfo]]) -> dict[str, TensorSource]:
     """Return the source of each tensor by name, from `held_blocks` of each rank."""
-    found: dict[str, TensorSource] = {}
+    sources: dict[str, TensorSource] = {}
     for rank, blocks in enumerate(held):
         for name, (shape, dtype, block) in blocks.items():
-            source = found.setdefault(name, TensorSource(shape, dtype))
+            source = sources.setdefault(name, TensorSource(shape, dtype))
             if block is not None:
                 source.senders.setdefault(block, rank)
-    return dict(sorted(found.items()))
+    return dict(sorted(sources.items()))
 
 
 def gather_tensor(

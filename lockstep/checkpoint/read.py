@@ -66,10 +66,10 @@ def open_part(checkpoint: Location, manifest: Manifest, part: str) -> "PartReade
 
 
 def _compare_with_manifest(stored: StoredPart, manifest: Manifest) -> None:
-    found = stored.info()
+    infos = stored.info()
     listed = {name: (info.shape, info.dtype) for name, info in manifest.parameters.items()}
-    if found != listed:
-        name = min({*found, *listed}, key=lambda n: (found.get(n) == listed.get(n), n))
+    if infos != listed:
+        name = min({*infos, *listed}, key=lambda n: (infos.get(n) == listed.get(n), n))
         raise ValueError(f"it disagrees with the manifest about {name}")
 
 
@@ -206,9 +206,9 @@ class _FileSlice(io.RawIOBase):
         return self._at
 
     def read(self, size: int = -1) -> bytes:
-        left = max(0, self._length - self._at)
+        remaining = max(0, self._length - self._at)
         self._stream.seek(self._offset + self._at)
-        data = self._stream.read(left if size < 0 else min(size, left))
+        data = self._stream.read(remaining if size < 0 else min(size, remaining))
         self._at += len(data)
         return data
 
@@ -271,21 +271,21 @@ class LocalReader:
 
     def _without_replicas(self) -> dict[str, list[RawBlock]]:
         """Return each tensor's blocks, each once though several ranks wrote it."""
-        found: dict[str, dict[tuple[int, ...], RawBlock]] = {}
+        by_name: dict[str, dict[tuple[int, ...], RawBlock]] = {}
         for blocks in self.by_rank:
             for name, block in blocks.items():
-                mine = found.setdefault(name, {})
+                mine = by_name.setdefault(name, {})
                 first = next(iter(mine.values()), block)
                 if (first.shape, first.dtype) != (block.shape, block.dtype):
                     raise ValueError(f"ranks disagree about {name}")
                 if prod(block.block) or not prod(block.shape):
                     mine.setdefault(block.offset, block)
-        for name, mine in found.items():
+        for name, mine in by_name.items():
             if sum(prod(b.block) for b in mine.values()) != prod(
                 next(iter(mine.values())).shape if mine else (1,)
             ):
                 raise ValueError(f"the blocks of {name} do not make up the whole of it")
-        return {name: list(mine.values()) for name, mine in found.items()}
+        return {name: list(mine.values()) for name, mine in by_name.items()}
 
     def read_into(self, blocks: dict[str, TensorBlock]) -> None:
         with torch.no_grad(), _explained(f"{self._checkpoint}/{self._part}"):
@@ -299,9 +299,9 @@ class LocalReader:
     ) -> None:
         """Refuse these raw shards unless each rank loads exactly the blocks that it saved."""
         full_name = f"{self._checkpoint.name}-full"
-        there = quote(str(self._checkpoint))
+        source = quote(str(self._checkpoint))
         new = quote(str(full_name))
-        fix = f"lockstep checkpoint convert {there} --to full --output {new}, then --resume {new}"
+        fix = f"lockstep checkpoint convert {source} --to full --output {new}, then --resume {new}"
         if len(self.by_rank) != ranks.size:
             what = (
                 f"{self._checkpoint} holds the raw shards of {len(self.by_rank)} ranks"
@@ -341,12 +341,12 @@ def _read_header(checkpoint: Location, file: str, size: int) -> dict[str, RawBlo
     for name, info in header.items():
         shape, offset, block = (counts_of(info[key]) for key in ("shape", "offset", "block"))
         start = 8 + length + count_of(info["at"])
-        found = RawBlock(file, dtype_of(text_of(info["dtype"])), shape, offset, block, start)
-        if found.start + found.num_bytes > size:
+        raw = RawBlock(file, dtype_of(text_of(info["dtype"])), shape, offset, block, start)
+        if raw.start + raw.num_bytes > size:
             raise ValueError(f"{file} claims more bytes for {name} than it has")
         if any(o + b > s for o, b, s in zip(offset, block, shape, strict=True)):
             raise ValueError(f"a block of {name} lies outside it")
-        blocks[name] = found
+        blocks[name] = raw
     return blocks
 
 

@@ -198,9 +198,9 @@ def _check_ties(checkpoint: Location, model: _Target, declared: Collection[str])
 
 def _equal_aliases(model: _Target | None, aliases: Mapping[str, Sequence[str]]) -> list[str]:
     """Return the names of tied weights that are stored separately with equal values."""
-    found: list[str] = []
+    equal: list[str] = []
     if model is None or not isinstance(model.reader, ShardedReader):
-        return found
+        return equal
     stored = model.reader.stored.info()
     for name, others in aliases.items():
         for other in others:
@@ -210,8 +210,8 @@ def _equal_aliases(model: _Target | None, aliases: Mapping[str, Sequence[str]]) 
                 model.reader.read_into(
                     {each: TensorBlock.full(tensor) for each, tensor in both.items()}
                 )
-                found += [other] if torch.equal(both[name], both[other]) else []
-    return found
+                equal += [other] if torch.equal(both[name], both[other]) else []
+    return equal
 
 
 def _to_import_again(
@@ -252,13 +252,13 @@ def _compare(
     ties: Mapping[str, Sequence[str]],
 ) -> None:
     """Refuse names that only one side has, or that have another shape or dtype; on rank 0."""
-    found: dict[str, set[str]] = {
+    names_by_kind: dict[str, set[str]] = {
         "missing in the checkpoint": set(),
         "only in the checkpoint": set(),
         "of another shape": set(),
         "of another dtype": set(),
     }
-    missing, unexpected, shapes, dtypes = found.values()
+    missing, unexpected, shapes, dtypes = names_by_kind.values()
     for part, kept in stored.items():
         prefix = "" if part == MODEL else f"{part}: "
         unexpected |= {
@@ -274,7 +274,9 @@ def _compare(
                 shapes.add(f"{prefix}{name} (stored {list(stored_shape)}, wanted {list(shape)})")
             if dtype != stored_dtype:
                 dtypes.add(f"{prefix}{name} (stored {stored_dtype}, wanted {dtype})")
-    if differing := [f"{kind}: {listed(sorted(names))}" for kind, names in found.items() if names]:
+    if differing := [
+        f"{kind}: {listed(sorted(names))}" for kind, names in names_by_kind.items() if names
+    ]:
         fix = (
             "build the model and the optimizer from the config beside the checkpoint's state,"
             " config.yaml; to start a "
@@ -380,9 +382,9 @@ def add_missing_groups(
         [names.get(id(parameter)) for parameter in group["params"]]
         for group in optimizer.param_groups
     ]
-    here = [[each for each in group if each in parameters] for group in stored]
-    if len(here) > len(own) and here[: len(own)] == own:
-        for group in here[len(own) :]:
+    stored_here = [[each for each in group if each in parameters] for group in stored]
+    if len(stored_here) > len(own) and stored_here[: len(own)] == own:
+        for group in stored_here[len(own) :]:
             optimizer.add_param_group(
                 {"params": [parameters[each].requires_grad_() for each in group]}
             )
@@ -416,7 +418,9 @@ def restore_optimizer(
                 what = f"{name} is in group {i} of the optimizer, and {where} in the checkpoint"
                 raise UsageError(what, fix=_AS_BUILT)
     for group, stored in zip(
-        optimizer.param_groups, (one["options"] for one in stored_groups), strict=True
+        optimizer.param_groups,
+        (stored_group["options"] for stored_group in stored_groups),
+        strict=True,
     ):
         for key, value in stored.items():
             current = group.get(key)

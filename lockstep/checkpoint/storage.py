@@ -258,12 +258,12 @@ CheckpointPath = Path | Location  # one checkpoint, as it is returned
 def build_storage(spec: ObjectSpec, where: str = "checkpoint.storage") -> Storage:
     """Make the storage that a config names, `package.module:Name`, or raise a UsageError."""
     check_storage(spec, where)
-    made = build_object(spec, where)
-    if not isinstance(made, Storage):
+    storage = build_object(spec, where)
+    if not isinstance(storage, Storage):
         raise UsageError(
-            f"{spec.name} made a {type(made).__name__}, {_NO_STORAGE}", where=where, fix=_STORAGE
+            f"{spec.name} made a {type(storage).__name__}, {_NO_STORAGE}", where=where, fix=_STORAGE
         )
-    return made
+    return storage
 
 
 _NO_STORAGE = "which is not a storage"
@@ -277,11 +277,11 @@ def check_storage(spec: ObjectSpec, where: str = "checkpoint.storage") -> None:
 
     Nothing is made.
     """
-    found = check_object(spec, where)
-    if isinstance(found, type):
-        if not issubclass(found, Storage):
+    named = check_object(spec, where)
+    if isinstance(named, type):
+        if not issubclass(named, Storage):
             raise UsageError(f"{spec.name} is a class {_NO_STORAGE}", where=where, fix=_STORAGE)
-        require_methods(found, Storage, spec.name, where)
+        require_methods(named, Storage, spec.name, where)
 
 
 def step_name(step: int) -> str:

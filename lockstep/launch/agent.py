@@ -134,7 +134,7 @@ class Agent(ExtensibleAgent):
                 # before comes first.
                 ended[rank] = process.exitcode, process.timestamp + 1.0
         written = {failure.rank: failure for failure in read_all(self._failures)}
-        found = [
+        failures = [
             written[worker.global_rank]
             for worker in self.worker_group.workers
             if worker.global_rank in written
@@ -144,8 +144,8 @@ class Agent(ExtensibleAgent):
             failure = from_exit_code(rank, world, *ended[rank], self._logs / f"rank-{rank}.log")
             if self._live is not None and self._live.refusal:
                 failure = replace(failure, why=f"the others can't go on: {self._live.refusal}")
-            found.append(failure)
-        return found
+            failures.append(failure)
+        return failures
 
     def _left_early(self) -> set[int]:  # with code 0, without marking their work as done
         ended = self.ended_well()
@@ -360,8 +360,8 @@ class Agent(ExtensibleAgent):
             self._kill(self.pids())
             raise
         world = live.world
-        there = {*world.members, *world.spares}
-        self.forget({local for local, rank in own.items() if rank not in there})
+        ranks = {*world.members, *world.spares}
+        self.forget({local for local, rank in own.items() if rank not in ranks})
         if world.generation != self._generation:
             self._follow(live)
         return goes_on
@@ -435,10 +435,10 @@ def wait_for_failures(failures: Path, seconds: float) -> list[Failure]:
     """
     deadline = time.monotonic() + seconds
     while True:
-        found = read_all(failures)
-        cause = first_cause(found)
+        written = read_all(failures)
+        cause = first_cause(written)
         if (cause is not None and not cause.consequence) or time.monotonic() > deadline:
-            return found
+            return written
         time.sleep(0.05)
 
 

@@ -52,13 +52,15 @@ def evaluate(
         cluster = import_module("lockstep.cluster")
         prompts = measure.Prompts(wanted.prompts, wanted.num_tokens, wanted.temperature)
         opened = measure.opened(subject, config)
-        found = measure.evaluate(opened, metrics=wanted.metrics, prompts=prompts)
+        evaluation = measure.evaluate(opened, metrics=wanted.metrics, prompts=prompts)
         if harness is not None:
             answers = harness.ask(opened, wanted.tasks, wanted.limit)
-            found = replace(found, tasks=answers)
+            evaluation = replace(evaluation, tasks=answers)
         if facts.is_main:
             text = import_module("lockstep.evaluate.text")
-            print(text.as_json(found) if wanted.in_json else text.as_text(found), flush=True)
+            print(
+                text.as_json(evaluation) if wanted.in_json else text.as_text(evaluation), flush=True
+            )
         cluster.cleanup()
         return EXIT_DONE
 

@@ -262,11 +262,11 @@ def done_mark(rank: int) -> str:
 def read_all(folder: Path) -> list[Failure]:
     """Return the failures whose files are in the folder."""
     known = {f.name for f in fields(Failure)}
-    found = []
+    failures = []
     for path in sorted(folder.glob("rank-*.json")):
         row = json.loads(path.read_text())
-        found.append(Failure(**{key: value for key, value in row.items() if key in known}))
-    return found
+        failures.append(Failure(**{key: value for key, value in row.items() if key in known}))
+    return failures
 
 
 def first_cause(failures: Iterable[Failure]) -> Failure | None:
@@ -315,18 +315,18 @@ class Stopped:
 
 def stopped_processes(pids: Mapping[int, int]) -> list[Stopped]:
     """Return the stopped ranks (`pids`: rank → process) and their data workers, by rank."""
-    found = []
+    stopped = []
     for rank, pid in sorted(pids.items()):
         if is_stopped(pid):
-            found.append(Stopped(rank, pid, is_worker=False))
+            stopped.append(Stopped(rank, pid, is_worker=False))
         for child in descendants(pid):
             with suppress(OSError):  # it has ended
                 if (
                     is_stopped(child)
                     and Path(f"/proc/{child}/comm").read_text().strip() == _DATA_WORKER
                 ):
-                    found.append(Stopped(rank, child, is_worker=True))
-    return found
+                    stopped.append(Stopped(rank, child, is_worker=True))
+    return stopped
 
 
 def stacks_file(logs: Path, rank: int) -> Path:
@@ -383,8 +383,8 @@ def _place_of_death(log: Path) -> str | None:
 
     None if its log does not say so.
     """
-    _, found, stacks = tail(log).rpartition("Fatal Python error: ")
-    return _last_stack(stacks).place if found else None
+    _, marker, stacks = tail(log).rpartition("Fatal Python error: ")
+    return _last_stack(stacks).place if marker else None
 
 
 # The outermost frame of a main thread, which faulthandler writes last; of more than a hundred

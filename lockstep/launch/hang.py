@@ -135,7 +135,8 @@ class HangWatch:
             self._look_for_ranks_elsewhere,
         )
         return next(
-            (found for look in looks if (found := look(beats, pids, world_size)) is not None), None
+            (failure for look in looks if (failure := look(beats, pids, world_size)) is not None),
+            None,
         )
 
     def stopped_spares(self, spares: Mapping[int, int], pids: Mapping[int, int]) -> list[int]:
@@ -162,21 +163,25 @@ class HangWatch:
         now = time.monotonic()
         if now - self._states_read >= _STATES_SECONDS:
             self._states_read = now
-            found = failures.stopped_processes(pids)
-            if len({one.rank for one in found if not one.is_worker}) == len(pids):
-                found = []  # somebody has suspended the job
-            self._stopped_since = {one: self._stopped_since.get(one, now) for one in found}
-        long = [one for one, since in self._stopped_since.items() if now - since >= self.seconds]
+            stopped = failures.stopped_processes(pids)
+            if len({process.rank for process in stopped if not process.is_worker}) == len(pids):
+                stopped = []  # somebody has suspended the job
+            self._stopped_since = {
+                process: self._stopped_since.get(process, now) for process in stopped
+            }
+        long = [
+            process for process, since in self._stopped_since.items() if now - since >= self.seconds
+        ]
         if not long:
             return None
-        one = min(long, key=lambda one: (one.is_worker, self._stopped_since[one]))
-        waited = now - self._stopped_since[one]
+        process = min(long, key=lambda process: (process.is_worker, self._stopped_since[process]))
+        waited = now - self._stopped_since[process]
         reports = self._collect_reports(pids)
-        doing = next((_current_call(beat) for beat in beats if beat.rank == one.rank), "")
-        what = f"it hangs{doing}: a signal stopped {one} {waited:.0f} s ago"
+        doing = next((_current_call(beat) for beat in beats if beat.rank == process.rank), "")
+        what = f"it hangs{doing}: a signal stopped {process} {waited:.0f} s ago"
         why = "it was stopped by a signal (SIGSTOP), or a debugger holds it"
         return self._failure(
-            one.rank, world_size, what, where=reports.stacks[one.rank].place, why=why
+            process.rank, world_size, what, where=reports.stacks[process.rank].place, why=why
         )
 
     def _look_for_caught_errors(
@@ -492,7 +497,7 @@ class OtherMachines:
                     for key in self._others
                 ]
                 for kind in (0, 1):
-                    if [one[kind] for one in now] != [one[kind] for one in heard]:
+                    if [pair[kind] for pair in now] != [pair[kind] for pair in heard]:
                         self._newest[kind] = time.monotonic()
                 heard = now
 

@@ -318,8 +318,8 @@ class _LocalLaunch:
         """Report on the console, and in the run's events, who died and who goes on."""
         lost = ", ".join(f"rank {rank}" for rank in world.lost)
         were = "was" if len(world.lost) == 1 else "were"
-        left = len(world.members)
-        go_on = "1 rank goes" if left == 1 else f"{left} ranks go"
+        remaining = len(world.members)
+        go_on = "1 rank goes" if remaining == 1 else f"{remaining} ranks go"
         waiting = f"; waiting for a place: {len(world.spares)}" if world.spares else ""
         log_to_stderr(f"{lost} {were} killed: {go_on} on, in the same processes{waiting}")
         with suppress(OSError):

@@ -95,27 +95,29 @@ class LiveRanks:
         """
         noticed = time.monotonic()
         world = self.world
-        left = [rank for rank in (*world.members, *world.spares) if rank not in lost]
+        remaining = [rank for rank in (*world.members, *world.spares) if rank not in lost]
         if not lost & set(world.members):  # only spares have died: nobody has to stop for them
-            self.tell(replace(world, spares=tuple(left[len(world.members) :]), lost=()))
+            self.tell(replace(world, spares=tuple(remaining[len(world.members) :]), lost=()))
             return True
         if done := [rank for rank in world.members if self._is_done(rank)]:
             self.refusal = f"rank {done[0]} has done its work, and can't take part in steps again"
             return False
-        counts = range(len(left), 0, -1)
-        fitting = (n for n in counts if self._can_train(n, self._each_machine(left[:n])))
+        counts = range(len(remaining), 0, -1)
+        fitting = (n for n in counts if self._can_train(n, self._each_machine(remaining[:n])))
         most = next(fitting, None)
         if most is None:
-            count = f"{len(left)} rank{'s' * (len(left) != 1)}" if left else "no rank"
+            count = (
+                f"{len(remaining)} rank{'s' * (len(remaining) != 1)}" if remaining else "no rank"
+            )
             self.refusal = f"{count} of {len(world.members) + len(world.spares)} would be left"
-            self.refusal += ", and the config can't train on so few" if left else ""
+            self.refusal += ", and the config can't train on so few" if remaining else ""
             return False
         following = self._place(
             replace(
                 world,
                 generation=world.generation + 1,
-                members=tuple(left[:most]),
-                spares=tuple(left[most:]),
+                members=tuple(remaining[:most]),
+                spares=tuple(remaining[most:]),
                 lost=tuple(sorted(lost)),
                 died=self._looked,
                 noticed=noticed,

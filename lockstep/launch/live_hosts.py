@@ -284,10 +284,10 @@ class LiveHosts(LiveRanks):
                 super().give_up()
             self._publish()
             return
-        there = {*world.members, *world.spares}
+        ranks = {*world.members, *world.spares}
         lost = {rank for report in reports.values() for rank in report.killed}
         lost |= {rank for rank, machine in self._machine_of.items() if machine in silent}
-        lost &= there
+        lost &= ranks
         new_gone = silent - set(world.gone)
         if new_gone:
             with self._lock:
@@ -306,9 +306,9 @@ class LiveHosts(LiveRanks):
 
     def _note_look(self, reports: Mapping[int, _LauncherReport]) -> None:
         """Note a look of all launchers that have ranks, once each has looked again."""
-        there = {self._machine_of[rank] for rank in (*self.world.members, *self.world.spares)}
-        looks = {each: reports[each].looks for each in there}
-        running = [each for each in there if not self._are_done(each)]
+        machines = {self._machine_of[rank] for rank in (*self.world.members, *self.world.spares)}
+        looks = {each: reports[each].looks for each in machines}
+        running = [each for each in machines if not self._are_done(each)]
         if running and all(looks[each] > self._looks_of_all.get(each, 0) for each in running):
             self._looks_of_all = looks
             self._rounds += 1

@@ -340,10 +340,10 @@ def hosts_rendezvous(options: LaunchOptions) -> bool:
     if host in (socket.gethostname(), socket.getfqdn()):
         return True
     try:
-        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+        infos = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
     except OSError:
         return False
-    addresses = {str(each[4][0]).partition("%")[0] for each in found}
+    addresses = {str(each[4][0]).partition("%")[0] for each in infos}
     return any(is_loopback(address) or interface_of(address) is not None for address in addresses)
 
 

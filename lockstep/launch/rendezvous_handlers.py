@@ -172,7 +172,7 @@ class ElasticRendezvous(ExtensibleRendezvous):
         """
         self._registry.wait()
         try:
-            found = super().next_rendezvous()
+            rendezvous = super().next_rendezvous()
         except api.RendezvousTimeoutError as error:
             raise self._registry.timed_out() from error
         except api.RendezvousClosedError as error:
@@ -191,7 +191,7 @@ class ElasticRendezvous(ExtensibleRendezvous):
                 text, why="its launcher ended, or the link to it is cut", fix=fix
             ) from error
         self._registry.met()
-        return found
+        return rendezvous
 
     def get_run_id(self) -> str:
         return self._job_id
@@ -241,11 +241,11 @@ class MachineRegistry:
             self._store.get(str(number)).decode()
             for number in range(1, self._store.add("count", 0) + 1)
         ]
-        rows = [one.split(" ", 2) for one in entries]
+        rows = [entry.split(" ", 2) for entry in entries]
         return [
             name
-            for found, when, name in rows
-            if found == state and time.time() - float(when) <= seconds
+            for state_of_machine, when, name in rows
+            if state_of_machine == state and time.time() - float(when) <= seconds
         ]
 
     def timed_out(self) -> RunError:
@@ -253,15 +253,15 @@ class MachineRegistry:
 
         If this machine hosts the store, the waiting machines raise it too.
         """
-        here = sorted(
+        machines = sorted(
             {*self.names_in("waits", math.inf), *self.names_in("left", self.options.patience)}
         )
         self._waits = False
         self._record("left")
         if hosts_rendezvous(self.options):
-            self._store.set("given up", "\n".join(here))
+            self._store.set("given up", "\n".join(machines))
             time.sleep(_GIVING_UP_SECONDS)
-        return self._error(here)
+        return self._error(machines)
 
     def check(self) -> None:
         """Raise RunError if too few machines have arrived in time.
@@ -317,19 +317,19 @@ class Membership:
         self.begin()
 
     def begin(self) -> None:
-        self._found: list[int | Exception] = [0]
+        self._answers: list[int | Exception] = [0]
         self._thread: StoreThread | None = None
         self._asked_at = time.monotonic()
 
     def __call__(self) -> int:
         """Return the newest answer, and ask again if it is older than a second."""
-        newest = self._found[-1]
+        newest = self._answers[-1]
         if isinstance(newest, Exception):
             raise newest
         if not self._is_asking() and time.monotonic() - self._asked_at > 1.0:
             self._asked_at = time.monotonic()
-            found = self._found
-            self._thread = StoreThread(lambda _thread: self._run(found), "membership")
+            answers = self._answers
+            self._thread = StoreThread(lambda _thread: self._run(answers), "membership")
         return newest
 
     def check(self, seconds: float = 30.0) -> None:
@@ -355,8 +355,8 @@ class Membership:
     def _is_asking(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
-    def _run(self, found: list[int | Exception]) -> None:
+    def _run(self, answers: list[int | Exception]) -> None:
         try:
-            found.append(self._ask())
+            answers.append(self._ask())
         except Exception as error:  # raised by the loop that watches the ranks
-            found.append(error)
+            answers.append(error)

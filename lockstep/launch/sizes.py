@@ -69,9 +69,9 @@ def require_sizes(config: "Config", ranks: int, machines: int = 1, *, on_cpu: bo
 
 def _needs(config: "Config", ranks: int, machines: int, *, on_cpu: bool) -> Iterator[_Need]:
     """Yield what the sizes of a config need on this machine at least."""
-    some = f"{ranks:,} processes" if ranks > 1 else "one process"
+    processes = f"{ranks:,} processes" if ranks > 1 else "one process"
     yield _Need("--nproc-per-node", ranks, ranks * _PROCESS, f"{ranks:,} processes")
-    yield from _of_data(config, ranks, some)
+    yield from _of_data(config, ranks, processes)
     args = config.model.args
     name = config.model.name or ""
     if ":" in name and not name.startswith("hf:"):

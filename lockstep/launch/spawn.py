@@ -227,10 +227,10 @@ def _check_environment(nprocs: int, nnodes: int, node_rank: int) -> None:
     where += f"nprocs={nprocs}, nnodes={nnodes}, node_rank={node_rank})"
     why = "each process that calls spawn would make a world of its own, with a model of its own"
     num_machines, rest = divmod(facts.world_size, nprocs)
-    index, here = divmod(facts.rank, nprocs)
+    index, local_rank = divmod(facts.rank, nprocs)
     address = os.environ.get("MASTER_ADDR", "the address of machine 0")
     fix = "where a launcher has started one process a rank, call the function itself, without spawn"
-    if not rest and not here:
+    if not rest and not local_rank:
         machine = (
             f"spawn(…, nprocs={nprocs}, nnodes={num_machines}, node_rank={index},"
             f" master_addr={address!r})"
@@ -374,11 +374,11 @@ def _cause(
     """
     deadline = time.monotonic() + _CAUSE_SECONDS
     while True:
-        found = {failure.rank: failure for failure in read_all(folder)}
+        failures = {failure.rank: failure for failure in read_all(folder)}
         for rank, process in zip(ranks, processes, strict=False):
-            if process.exitcode and rank not in found:
-                found[rank] = from_exit_code(rank, world, process.exitcode, time.time(), None)
-        cause = first_cause(found.values())
+            if process.exitcode and rank not in failures:
+                failures[rank] = from_exit_code(rank, world, process.exitcode, time.time(), None)
+        cause = first_cause(failures.values())
         if cause is None or not cause.consequence or time.monotonic() > deadline:
             return cause
         time.sleep(0.05)

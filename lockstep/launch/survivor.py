@@ -140,18 +140,18 @@ class Survivor:
             return self._wait_for_a_place()
         rank = [*world.members].index(self._me)
         count = str(len(world.members))
-        local_rank, here = world.on_machine(rank)
+        local_rank, ranks_here = world.on_machine(rank)
         os.environ |= {
             "RANK": str(rank),
             "LOCAL_RANK": str(local_rank),
             "WORLD_SIZE": count,
-            "LOCAL_WORLD_SIZE": str(here),
+            "LOCAL_WORLD_SIZE": str(ranks_here),
             PER_MACHINE: str(world.each_machine),
             GENERATION: str(world.generation),
             FOLDER: str(world.beats(self._beats)),
         }
         begin_anew()
-        cores.bind_again(local_rank, here)
+        cores.bind_again(local_rank, ranks_here)
         if rank == 0:
             show_output()
         say(
@@ -176,8 +176,8 @@ class Survivor:
         """Read the file whenever it changes; cut connections until this rank has left its world."""
         while not self._closing.wait(_LOOK_SECONDS):
             with suppress(OSError, ValueError):
-                found = self._path.stat()
-                stamp = (found.st_ino, found.st_mtime_ns)
+                status = self._path.stat()
+                stamp = (status.st_ino, status.st_mtime_ns)
                 if stamp != self._stamp:
                     self._seen = LiveWorld.read(self._path)
                     self._stamp = stamp
@@ -236,15 +236,17 @@ def _internet_sockets() -> Iterator[socket.socket]:
         with suppress(OSError):
             if not os.readlink(f"/proc/self/fd/{number}").startswith("socket:"):
                 continue
-            with socket.socket(fileno=os.dup(int(number))) as found:
-                if found.family in (socket.AF_INET, socket.AF_INET6):
-                    yield found
+            with socket.socket(fileno=os.dup(int(number))) as connection:
+                if connection.family in (socket.AF_INET, socket.AF_INET6):
+                    yield connection
 
 
-def _listens(found: socket.socket) -> bool:
-    return bool(found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+def _listens(connection: socket.socket) -> bool:
+    return bool(connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
 
 
 def _listening_ports() -> set[int]:
     """Return the ports at which this process listens."""
-    return {found.getsockname()[1] for found in _internet_sockets() if _listens(found)}
+    return {
+        connection.getsockname()[1] for connection in _internet_sockets() if _listens(connection)
+    }

@@ -321,6 +321,6 @@ def in_this_process(processes: int, options: LaunchOptions) -> bool:
 
 
 def _describe_processes(processes: int, options: LaunchOptions) -> str:
-    some = f"{processes} process{'es' * (processes != 1)}"
+    on_one = f"{processes} process{'es' * (processes != 1)}"
     several = f" on this machine ({socket.gethostname()}), {options.nnodes} machines"
-    return some + several * options.several_nodes
+    return on_one + several * options.several_nodes

@@ -79,7 +79,7 @@ class Status:
 
 def surroundings() -> dict[str, str]:
     """Return all that must be alike where a fork stands for a fresh process, by name."""
-    found = {
+    surroundings_by_name = {
         "Python": f"{sys.version} at {sys.executable}, {tuple(sys.flags)}, {sys.warnoptions}",
         "packages": _packages(),
         "control group": _text_of("/proc/self/cgroup"),
@@ -90,11 +90,11 @@ def surroundings() -> dict[str, str]:
     }
     for name in dir(resource):
         if name.startswith("RLIMIT_"):
-            found[f"limit {name}"] = str(resource.getrlimit(getattr(resource, name)))
+            surroundings_by_name[f"limit {name}"] = str(resource.getrlimit(getattr(resource, name)))
     for name, value in os.environ.items():
         if name not in _OF_TERMINALS and not name.startswith(_TERMINAL_PREFIXES):
-            found[f"variable {name}"] = value
-    return found
+            surroundings_by_name[f"variable {name}"] = value
+    return surroundings_by_name
 
 
 def _packages() -> str:

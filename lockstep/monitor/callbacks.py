@@ -36,7 +36,9 @@ def build_callbacks(
 
     `handed_over` are objects in Python, beside those that the config names.
     """
-    built: list[tuple[str, Callback]] = [(_name_of(one), understood(one)) for one in handed_over]
+    built: list[tuple[str, Callback]] = [
+        (_name_of(object_given), understood(object_given)) for object_given in handed_over
+    ]
     for number, spec in enumerate(config.callbacks):
         where = f"monitor.callbacks[{number}]"
         target = check_callback(spec, where)
@@ -82,8 +84,8 @@ def understood(
         return Events(callback)
     if not callable(callback):
         raise _cannot_be_called(name, where)
-    found: Callback = callback
-    return found
+    function: Callback = callback
+    return function
 
 
 def _name_of(callback: Any) -> str:

@@ -82,21 +82,21 @@ class TensorBoard:
     def on_media(self, step: int, media: Mapping[str, Media]) -> None:
         """Write images, histograms and texts as TensorBoard's protocol has them."""
         values = []
-        for name, one in media.items():
+        for name, medium in media.items():
             value = self._summary.Value(tag=name)
-            if one.kind == "image":
-                value.image.encoded_image_string = one.png
-                value.image.width, value.image.height = one.size
-            elif one.kind == "histogram":
-                value.histo.bucket_limit.extend(one.edges[1:])
-                value.histo.bucket.extend(one.counts)
-                value.histo.min = one.edges[0]
-                value.histo.max = one.edges[-1]
-                value.histo.num = sum(one.counts)
+            if medium.kind == "image":
+                value.image.encoded_image_string = medium.png
+                value.image.width, value.image.height = medium.size
+            elif medium.kind == "histogram":
+                value.histo.bucket_limit.extend(medium.edges[1:])
+                value.histo.bucket.extend(medium.counts)
+                value.histo.min = medium.edges[0]
+                value.histo.max = medium.edges[-1]
+                value.histo.num = sum(medium.counts)
             else:
                 value.metadata.plugin_data.plugin_name = "text"
                 value.tensor.dtype = 7  # DT_STRING of tensorflow's types.proto
-                value.tensor.string_val.append(one.text.encode())
+                value.tensor.string_val.append(medium.text.encode())
                 value.tensor.tensor_shape.dim.add(size=1)
             values.append(value)
         self._append(
@@ -134,17 +134,19 @@ class WeightsAndBiases:
     on_eval = on_step
 
     def on_media(self, step: int, media: Mapping[str, Media]) -> None:
-        self._started().log({name: self._media(one) for name, one in media.items()}, step=step)
+        self._started().log(
+            {name: self._media(medium) for name, medium in media.items()}, step=step
+        )
 
-    def _media(self, one: Media) -> Any:
-        if one.kind == "text":
-            return self._library.Html(f"<pre>{html.escape(one.text)}</pre>")
-        if one.kind == "histogram":
-            return self._library.Histogram(np_histogram=(list(one.counts), list(one.edges)))
+    def _media(self, medium: Media) -> Any:
+        if medium.kind == "text":
+            return self._library.Html(f"<pre>{html.escape(medium.text)}</pre>")
+        if medium.kind == "histogram":
+            return self._library.Histogram(np_histogram=(list(medium.counts), list(medium.edges)))
         path = self._run.path / "wandb" / "media"
         path.mkdir(parents=True, exist_ok=True)
-        file = path / f"{hashlib.sha256(one.png).hexdigest()[:16]}.png"
-        file.write_bytes(one.png)
+        file = path / f"{hashlib.sha256(medium.png).hexdigest()[:16]}.png"
+        file.write_bytes(medium.png)
         return self._library.Image(str(file))
 
     def close(self) -> None:
@@ -201,19 +203,19 @@ class Mlflow:
     def on_media(self, step: int, media: Mapping[str, Media]) -> None:
         """Store texts, images and histograms as artifacts `media/NAME-STEP`."""
         client = self._connected()
-        for name, one in media.items():
+        for name, medium in media.items():
             path = f"media/{file_name(name, step)}"
-            if one.kind == "text":
-                client.log_text(self._id, one.text, f"{path}.txt")
-            elif one.kind == "histogram":
+            if medium.kind == "text":
+                client.log_text(self._id, medium.text, f"{path}.txt")
+            elif medium.kind == "histogram":
                 client.log_dict(
-                    self._id, {"counts": one.counts, "edges": one.edges}, f"{path}.json"
+                    self._id, {"counts": medium.counts, "edges": medium.edges}, f"{path}.json"
                 )
             else:
                 with tempfile.TemporaryDirectory() as folder:
                     file = Path(folder, path).with_suffix(".png")
                     file.parent.mkdir()
-                    file.write_bytes(one.png)
+                    file.write_bytes(medium.png)
                     client.log_artifact(self._id, str(file), "media")
 
     def close(self) -> None:

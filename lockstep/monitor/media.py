@@ -50,11 +50,11 @@ def sorted_values(values: Mapping[str, Any]) -> tuple[dict[str, float], dict[str
         if name in ("step", "time", "loss", "media"):
             what = f"{name!r} is a name of the run's own records"
             raise UsageError(what, where="trainer.log", fix="log it by another name")
-        found = _understood(name, value)
-        if isinstance(found, Media):
-            media[name] = found
+        logged = _understood(name, value)
+        if isinstance(logged, Media):
+            media[name] = logged
         else:
-            numbers[name] = found
+            numbers[name] = logged
     return numbers, media
 
 

@@ -296,8 +296,8 @@ class Profiler:
         """End the recording, and write a summary over all recorded ranks."""
         self._stop()  # it holds the trace, and its own callback holds it
         summaries = gather_objects(self._summary)
-        found = [summary for summary in summaries if summary is not None]
-        if self._rank == 0 and not found:
+        written = [summary for summary in summaries if summary is not None]
+        if self._rank == 0 and not written:
             ranks = self._config.ranks
             last = len(summaries) - 1
             _log.warning(
@@ -305,9 +305,9 @@ class Profiler:
                 ranks,
                 last,
             )
-        if self._rank != 0 or not found:
+        if self._rank != 0 or not written:
             return
-        summary = combine(found, step - self._config.active + 1, step)
+        summary = combine(written, step - self._config.active + 1, step)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             replace_file(self._folder / "summary.json", json.dumps(summary))
@@ -315,5 +315,5 @@ class Profiler:
         except OSError as error:
             _log.warning("warning: the summary of the profile could not be written: %s", error)
             return
-        say(f"profile of {len(found)} rank(s) in {self._folder}: summary.md, traces")
-        self._event("profile", step=step, text=f"{len(found)} rank(s), {self._folder}")
+        say(f"profile of {len(written)} rank(s) in {self._folder}: summary.md, traces")
+        self._event("profile", step=step, text=f"{len(written)} rank(s), {self._folder}")

@@ -179,10 +179,10 @@ class _ChangingBuffers:
         """Return copies of the buffers that change; before the first forward pass, of all."""
         if self._changing is None:
             self._before = self._versions()
-        found = self._all if self._changing is None else self._changing
+        buffers = self._all if self._changing is None else self._changing
         return [
             (m, name, buffer.clone())
-            for m, name in found
+            for m, name in buffers
             if (buffer := getattr(m, name)) is not None
         ]
 
@@ -330,11 +330,11 @@ class _Run:
 
     def _recompute(self) -> None:
         """Run all blocks of the run again with a graph, and take what autograd saves."""
-        found: list[Tensor] = []
+        recomputed: list[Tensor] = []
         outputs: list[Any] = []
 
         def collect(tensor: Tensor) -> None:
-            found.append(tensor.detach())
+            recomputed.append(tensor.detach())
 
         def attached(leaf: Any) -> Any:
             if isinstance(leaf, _Previous):
@@ -359,15 +359,15 @@ class _Run:
                     self.random_state, call.captured, call.generator, call.buffers, nullcontext()
                 )
                 with drawing:
-                    made = call.forward(*args, **kwargs)
-                outputs[:] = [leaf for leaf in tree_leaves(made) if isinstance(leaf, Tensor)]
-        if len(found) != self._saved:
+                    result = call.forward(*args, **kwargs)
+                outputs[:] = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        if len(recomputed) != self._saved:
             what = (
-                f"blocks saved {self._saved} tensors in the forward pass, and {len(found)} when"
-                " they were recomputed"
+                f"blocks saved {self._saved} tensors in the forward pass, and {len(recomputed)}"
+                " when they were recomputed"
             )
             raise RuntimeError(what)
-        self._values = dict(enumerate(found))
+        self._values = dict(enumerate(recomputed))
 
 
 def _state(random_state: RandomState) -> Tensor:

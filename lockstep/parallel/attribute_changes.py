@@ -57,7 +57,7 @@ class AttributeChanges:
             if len(view) == size:
                 changed = compress(range(size), map(is_not, view, before))
                 self._known.update((key, position) for position in changed)
-            elif not isinstance(self._found[key][0], nn.Module):
+            elif not isinstance(self._containers_by_id[key][0], nn.Module):
                 self._resized.add(key)
             begin += size
         self._resized.update(key for key, view in self._empty.items() if view)
@@ -65,22 +65,22 @@ class AttributeChanges:
 
     def _read(self) -> None:
         """Find the containers, and keep what is in them."""
-        found: dict[int, tuple[Any, Collection[Any]]] = {}
+        containers: dict[int, tuple[Any, Collection[Any]]] = {}
         for root in self._roots:
             for module in root.modules():
                 if not self._is_gathered:
                     for held in registered(module):
-                        found[id(held)] = (held, held.values())
+                        containers[id(held)] = (held, held.values())
                 if not _is_torchs_own(module):
-                    found[id(module)] = (module, vars(module).values())
+                    containers[id(module)] = (module, vars(module).values())
                     own = (v for name, v in vars(module).items() if name not in OF_TORCH)
                     for kept, view in _containers(own, _DEPTH):
-                        found.setdefault(id(kept), (kept, view))
+                        containers.setdefault(id(kept), (kept, view))
         for known in self._resized:
-            found.pop(known, None)
-        self._found = found
-        self._empty = {key: view for key, (_, view) in found.items() if not view}
-        filled = {key: view for key, (_, view) in found.items() if view}
+            containers.pop(known, None)
+        self._containers_by_id = containers
+        self._empty = {key: view for key, (_, view) in containers.items() if not view}
+        filled = {key: view for key, (_, view) in containers.items() if view}
         self._keys = list(filled)
         self._views = list(filled.values())
         self._sizes = list(map(len, self._views))
@@ -99,7 +99,9 @@ class AttributeChanges:
         }
         self._values = [None if position in tensors else v for position, v in enumerate(values)]
         of_torch = {
-            (key, position) for key in self._keys for position in range(_of_torch(found[key][0]))
+            (key, position)
+            for key in self._keys
+            for position in range(_of_torch(containers[key][0]))
         }
         expected = self._known | of_torch
         changed = {position for position, slot in enumerate(slots) if slot in expected}

@@ -70,14 +70,14 @@ def backward(
             if value.requires_grad:
                 value.register_hook(partial(_note_strides, strides, position))  # type: ignore[no-untyped-call]
     torch.autograd.backward([output for output, _ in roots], [gradient for _, gradient in roots])
-    found: list[Tensor | None] = []
+    of_inputs: list[Tensor | None] = []
     for position, value in enumerate(inputs):
         gradient = value.grad
         value.grad = None
-        found.append(
+        of_inputs.append(
             gradient if gradient is None or not as_made else laid_out(gradient, strides[position])
         )
-    return tuple(found)
+    return tuple(of_inputs)
 
 
 def _note_strides(strides: dict[int, tuple[int, ...]], position: int, gradient: Tensor) -> None:
@@ -134,8 +134,8 @@ def _continue_from(
         return
     node, position = operation.next_functions[0]
     wanted = [*map(get_gradient_edge, weights), GradientEdge(node, position)]
-    *found, _ = torch.autograd.grad(edges, wanted, gradients, allow_unused=True)
-    torch.autograd.backward(weights, found)
+    *of_weights, _ = torch.autograd.grad(edges, wanted, gradients, allow_unused=True)
+    torch.autograd.backward(weights, of_weights)
 
 
 def whole_second_half(outputs: Sequence[Tensor], gradients: Gradients) -> SecondHalf:
@@ -178,9 +178,9 @@ def first_half(
     used = [position_of[node] for node in order if node in position_of]
     starts = half.starts
     given = half.gradients
-    found: list[Tensor | None] = [None] * len(inputs)
+    of_inputs: list[Tensor | None] = [None] * len(inputs)
     if not used:
-        return tuple(found), half
+        return tuple(of_inputs), half
     operations = _operations(
         order, {edge.node for edge in starts}, set(position_of), set(weight_of)
     )
@@ -199,8 +199,8 @@ def first_half(
         for hook in hooks:
             hook.remove()
     for position, gradient in zip(used, pulled, strict=True):
-        found[position] = gradient
-    return tuple(found), half
+        of_inputs[position] = gradient
+    return tuple(of_inputs), half
 
 
 def _operations(
@@ -236,10 +236,10 @@ def _operations(
             behind[node] = frozenset([node])
         else:
             behind[node] = frozenset().union(*(behind[each] for each in following))
-    found = [weight for _, nodes in operations for weight in nodes]
+    used_weights = [weight for _, nodes in operations for weight in nodes]
     reached = {node for node in order if node in weights}
     # used by several operations, or by none of them
-    if len(found) != len(reached) or set(found) != reached:
+    if len(used_weights) != len(reached) or set(used_weights) != reached:
         return None
     # an output is made of weights alone: they may be used here, too
     if any(behind.get(root) for root in roots):

@@ -123,16 +123,16 @@ def apply_batch_norm_rows(
     in_row = 1 if samples is None else samples // batch_size
     if in_row == 1:
         return None
-    found = {
+    norms = {
         name: module for name, module in model.named_modules() if isinstance(module, BatchNorm)
     }
     other = next(
-        (name for name, module in found.items() if type(module).forward is not BatchNorm.forward),
+        (name for name, module in norms.items() if type(module).forward is not BatchNorm.forward),
         None,
     )
-    if other is not None or not found:
+    if other is not None or not norms:
         what = (
-            f"{other} ({type(found[other]).__name__}) has a forward of its own"
+            f"{other} ({type(norms[other]).__name__}) has a forward of its own"
             if other
             else "the model has none"
         )
@@ -149,6 +149,6 @@ def apply_batch_norm_rows(
     def forward(self: BatchNorm, input: Tensor) -> Tensor:
         return rows.forward(self, input)
 
-    for module in found.values():
+    for module in norms.values():
         replace_method(module, MethodType(forward, module), by="batch_norm")
     return rows

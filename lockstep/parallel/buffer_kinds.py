@@ -39,20 +39,20 @@ class ExplainedBuffers:
 
 def explained_buffers(model: nn.Module) -> ExplainedBuffers:
     """Return the explained buffers of a model, or of a stage of it."""
-    found = ExplainedBuffers()
+    explained = ExplainedBuffers()
     for name, module in model.named_modules():
         if (
             isinstance(module, BatchNorm)
             and module.track_running_stats
             and module.running_mean is not None
         ):
-            found.norms[name] = module
+            explained.norms[name] = module
         own = [attribute for attribute, _ in module.named_buffers(recurse=False)]
         if isinstance(module, SpectralNormParametrization):
-            found.vectors += [(module, attribute) for attribute in own]
+            explained.vectors += [(module, attribute) for attribute in own]
         for hook in forward_pre_hooks(module):
             if isinstance(hook, SpectralNorm):  # the old one
-                found.vectors += [(module, f"{hook.name}_u"), (module, f"{hook.name}_v")]
+                explained.vectors += [(module, f"{hook.name}_u"), (module, f"{hook.name}_v")]
         if COUNTS in own and hasattr(module, "end_step"):
-            found.counting.append(module)
-    return found
+            explained.counting.append(module)
+    return explained

@@ -144,14 +144,14 @@ class RunningBuffers(AroundMicroBatch):
     _repeated: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        found = explained_buffers(self.model)
-        self._norms = found.norms
-        self._vectors = found.vectors
-        self._counting = found.counting
+        explained = explained_buffers(self.model)
+        self._norms = explained.norms
+        self._vectors = explained.vectors
+        self._counting = explained.counting
         # without values nothing can be compared
         combined = self.ways if self.has_values else BufferWays({})
         self._combined = CombinedBuffers(combined, self.model, self.group, self.ranks)
-        known = found.registrations | set(self.ways.ways)
+        known = explained.registrations | set(self.ways.ways)
         others = {}
         for path, module in self.model.named_modules():
             for attribute, _ in module.named_buffers(recurse=False, remove_duplicate=False):
@@ -352,13 +352,13 @@ def keeping(buffers: Sequence[RunningBuffers], evaluate: Evaluate, *, apart: boo
         micro_batches: Sequence[MicroBatch], accumulator: LossAccumulator
     ) -> None:
         for window in [[each] for each in micro_batches] if apart else [micro_batches]:
-            for one in buffers:
-                one.begin_evaluation()
+            for kept in buffers:
+                kept.begin_evaluation()
             try:
                 evaluate(window, accumulator)
             finally:
-                for one in buffers:
-                    one.end_evaluation()
+                for kept in buffers:
+                    kept.end_evaluation()
 
     return evaluate_and_restore
 

@@ -52,17 +52,17 @@ def replace_method(
 
 
 def _replaced_by(call: Any) -> tuple[str, ...]:
-    found: tuple[str, ...] = getattr(getattr(call, "__func__", call), _BY, ())
-    return found
+    names: tuple[str, ...] = getattr(getattr(call, "__func__", call), _BY, ())
+    return names
 
 
 def changes_of(parts: Sequence[nn.Module]) -> list[ModuleChange]:
     """Return the changes on modules: each replaced method, and each hook around a forward pass."""
-    found: dict[ModuleChange, None] = {}
+    changes: dict[ModuleChange, None] = {}
     for part in parts:
         for name, module in part.named_modules():
-            found |= dict.fromkeys(_of_module(name, module))
-    return list(found)
+            changes |= dict.fromkeys(_of_module(name, module))
+    return list(changes)
 
 
 def _of_module(name: str, module: nn.Module) -> Iterator[ModuleChange]:

@@ -49,13 +49,13 @@ class BufferWays:
 
     def places(self, model: nn.Module, way: str) -> list[BufferPlace]:
         """Return the buffers of a model, or of a stage of it, that are combined in a way."""
-        found: dict[str, BufferPlace] = {}
+        combined: dict[str, BufferPlace] = {}
         for module in model.modules():
             for attribute, _ in module.named_buffers(recurse=False, remove_duplicate=False):
                 name, own = self.ways.get((id(module), attribute), ("", ""))
                 if own == way:
-                    found.setdefault(name, BufferPlace(name, module, attribute))
-        return list(found.values())
+                    combined.setdefault(name, BufferPlace(name, module, attribute))
+        return list(combined.values())
 
     def mark_written(self, name: str) -> None:
         """Note that a forward pass has written a buffer."""
@@ -86,13 +86,15 @@ def ways_of(
         named += [buffer for buffer in _registered(loss, PREFIX) if buffer.name in of_loss]
     by: dict[str, str] = {}  # name → the pattern that named it
     for pattern, way in patterns.items():
-        found = [buffer for buffer in named if any(_fits(name, pattern) for name in buffer.names)]
-        if not found:
+        matching = [
+            buffer for buffer in named if any(_fits(name, pattern) for name in buffer.names)
+        ]
+        if not matching:
             _refuse_nameless(pattern, [buffer.name for buffer in named], model)
-        persistent = [buffer for buffer in found if id(buffer.places[0].tensor) in kept]
+        persistent = [buffer for buffer in matching if id(buffer.places[0].tensor) in kept]
         if not persistent:
             what = (
-                f"{KEY}: {pattern} names {listed([buffer.name for buffer in found])}, which no"
+                f"{KEY}: {pattern} names {listed([buffer.name for buffer in matching])}, which no"
                 " checkpoint has"
             )
             fix = "register it to be kept: register_buffer(name, tensor), without persistent=False"
@@ -128,16 +130,16 @@ class _Registered:
 def _registered(model: nn.Module, prefix: str) -> Collection[_Registered]:
     """Return the buffers of a model, without those that the step itself keeps."""
     explained = explained_buffers(model).registrations
-    found: dict[int, _Registered] = {}
+    registered: dict[int, _Registered] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         for attribute, tensor in module.named_buffers(recurse=False, remove_duplicate=False):
             if (id(module), attribute) not in explained:
-                buffer = found.setdefault(id(tensor), _Registered())
+                buffer = registered.setdefault(id(tensor), _Registered())
                 buffer.names.append(
                     f"{prefix}{path}.{attribute}" if path else f"{prefix}{attribute}"
                 )
                 buffer.places.append(BufferPlace(buffer.name, module, attribute))
-    return found.values()
+    return registered.values()
 
 
 def _fits(name: str, pattern: str) -> bool:
@@ -178,14 +180,14 @@ def warn_of_unwritten(placed: ParallelModel, ways: BufferWays) -> None:
         flags = flags.to(placed.random_state.device)
         if placed.layout.world_size > 1:
             dist.all_reduce(flags, op=dist.ReduceOp.MIN)
-        left = [
+        unwritten = [
             pattern for pattern, flag in zip(ways.patterns, flags.tolist(), strict=True) if flag
         ]
-        if left:
+        if unwritten:
             _log.warning(
                 "warning: %s: %s: no forward pass of the first step has written such a buffer",
                 KEY,
-                listed(left),
+                listed(unwritten),
             )
 
     placed.checks.append(check)

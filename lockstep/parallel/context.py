@@ -97,8 +97,8 @@ def cut_objective(objective: Objective, context: SequenceCut, plan: Mapping[str,
         pieces = {name: part[name].chunk(count, dim) for name, dim in plan.items()}
         of_chunks = _by_chunk(outputs, length // context.ranks, count, context)
         losses = [
-            objective.loss(found, part | {name: piece[number] for name, piece in pieces.items()})
-            for number, found in enumerate(of_chunks)
+            objective.loss(chunk, part | {name: piece[number] for name, piece in pieces.items()})
+            for number, chunk in enumerate(of_chunks)
         ]
         return context.total(torch.stack(losses))
 
@@ -144,12 +144,12 @@ def _bernoulli(module: SequenceBernoulli, context: SequenceCut) -> None:
         if context.is_outside:
             return torch.bernoulli(probabilities)
         length = probabilities.shape[SEQUENCE] * context.ranks
-        here = context.part(torch.arange(length, device=probabilities.device), 0)
+        positions = context.part(torch.arange(length, device=probabilities.device), 0)
         shape = [
             length if dim == SEQUENCE else size for dim, size in enumerate(probabilities.shape)
         ]
-        full = probabilities.new_zeros(shape).index_copy(SEQUENCE, here, probabilities)
-        return torch.bernoulli(full).index_select(SEQUENCE, here)
+        full = probabilities.new_zeros(shape).index_copy(SEQUENCE, positions, probabilities)
+        return torch.bernoulli(full).index_select(SEQUENCE, positions)
 
     replace_method(module, MethodType(forward, module), by="context")
 

@@ -322,11 +322,11 @@ class _Ring(torch.autograd.Function):
                 # exp(−inf − 0) is 0, where exp(−inf − (−inf)) would be nan.
                 base = after.masked_fill(after == -torch.inf, 0.0)
                 p = (scores - base.unsqueeze(-1)).exp()
-                made = (p.to(v.dtype).flatten(2, 3) @ both[1][:, :, tile.keys]).view(
+                values = (p.to(v.dtype).flatten(2, 3) @ both[1][:, :, tile.keys]).view(
                     *p.shape[:4], -1
                 )
                 out[..., tile.rows, :] = (
-                    out[..., tile.rows, :] * (before - base).exp().unsqueeze(-1) + made
+                    out[..., tile.rows, :] * (before - base).exp().unsqueeze(-1) + values
                 )
                 logs[..., tile.rows] = after
             both = both if coming is None else coming

@@ -107,8 +107,8 @@ class DDPSync(AroundMicroBatch):
             error
         ):
             return None
-        found = re.search(r"Parameter at index (\d+)", str(error))
-        name = "a parameter" if found is None else f"the parameter {self._names[int(found[1])]}"
+        match = re.search(r"Parameter at index (\d+)", str(error))
+        name = "a parameter" if match is None else f"the parameter {self._names[int(match[1])]}"
         what = f"{name} gets its gradient more than once in one backward pass"
         why = (
             "each call of a reentrant checkpoint has a backward pass of its own, and DDP waits for"

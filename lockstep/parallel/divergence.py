@@ -77,23 +77,28 @@ def guard(
         """Compare what the ranks hold; put a flipped bit back, or raise an error on all."""
         if step % every == 0:
             held = {name: tensor for name, tensor in placed.kept().items() if name not in left_out}
-            found = compare(held, group, step)
-            if repair and found is not None and found.is_flip and not repaired & found.ranks:
-                repaired.update(found.ranks)
-                for name in found.apart:
-                    dist.broadcast(local(held[name]).detach(), found.good, group=group)
+            divergence = compare(held, group, step)
+            if (
+                repair
+                and divergence is not None
+                and divergence.is_flip
+                and not repaired & divergence.ranks
+            ):
+                repaired.update(divergence.ranks)
+                for name in divergence.apart:
+                    dist.broadcast(local(held[name]).detach(), divergence.good, group=group)
                 placed.later_log_lines.append(
-                    f"{found.what}; put back from rank {found.good} after step {step}"
+                    f"{divergence.what}; put back from rank {divergence.good} after step {step}"
                 )
-                found = None
+                divergence = None
             # The error of any rank is raised on all ranks, or the others would wait for it.
             anywhere = torch.tensor(
-                [found is not None], dtype=torch.uint8, device=placed.random_state.device
+                [divergence is not None], dtype=torch.uint8, device=placed.random_state.device
             )
             dist.all_reduce(anywhere, op=dist.ReduceOp.MAX)
             if anywhere.item():
                 errors: list[RunError | None] = [None] * dist.get_world_size()
-                dist.all_gather_object(errors, found)
+                dist.all_gather_object(errors, divergence)
                 raise next(error for error in errors if error is not None)
 
     return check

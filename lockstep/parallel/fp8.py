@@ -71,8 +71,8 @@ def _require_hardware(device: torch.device) -> None:
         and torch.cuda.get_device_capability(device) >= _CAPABILITY
     ):
         return
-    here = accelerator.name_of(device) if cuda else f"the device {device.type}"
-    what = f"fp8: linears needs an NVIDIA GPU that multiplies in float8, and this is {here}"
+    device_name = accelerator.name_of(device) if cuda else f"the device {device.type}"
+    what = f"fp8: linears needs an NVIDIA GPU that multiplies in float8, and this is {device_name}"
     why = (
         "those of compute capability 8.9 on do: Ada (L4, L40S, RTX 4090), Hopper (H100, H200),"
         " Blackwell (B200)"

@@ -349,11 +349,13 @@ class Scalars(AroundMicroBatch):
                     table[index, column, 1] = 1.0
         self._rows.clear()
         dist.all_reduce(table)
-        there = table[..., 1].bool().tolist()
+        was_added = table[..., 1].bool().tolist()
         sums = Partials(micro_batches_per_step)
         for index in range(micro_batches_per_step):
             row = [
-                table[index, column, 0].to(self._own[name].dtype) if there[index][column] else None
+                table[index, column, 0].to(self._own[name].dtype)
+                if was_added[index][column]
+                else None
                 for column, name in enumerate(self._trained)
             ]
             sums.add(index, row)

@@ -299,8 +299,8 @@ class UnitOrder:
             # host waits for the copy, in the first passes
             both = torch.tensor(mine, device=self._device)
             dist.all_reduce(both, op=dist.ReduceOp.MIN, group=self._group)
-            found, last = both.tolist()  # host waits for the device
-            first, theirs = divmod(found, kinds)
+            least, last = both.tolist()  # host waits for the device
+            first, theirs = divmod(least, kinds)
             if first == self._end:
                 return
             known = self._inputs[self._mode]
@@ -375,13 +375,13 @@ class UnitOrder:
         store = default_store()
         until = time.monotonic() + _PATIENCE
         # By the store, not by a collective: other ranks may be in one of FSDP2's.
-        here = store.add(key, 1)
-        while here < len(ranks):
+        arrived = store.add(key, 1)
+        while arrived < len(ranks):
             if time.monotonic() > until:
                 raise error
             time.sleep(0.01)
             try:
-                here = store.add(key, 0)
+                arrived = store.add(key, 0)
             except (
                 dist.DistError
             ):  # the rank that hosts the store has failed: the next message says so
@@ -532,10 +532,10 @@ def _merged(one: list[int], other: list[int]) -> list[int]:
     >>> _merged([1, 3, 4], [1, 2, 4])
     [1, 3, 2, 4]
     """
-    found: list[int] = []
+    merged: list[int] = []
     for kind, begin, end, from_other, to_other in SequenceMatcher(
         None, one, other, autojunk=False
     ).get_opcodes():
-        found += one[begin:end]
-        found += [] if kind == "equal" else other[from_other:to_other]
-    return found
+        merged += one[begin:end]
+        merged += [] if kind == "equal" else other[from_other:to_other]
+    return merged

@@ -105,13 +105,15 @@ def in_sample_order(
     theirs = torch.empty(ranks * most * width, dtype=torch.uint8, device=like.device)
     all_gather_flat(theirs, mine.view(-1), group=group)
     theirs = theirs.view(ranks, most, width)
-    found = []
+    of_micro_batches = []
     at = [0] * ranks
     for count, owner in zip(counts, owners, strict=True):
         piece = theirs[owner, at[owner] : at[owner] + count]
-        found.append(piece.clone().view(like.dtype).view(count, *like.shape[1:]) if count else none)
+        of_micro_batches.append(
+            piece.clone().view(like.dtype).view(count, *like.shape[1:]) if count else none
+        )
         at[owner] += count
-    return found
+    return of_micro_batches
 
 
 def _bytes(rows: Tensor) -> Tensor:
@@ -146,22 +148,22 @@ class GatheredRows:
 
     def _pointer_of(self, queue: BufferPlace) -> BufferPlace | None:
         """Return the number beside a queue that says where its next rows go, if there is one."""
-        found = [number for number in self._numbers if number.module is queue.module]
-        if len(found) > 1:
-            found = [
-                number for number in found if number.attribute.startswith(queue.attribute)
-            ] or found
-        if len(found) > 1:
+        pointers = [number for number in self._numbers if number.module is queue.module]
+        if len(pointers) > 1:
+            pointers = [
+                number for number in pointers if number.attribute.startswith(queue.attribute)
+            ] or pointers
+        if len(pointers) > 1:
             what = (
                 f"{KEY}: gather: the pointer of {queue.name} may be"
-                f" {listed([number.name for number in found])}"
+                f" {listed([number.name for number in pointers])}"
             )
             fix = (
                 f"name its pointer {queue.attribute}_ptr, and what is no pointer otherwise; or give"
                 " that another way"
             )
             raise UsageError(what, where=KEY, fix=fix)
-        return found[0] if found else None
+        return pointers[0] if pointers else None
 
     @property
     def any(self) -> bool:
@@ -324,7 +326,7 @@ def slots_written(before: Tensor, after: Tensor, start: int, end: int) -> dict[i
             [2., 2.]])}
     """
     changed = differs(before, after)
-    found = {}
+    by_dim = {}
     anything = bool(changed.any())  # host waits for the device
     for dim, size in enumerate(before.shape):
         if not (0 <= start <= size and 0 <= end <= size and size):
@@ -334,8 +336,8 @@ def slots_written(before: Tensor, after: Tensor, start: int, end: int) -> dict[i
         outside = changed.movedim(dim, 0).reshape(size, -1).any(1)
         outside[slots] = False
         if not outside.any():
-            found[dim] = after.movedim(dim, 0)[slots]
-    return found
+            by_dim[dim] = after.movedim(dim, 0)[slots]
+    return by_dim
 
 
 def _cells(before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:

@@ -40,14 +40,14 @@ class KeptNumber:
 
 def kept_numbers(root: nn.Module) -> dict[str, KeptNumber]:
     """Return name → number, for numbers in attributes of modules and in containers there."""
-    found = {}
+    numbers = {}
     for path, module in root.named_modules():
         for attribute, value in list(vars(module).items()):
             if attribute not in OF_TORCH:
                 name = f"{path}.{attribute}" if path else attribute
                 for full, number, holder, key in _inside(name, value, module, attribute, _DEPTH):
-                    found[full] = KeptNumber(number, holder, key, module, attribute)
-    return found
+                    numbers[full] = KeptNumber(number, holder, key, module, attribute)
+    return numbers
 
 
 def _inside(

@@ -366,14 +366,14 @@ class LocalWorkers:
     def forward_backward(
         self, micro_batches: Sequence[MicroBatch], accumulator: LossAccumulator, factor: float
     ) -> None:
-        left = iter(micro_batches)
+        remaining = iter(micro_batches)
         for worker in self._workers:
             count = len(
                 assign_contiguous(accumulator.micro_batches_per_step, worker.number, self.total)
             )
             with self._entered(worker):
                 for position in range(1, count + 1):
-                    self._run(worker, next(left), accumulator, factor, position == count)
+                    self._run(worker, next(remaining), accumulator, factor, position == count)
 
     @property
     def run_micro_batch(self) -> RunMicroBatch | None:

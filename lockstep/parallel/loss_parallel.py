@@ -74,13 +74,15 @@ class _TokenLosses(torch.autograd.Function):
         width = logits.shape[-1]
         blocks = in_blocks(logits, cut.blocks_of(width))
         here = targets - cut.rank * width  # the target's place among this rank's logits
-        found = (here >= 0) & (here < width)
+        is_here = (here >= 0) & (here < width)
         own = (
-            logits.reshape(-1, width).gather(1, torch.where(found, here, 0)[:, None])[:, 0].float()
+            logits.reshape(-1, width)
+            .gather(1, torch.where(is_here, here, 0)[:, None])[:, 0]
+            .float()
         )
         sums = [block.float().logsumexp(-1) for block in blocks]
         plain = [block.float().sum(-1) for block in blocks] if smoothing else []
-        of_ranks = torch.stack([*sums, *plain, torch.where(found, own, 0.0)])[None]
+        of_ranks = torch.stack([*sums, *plain, torch.where(is_here, own, 0.0)])[None]
         if cut.group is not None:
             of_ranks = cut.gathered(of_ranks, 0)  # [ranks, blocks + 1, B · T], or 2 · blocks + 1
         total = logsumexp_in_order(of_ranks[:, : len(blocks)].flatten(0, 1))
@@ -89,7 +91,7 @@ class _TokenLosses(torch.autograd.Function):
         outside = counted & ((targets < 0) | (targets >= width * cut.ranks))
         if outside.device.type == "cpu" and not isinstance(outside, FakeTensor) and outside.any():
             raise TargetOutOfBoundsError(int(targets[outside][0]), width * cut.ranks)
-        ctx.save_for_backward(logits, here, found, counted, total)
+        ctx.save_for_backward(logits, here, is_here, counted, total)
         ctx.count = len(blocks)
         ctx.terms = (smoothing, z_loss)
         ctx.vocabulary = width * cut.ranks
@@ -108,7 +110,7 @@ class _TokenLosses(torch.autograd.Function):
         It is the softmax, less 1 at the target. `total`, the log of the sum over the columns of
         all ranks, is known already, so no rank needs those of another.
         """
-        logits, here, found, counted, total = ctx.saved_tensors
+        logits, here, is_here, counted, total = ctx.saved_tensors
         smoothing, z_loss = ctx.terms
         scale = torch.where(counted, gradients[0], 0.0)[:, None]
         of_softmax = scale * (1 + 2 * z_loss * total[:, None]) if z_loss else scale
@@ -121,7 +123,7 @@ class _TokenLosses(torch.autograd.Function):
                 block_pull.sub_(scale, alpha=smoothing / ctx.vocabulary)
             pulls.append(block_pull.to(logits.dtype))
         pull = pulls[0] if ctx.count == 1 else torch.stack(pulls, 1).flatten(1)
-        at = torch.where(found, here, 0)[:, None]
+        at = torch.where(is_here, here, 0)[:, None]
         of_target = -scale * (1 - smoothing) if smoothing else -scale
-        pull.scatter_add_(1, at, torch.where(found[:, None], of_target, 0.0).to(logits.dtype))
+        pull.scatter_add_(1, at, torch.where(is_here[:, None], of_target, 0.0).to(logits.dtype))
         return pull.view(logits.shape), None, None, None, None

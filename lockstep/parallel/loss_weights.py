@@ -113,11 +113,11 @@ class LossWeights(AroundMicroBatch):
         """Take the gradients that a backward pass has left; those of a dummy count for nothing."""
         if self._alone:
             return
-        found = [parameter.grad for parameter in self.own.values()]
+        gradients = [parameter.grad for parameter in self.own.values()]
         for parameter in self.own.values():
             parameter.grad = None
-        if passing.micro_batch.real and any(gradient is not None for gradient in found):
-            self.add(passing.micro_batch.index, found)
+        if passing.micro_batch.real and any(gradient is not None for gradient in gradients):
+            self.add(passing.micro_batch.index, gradients)
 
     def failed(self, error: BaseException) -> None:
         """Forget the gradients of the step."""

@@ -38,7 +38,7 @@ def splits_of(facts: ModelFacts, how: str) -> Splits:
         what = f"{type(facts.model).__name__} does not say what its weights hold"
         raise UsageError(what, where=where, why=error.what, fix=fix) from None
 
-    found: Splits = {}
+    splits: Splits = {}
     for name, module, attribute, way in plan.layers:
         weight = getattr(module, attribute or "weight", None)
         by_heads = way in ("heads", "fused_heads")
@@ -53,5 +53,5 @@ def splits_of(facts: ModelFacts, how: str) -> Splits:
             width = plan.heads[name][1]
             sizes = (width,) * (weight.shape[dim] // width)
         if len(sizes) > 1:
-            found[facts.names[id(weight)]] = (dim, sizes)
-    return found
+            splits[facts.names[id(weight)]] = (dim, sizes)
+    return splits

@@ -133,9 +133,8 @@ def explained(explanations: Sequence[Explain]) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        clearer = next(
-            (found for explain in explanations if (found := explain(error)) is not None), None
-        )
+        attempts = (explain(error) for explain in explanations)
+        clearer = next((each for each in attempts if each is not None), None)
         if clearer is None:
             raise
         raise clearer from error

@@ -78,11 +78,11 @@ class _Values:
 
         FSDP2 has freed and replaced some, which are left out.
         """
-        here = dict(unit.named_parameters())
+        parameters_now = dict(unit.named_parameters())
         kept = [
             position
             for position, (name, p) in enumerate(self.parameters.items())
-            if here.get(name) is p
+            if parameters_now.get(name) is p
         ]
         names = list(self.parameters)
         now = self.of(
@@ -190,13 +190,13 @@ class _Watch:
         """Refuse a model of which parameters, or the layers that have them, were replaced."""
         if any(isinstance(m, FSDPModule) for part in self.placed.parts for m in part.modules()):
             return  # its gathered parameters are others than the pieces
-        here = {
+        parameters_now = {
             name: parameter
             for part in reversed(self.placed.parts)
             for name, parameter in part.named_parameters()
         }
-        self._placed_parameters = self._placed_parameters or here
-        held = {id(parameter) for parameter in here.values()}
+        self._placed_parameters = self._placed_parameters or parameters_now
+        held = {id(parameter) for parameter in parameters_now.values()}
         gone = [n for n, parameter in self._placed_parameters.items() if id(parameter) not in held]
         if gone:
             raise UsageError(
@@ -246,8 +246,8 @@ class _Watch:
                 self._watch_numbers(root)
             elif id(root) not in self._attributes:
                 return
-            here = {name: p for name, p in unit.named_parameters() if not p.is_meta}
-            self._open[id(unit)] = _Values.of(here, random_state.device)
+            parameters = {name: p for name, p in unit.named_parameters() if not p.is_meta}
+            self._open[id(unit)] = _Values.of(parameters, random_state.device)
 
         return before
 
@@ -288,16 +288,16 @@ class _Watch:
         known = self._buffers.setdefault(
             id(root), {name for name, _ in root.named_buffers(remove_duplicate=False)}
         )
-        here = dict(_tensors(root, known))
-        self._names[id(root)] = set(here)
+        tensors = dict(_tensors(root, known))
+        self._names[id(root)] = set(tensors)
         if id(root) not in self._tensors:
-            self._tensors[id(root)] = {name: _mark(tensor) for name, tensor in here.items()}
+            self._tensors[id(root)] = {name: _mark(tensor) for name, tensor in tensors.items()}
             return
         first = self._tensors[id(root)]
-        longer = grown(first, here)
+        longer = grown(first, tensors)
         left = {
             name: tensor
-            for name, tensor in here.items()
+            for name, tensor in tensors.items()
             if first.get(name) != _mark(tensor) or sequence_of(name) in longer
         }
         if left:
@@ -306,16 +306,16 @@ class _Watch:
 
     def _watch_numbers(self, root: nn.Module) -> None:
         """Record reads, in the pass that begins, of numbers that earlier passes have left."""
-        here = kept_numbers(root)
-        self._names[id(root)].update(here)
+        numbers = kept_numbers(root)
+        self._names[id(root)].update(numbers)
         if id(root) not in self._numbers:
-            self._numbers[id(root)] = here
+            self._numbers[id(root)] = numbers
             return
         first = self._numbers[id(root)]
-        longer = grown(first, here)
+        longer = grown(first, numbers)
         left = {
             name: number
-            for name, number in here.items()
+            for name, number in numbers.items()
             if not number.equals(first.get(name)) or sequence_of(name) in longer
         }
         if left:
@@ -331,10 +331,12 @@ class _Watch:
         if uses is None:
             return []
         uses.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        here = dict(_tensors(root, self._buffers[id(root)]))
-        longer = grown(self._names[id(root)], here)
+        tensors = dict(_tensors(root, self._buffers[id(root)]))
+        longer = grown(self._names[id(root)], tensors)
         replaced = {
-            name for name in uses.used if name not in here or _mark(here[name]) != uses.marks[name]
+            name
+            for name in uses.used
+            if name not in tensors or _mark(tensors[name]) != uses.marks[name]
         }
         return sorted(replaced | longer.intersection(map(sequence_of, uses.used)))
 
@@ -347,9 +349,9 @@ class _Watch:
         if uses is None:
             return [], []
         uses.stop()
-        here = kept_numbers(root)
-        longer = grown(self._names[id(root)], here)
-        replaced = {n for n, old in uses.numbers.items() if not old.equals(here.get(n))}
+        numbers = kept_numbers(root)
+        longer = grown(self._names[id(root)], numbers)
+        replaced = {n for n, old in uses.numbers.items() if not old.equals(numbers.get(n))}
         state, perhaps = (
             sorted((replaced & those) | longer.intersection(map(sequence_of, those)))
             for those in (uses.read, uses.unknown)

@@ -166,7 +166,7 @@ class Site:
         self, model: nn.Module, ranks: int, group: dist.ProcessGroup | None, *, row: int = 1
     ) -> RunningBuffers:
         """Return `RunningBuffers` of a model or a stage, which `ranks` ranks of a group hold."""
-        made = RunningBuffers(
+        running = RunningBuffers(
             model,
             ranks,
             group,
@@ -177,5 +177,5 @@ class Site:
             has_values=self.dry_run is None,
             looks_every=self.config.distributed.divergence_check_steps or 100,
         )
-        self.running.append(made)
-        return made
+        self.running.append(running)
+        return running

@@ -55,20 +55,26 @@ class StateForm:
         None where torch's own code alone makes its `state_dict`.
         """
         named = dict(model.named_modules())
-        found = [
+        with_own_form = [
             name for name, module in named.items() if _has_own_form(module, registered.hooks[name])
         ]
-        if not found:
+        if not with_own_form:
             return None
         tensors: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
         buffers = model.named_buffers(remove_duplicate=False)
         tensors |= {name: buffer for name, buffer in buffers if name in registered.persistent}
         first: dict[int, str] = {}
         owners = {name: first.setdefault(id(tensor), name) for name, tensor in tensors.items()}
-        extra = {name: named[name] for name in found if _is_own(type(named[name]).get_extra_state)}
+        extra = {
+            name: named[name]
+            for name in with_own_form
+            if _is_own(type(named[name]).get_extra_state)
+        }
         _check_extra(extra)
         shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
-        return cls(model, [name or type(model).__name__ for name in found], extra, shapes, owners)
+        return cls(
+            model, [name or type(model).__name__ for name in with_own_form], extra, shapes, owners
+        )
 
     def written(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         """Return the model's own `state_dict` for whole tensors, by all their names.
@@ -103,13 +109,13 @@ class StateForm:
 
     def extra_state(self, parts: Iterable[nn.Module]) -> dict[str, Any]:
         """Return name → state beside the tensors, of the modules within `parts`, for JSON."""
-        here = {id(module) for part in parts for module in part.modules()}
-        found = {
+        modules_here = {id(module) for part in parts for module in part.modules()}
+        states = {
             name: _json_of(name, module)
             for name, module in self.extra.items()
-            if id(module) in here
+            if id(module) in modules_here
         }
-        return {name: value for name, value in found.items() if value is not None}
+        return {name: value for name, value in states.items() if value is not None}
 
     def load_extra(self, state: Mapping[str, Any]) -> None:
         """Give the modules what `extra_state` returned, of all ranks."""

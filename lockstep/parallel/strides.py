@@ -52,7 +52,11 @@ def lay_out(model: nn.Module, *, keeps_formats: bool = False, aligned: bool = Fa
     buffers = {name: buffer for name, buffer in model.named_buffers() if _is_plain(buffer)}
     strided = {name: t for name, t in {**parameters, **buffers}.items() if not lies_row_by_row(t)}
     _refuse_shared_memory(parameters, buffers)
-    formats = {id(p): found for p in parameters.values() if (found := _format_of(p)) is not None}
+    formats = {
+        id(p): memory_format
+        for p in parameters.values()
+        if (memory_format := _format_of(p)) is not None
+    }
     if keeps_formats:
         strided = {name: tensor for name, tensor in strided.items() if id(tensor) not in formats}
         formats.clear()
@@ -160,11 +164,11 @@ def _row_by_row(tensor: Tensor) -> Tensor:
 
 def _format_of(tensor: Tensor) -> torch.memory_format | None:
     """Return the memory format of a strided tensor, if it has one."""
-    found = _FORMATS.get(tensor.ndim)
-    if found is None or lies_row_by_row(tensor):
+    memory_format = _FORMATS.get(tensor.ndim)
+    if memory_format is None or lies_row_by_row(tensor):
         return None
-    like = torch.empty(tensor.shape, device="meta", memory_format=found)
-    return found if tensor.stride() == like.stride() else None
+    like = torch.empty(tensor.shape, device="meta", memory_format=memory_format)
+    return memory_format if tensor.stride() == like.stride() else None
 
 
 def _compute_in(module: nn.Module, attribute: str, memory_format: torch.memory_format) -> None:
@@ -212,14 +216,14 @@ def _refuse_shared_memory(
     parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor]
 ) -> None:
     """Refuse shared memory that an update would write twice, or that moving would separate."""
-    there = {
+    tensors = {
         name: t for name, t in {**parameters, **buffers}.items() if t.numel() and _has_memory(t)
     }
     trained = {name for name, parameter in parameters.items() if parameter.requires_grad}
-    for name in trained & there.keys():
-        if _overlaps_itself(there[name]):
-            shape = list(there[name].shape)
-            strides = tuple(there[name].stride())
+    for name in trained & tensors.keys():
+        if _overlaps_itself(tensors[name]):
+            shape = list(tensors[name].shape)
+            strides = tuple(tensors[name].stride())
             raise UsageError(
                 f"elements of the parameter {name} lie in the same memory: its shape is {shape},"
                 f" its strides {strides}",
@@ -232,14 +236,14 @@ def _refuse_shared_memory(
             )
     # of those before that reach further: device, end, name
     begun: list[tuple[torch.device, int, str]] = []
-    for name, tensor in sorted(there.items(), key=lambda item: item[1].data_ptr()):
+    for name, tensor in sorted(tensors.items(), key=lambda item: item[1].data_ptr()):
         begin = tensor.data_ptr()
         device = tensor.device
         begun = [earlier for earlier in begun if earlier[1] > begin]
         for other in [
             other for where, _, other in begun if where == device and {name, other} & trained
         ]:
-            if _share_elements(there[other], tensor):
+            if _share_elements(tensors[other], tensor):
                 raise UsageError(
                     f"{other} and {name} are two tensors in the same memory",
                     where="the model",

@@ -338,21 +338,21 @@ def vocabulary_lookup(
         fix = "pad sequences to a multiple of the ranks, or write sequence_parallel: false"
         raise UsageError(what, where="distributed.sequence_parallel", fix=fix)
     first = cut.rank * weight.shape[0]
-    here = (ids >= first) & (ids < first + weight.shape[0])
+    is_here = (ids >= first) & (ids < first + weight.shape[0])
     if padding_idx is not None:
         padding_idx = (
             padding_idx - first if first <= padding_idx < first + weight.shape[0] else None
         )
     outside = (ids < 0) | (ids >= cut.ranks * weight.shape[0])
-    factor = torch.where(outside, torch.nan, here.to(weight.dtype))
-    found = F.embedding(torch.where(here, ids - first, 0), weight, padding_idx) * factor.unsqueeze(
-        -1
-    )
+    factor = torch.where(outside, torch.nan, is_here.to(weight.dtype))
+    vectors = F.embedding(
+        torch.where(is_here, ids - first, 0), weight, padding_idx
+    ) * factor.unsqueeze(-1)
     # For each element one rank's part is not zero, so the sum has the same bits in any order.
     return with_backward(
-        lambda found: _no_view(cut.sum(found[None], cut=cut.sequence)),
+        lambda vectors: _no_view(cut.sum(vectors[None], cut=cut.sequence)),
         lambda pull: _complete_gradient(pull, cut),
-        found,
+        vectors,
     )
 
 
@@ -412,9 +412,9 @@ def experts_apart(
         return out
 
     mine = with_backward(lambda rows: torch.split(rows, sizes)[cut.rank].clone(), gathered, rows)
-    made = run(mine, counts[cut.rank * each : (cut.rank + 1) * each])
+    outputs = run(mine, counts[cut.rank * each : (cut.rank + 1) * each])
     return with_backward(
-        gathered, lambda pull: torch.split(pull, sizes)[cut.rank].contiguous(), made
+        gathered, lambda pull: torch.split(pull, sizes)[cut.rank].contiguous(), outputs
     )
 
 
@@ -431,11 +431,11 @@ def by_pieces(
     tokens: one rank runs four of them, two ranks two each, and the gradient of its weight is
     (p0 + p1) + (p2 + p3) on either.
     """
-    given = [x] if isinstance(x, Tensor) else x
-    count = cut.blocks_of(given[0].shape[dim])
+    tensors = [x] if isinstance(x, Tensor) else x
+    count = cut.blocks_of(tensors[0].shape[dim])
     # A slice's strides would depend on the ranks, and with them the order in which torch sums over
     # its positions.
-    pieces = [[piece.contiguous() for piece in each.chunk(count, dim)] for each in given]
+    pieces = [[piece.contiguous() for piece in each.chunk(count, dim)] for each in tensors]
     lent = [spread(weight, cut, count) for weight in weights]
     done = [run(*piece) for piece in zip(*pieces, *lent, strict=True)]
     return torch.cat(

@@ -156,9 +156,9 @@ def _planned(model: nn.Module, own: OwnPlan | None) -> Iterator[Planned]:
     parameters = dict(model.named_parameters())
     for pattern, way in plan.items():
         expression = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
-        found = [name for name in modules if expression.fullmatch(name)]
+        of_modules = [name for name in modules if expression.fullmatch(name)]
         of_parameters = [name for name in parameters if expression.fullmatch(name)]
-        if way not in WAYS or not (found or of_parameters):
+        if way not in WAYS or not (of_modules or of_parameters):
             what = f"tensor_plan() of {type(model).__name__} says {pattern!r}: {way!r}"
             why = "there is no such way" if way not in WAYS else "no module has such a name"
             fix = (
@@ -167,7 +167,7 @@ def _planned(model: nn.Module, own: OwnPlan | None) -> Iterator[Planned]:
                 else "* stands for one part of a name"
             )
             raise UsageError(what, why=why, fix=fix)
-        yield from ((name, modules[name], None, way) for name in found)
+        yield from ((name, modules[name], None, way) for name in of_modules)
         for name in of_parameters:
             owner, _, attribute = name.rpartition(".")
             yield owner, modules[owner], attribute, way

@@ -128,24 +128,24 @@ Instruction = ScheduledPass | Send | Receive
 Program = Sequence[Instruction]
 
 
-def made_by(one: ScheduledPass, stages: int) -> Message | None:
+def made_by(scheduled: ScheduledPass, stages: int) -> Message | None:
     """Return the message that a pass makes; None if no other stage waits for it."""
-    if one.kind == "F" and one.stage + 1 < stages:
-        return Message("F", one.stage + 1, one.micro_batch)
-    if one.kind in ("B", "I") and one.stage > 0:
-        return Message("B", one.stage - 1, one.micro_batch)
+    if scheduled.kind == "F" and scheduled.stage + 1 < stages:
+        return Message("F", scheduled.stage + 1, scheduled.micro_batch)
+    if scheduled.kind in ("B", "I") and scheduled.stage > 0:
+        return Message("B", scheduled.stage - 1, scheduled.micro_batch)
     return None
 
 
-def needed_by(one: ScheduledPass, stages: int) -> Message | None:
+def needed_by(scheduled: ScheduledPass, stages: int) -> Message | None:
     """Return the message that a pass needs.
 
     None for one that starts from a batch, a loss, or its own first half.
     """
-    if one.kind == "F" and one.stage > 0:
-        return Message("F", one.stage, one.micro_batch)
-    if one.kind in ("B", "I") and one.stage + 1 < stages:
-        return Message("B", one.stage, one.micro_batch)
+    if scheduled.kind == "F" and scheduled.stage > 0:
+        return Message("F", scheduled.stage, scheduled.micro_batch)
+    if scheduled.kind in ("B", "I") and scheduled.stage + 1 < stages:
+        return Message("B", scheduled.stage, scheduled.micro_batch)
     return None
 
 
@@ -177,9 +177,9 @@ def programs(
     ]
     ready = []
     for rank, order in enumerate(orders):
-        for one, end in zip(order, ends[rank], strict=True):
+        for scheduled, end in zip(order, ends[rank], strict=True):
             # Neighbouring stages of one rank, in schedules that give it several, need no message.
-            message = made_by(one, stages)
+            message = made_by(scheduled, stages)
             if message is not None and rank_of[message.stage] != rank:
                 ready.append(_Ready(end, message, rank, rank_of[message.stage]))
     ready.sort()
@@ -196,12 +196,12 @@ def _program(
     program: list[Instruction] = []
     waiting = [each for each in ready if rank in (each.source, each.target)]
     done = 0
-    for one, end in zip(order, ends, strict=True):
+    for scheduled, end in zip(order, ends, strict=True):
         # A message that is ready when this pass ends is not among them: it may be made by it.
         while done < len(waiting) and waiting[done].time < end:
             program.append(_instruction(waiting[done], rank))
             done += 1
-        program.append(one)
+        program.append(scheduled)
     return program + [_instruction(each, rank) for each in waiting[done:]]
 
 
@@ -313,8 +313,8 @@ class PeerToPeer:
             strides = [tuple(next(flat) for _ in range(each.ndim)) for each in tensors]
             self.strides[message] = strides
             metas = replace_strides(metas, strides)
-        here = [each.to(self.device) for each in tensors]
-        return tuple(meta.leaf_of(each) for meta, each in zip(metas, here, strict=True))
+        on_device = [each.to(self.device) for each in tensors]
+        return tuple(meta.leaf_of(each) for meta, each in zip(metas, on_device, strict=True))
 
     def finish(self) -> None:
         """Wait until all that was sent is through."""
@@ -336,10 +336,10 @@ def replace_strides(metas: Metas, strides: Sequence[tuple[int, ...]]) -> Metas:
 
 def _check_shapes(message: Message, tensors: Tensors, expected: Metas) -> None:
     """Raise a RunError unless activations match those of earlier inputs of these shapes."""
-    found = tuple(map(Meta.of, tensors))
-    if found == expected:
+    received = tuple(map(Meta.of, tensors))
+    if received == expected:
         return
-    now = ", ".join(map(str, found)) or "nothing"
+    now = ", ".join(map(str, received)) or "nothing"
     before = ", ".join(map(str, expected)) or "nothing"
     raise RunError(
         f"stage {message.stage - 1} put out {now}, but before, from inputs of the same shapes,"
@@ -400,8 +400,8 @@ class Described:
         tensors = [meta.empty(self.carried_on) for meta in metas]
         for each in tensors:
             dist.recv(each, group_src=peer, group=self.group)
-        here = [each.to(self.device) for each in tensors]
-        return tuple(meta.leaf_of(each) for each, meta in zip(here, metas, strict=True))
+        on_device = [each.to(self.device) for each in tensors]
+        return tuple(meta.leaf_of(each) for each, meta in zip(on_device, metas, strict=True))
 
     def finish(self) -> None:
         """Do nothing: all that was sent is through."""

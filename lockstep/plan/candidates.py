@@ -154,8 +154,8 @@ def candidates(
     # One of the first two has the first answer. Of the others those that take longest begin, so
     # that none is left over at the end: pipelines, then those with further axes.
     splits = [
-        strategy_named(with_layout(config, one).distributed.strategy).in_stages
-        for one in considered
+        strategy_named(with_layout(config, option).distributed.strategy).in_stages
+        for option in considered
     ]
     order = sorted(range(len(considered)), key=lambda index: (index > 1, not splits[index], -index))
     with progress_of("planning", len(considered), unit="layouts", shows=shows) as advance:
@@ -163,14 +163,18 @@ def candidates(
         for index, of_layout in _as_computed(evaluate, order, processes):
             evaluated[index] = of_layout
             advance(1)
-    found = [candidate for index in range(len(considered)) for candidate in evaluated[index]]
-    if not any(candidate.fits for candidate in found) and cluster.num_gpus > 1 and facts.blocks:
+    candidates = [candidate for index in range(len(considered)) for candidate in evaluated[index]]
+    if (
+        not any(candidate.fits for candidate in candidates)
+        and cluster.num_gpus > 1
+        and facts.blocks
+    ):
         for strategy in known_strategies(config.distributed.strategy):
             if layout := strategy.layout_with_offload():
                 layout = layout | {"training.gradient_checkpointing": "full"}
-                found.append(evaluate_layout(work, config, cluster, layout, facts))
+                candidates.append(evaluate_layout(work, config, cluster, layout, facts))
     return sorted(
-        found, key=lambda c: (not c.fits, -c.samples_per_second if c.fits else c.needed_bytes)
+        candidates, key=lambda c: (not c.fits, -c.samples_per_second if c.fits else c.needed_bytes)
     )
 
 
@@ -183,13 +187,13 @@ def _over_modes(
     first: Callable[[Candidate], None],
 ) -> list[Candidate]:
     """Evaluate one layout with each mode of checkpointing, the one with the least memory first."""
-    found: list[Candidate] = []
+    candidates: list[Candidate] = []
     most = None
     tried = ("full", config.training.gradient_checkpointing, "none") if facts.blocks else ("none",)
     for mode in dict.fromkeys(tried):
         changes = {**layout, "training.gradient_checkpointing": mode}
         if most is not None and not most.fits:  # without recomputation it needs even more
-            found.append(
+            candidates.append(
                 Candidate(
                     most.layout,
                     changes,
@@ -206,8 +210,8 @@ def _over_modes(
             break
         most = most or judged
         if not judged.refused:
-            found.append(judged)
-    return found
+            candidates.append(judged)
+    return candidates
 
 
 # of the forks; what it refers to need not be pickled
@@ -382,13 +386,13 @@ def _evaluate_pipeline(
     from lockstep.plan.stages import rehearse_rank  # loads torch's compiler
 
     layout = candidate.layout
-    found = {
+    rehearsals = {
         rank: rehearse_rank(
             work, config, layout, rank, micro_batches=count, device_type=_device_type(cluster)
         )
         for rank in sorted({0, layout.pipeline // 2, layout.pipeline - 1})
     }
-    fullest = max(found.values(), key=lambda rehearsal: rehearsal.peak.total)
+    fullest = max(rehearsals.values(), key=lambda rehearsal: rehearsal.peak.total)
     candidate.memory = dict(fullest.peak.parts)
     stages: list[StageTime] = []
     flops = 0
@@ -396,11 +400,11 @@ def _evaluate_pipeline(
     messages = Messages(layout, cluster)
     per_rank = config.distributed.pipeline.stages_per_rank
     stage_bytes = 4 * apart(facts, layout)[0] / (layout.pipeline * per_rank * layout.tensor)
-    if any(messages.are_told(r.work.forward, r.work.backward) for r in found.values()):
+    if any(messages.are_told(r.work.forward, r.work.backward) for r in rehearsals.values()):
         stage_bytes = 0.0  # these messages exchange the gradients
-    middle = next(iter(found[layout.pipeline // 2].stages.values()))
+    middle = next(iter(rehearsals[layout.pipeline // 2].stages.values()))
     for stage in range(layout.pipeline * per_rank):
-        computed = next((r.stages[stage] for r in found.values() if stage in r.stages), middle)
+        computed = next((r.stages[stage] for r in rehearsals.values() if stage in r.stages), middle)
         flops += computed.forward.flops
         sent = [messages.of(cost) for cost in (computed.forward, computed.backward)]
         if stage < per_rank:  # stages of one rank
@@ -412,7 +416,7 @@ def _evaluate_pipeline(
         forward = messages.seconds(computed.forward)
         backward = messages.seconds(computed.backward)
         stages.append(StageTime(forward, backward, float(fullest.sent[stage]), stage_bytes, halves))
-    update = max(cluster.seconds(rehearsal.work.update) for rehearsal in found.values())
+    update = max(cluster.seconds(rehearsal.work.update) for rehearsal in rehearsals.values())
     groups = cluster.of_batch_groups(layout.same_batch_size)
     alone = layout.alone()
     step = pipeline_step(stages, config.step, alone, groups, count, update)
@@ -442,15 +446,17 @@ def largest_batch(
             advance(1)
             return candidate.needed_bytes if candidate.memory is not None else float("inf")
 
-        one = needs(1)
-        if one > limit:
+        of_one_sample = needs(1)
+        if of_one_sample > limit:
             return 0
         fits = 1
         size = 2
         for _ in range(_MOST_TRIES - 1):
             needed = needs(size)
             # activations grow with the batch
-            guess = int(1 + (limit - one) / max(1.0, (needed - one) / (size - 1)))
+            guess = int(
+                1 + (limit - of_one_sample) / max(1.0, (needed - of_one_sample) / (size - 1))
+            )
             if needed <= limit:
                 fits = size
                 if size > 2:  # it was already a guess

@@ -76,8 +76,8 @@ def plan(config: Config, options: PlanOptions) -> str:
             " fp8: none"
         )
     work = workload_of(config)
-    found = candidates(work, config, cluster, first=print_first, processes=len(allowed()))
-    best = found[0] if found else None
+    considered = candidates(work, config, cluster, first=print_first, processes=len(allowed()))
+    best = considered[0] if considered else None
     batch = None
     if options.find_batch_size and best is not None:
         batch = largest_batch(work, config, cluster, best.changes)
@@ -85,7 +85,7 @@ def plan(config: Config, options: PlanOptions) -> str:
     if config.checkpoint.memory_steps is not None and best is not None:
         notices.append(copies_in_memory(config, model_size_of(work, config)))
     if options.chart is not None:
-        write_result(options.chart, as_svg(found))
+        write_result(options.chart, as_svg(considered))
         notices.append(f"chart: {options.chart}")
     if options.write is not None:
         notices.append(write(config, best, options.write, batch))
@@ -95,11 +95,11 @@ def plan(config: Config, options: PlanOptions) -> str:
             "num_gpus": cluster.num_gpus,
             "between": asdict(cluster.between),
         }
-        in_all = {"cluster": where, "layouts": [as_dict(c, cluster) for c in found]}
+        in_all = {"cluster": where, "layouts": [as_dict(c, cluster) for c in considered]}
         return json.dumps(in_all | {"largest_batch_size": batch, "notices": notices}, indent=2)
     tokens = work.tokens_per_sample()
     text = as_text(
-        found,
+        considered,
         cluster,
         tokens_per_sample=tokens,
         steps=config.training.max_steps,
@@ -239,7 +239,7 @@ def mfu(candidate: Candidate, cluster: GpuCluster) -> float:
 
 
 def as_text(
-    found: Sequence[Candidate],
+    considered: Sequence[Candidate],
     cluster: GpuCluster,
     *,
     tokens_per_sample: int,
@@ -247,7 +247,7 @@ def as_text(
     price: float | None,
 ) -> str:
     """Return a table of layouts, best first, a chart of their memory, and why this order."""
-    limit = found[0].limit if found else 0.0
+    limit = considered[0].limit if considered else 0.0
     between = (
         f", {cluster.between.name} between nodes" if cluster.num_gpus > cluster.per_node else ""
     )
@@ -263,7 +263,7 @@ def as_text(
     rows = [
         ["layout", "GiB a GPU", "fits", "step s", "exposed", "bubble", "sent/step", "MFU", speed]
     ]
-    for c in found:
+    for c in considered:
         fit = "yes" if c.fits else f"no: {(c.needed_bytes - c.limit) / GIB:+.1f}"
         if c.memory is None:
             rows.append([c.name(), f"≥ {_gib(c.needed_bytes)}", fit, *[""] * 6])
@@ -290,14 +290,17 @@ def as_text(
             for column, width in widths.items()
         )
         lines.append("  ".join(cells).rstrip())
-    lines += ["", *memory_bars(found), "", *why(found)]
-    best = found[0] if found and found[0].fits else None
+    lines += ["", *memory_bars(considered), "", *why(considered)]
+    best = considered[0] if considered and considered[0].fits else None
     if best is not None and best.step is not None and steps:
         seconds = best.step.seconds * steps
         hours = seconds / 3600 * cluster.num_gpus
         cost = f", {price * hours:,.2f} at {price:g} a GPU-hour" if price else ""
         lengths = (("days", 86400), ("hours", 3600), ("minutes", 60))
-        unit, length = next((one for one in lengths if seconds >= one[1]), ("seconds", 1))
+        unit, length = next(
+            (unit_and_length for unit_and_length in lengths if seconds >= unit_and_length[1]),
+            ("seconds", 1),
+        )
         lines.append(
             f"{steps:,} steps: {seconds / length:.3g} {unit}, {hours:,.3g} GPU-hours{cost}"
         )
@@ -324,9 +327,9 @@ def _bytes(size: float) -> str:
     return f"{size:.0f} B"
 
 
-def memory_bars(found: Sequence[Candidate]) -> list[str]:
+def memory_bars(considered: Sequence[Candidate]) -> list[str]:
     """Return bars of memory by kind, with `|` at the GPU's memory."""
-    shown = [c for c in found if c.memory is not None]
+    shown = [c for c in considered if c.memory is not None]
     if not shown:
         return []
     limit = shown[0].limit
@@ -343,11 +346,11 @@ def memory_bars(found: Sequence[Candidate]) -> list[str]:
     return lines
 
 
-def why(found: Sequence[Candidate]) -> list[str]:
+def why(considered: Sequence[Candidate]) -> list[str]:
     """Return the reason why the first layout is first."""
-    if not found:
+    if not considered:
         return ["there is no layout of this model on these GPUs"]
-    best = found[0]
+    best = considered[0]
     if not best.fits:
         return [
             f"nothing fits: {best.name()} comes nearest and needs"
@@ -357,7 +360,8 @@ def why(found: Sequence[Candidate]) -> list[str]:
     assert best.step is not None
     lines = [f"{best.name()}: the fastest that fits"]
     closest = next(
-        (c for c in found[1:] if c.step is not None and c.layout != best.layout and c.fits), None
+        (c for c in considered[1:] if c.step is not None and c.layout != best.layout and c.fits),
+        None,
     )
     if closest is not None and closest.step is not None:
         slower = best.samples_per_second / closest.samples_per_second - 1
@@ -367,7 +371,11 @@ def why(found: Sequence[Candidate]) -> list[str]:
             f" and {waits:.3g} s of waiting a step, against {best.step.compute:.3g} and"
             f" {best.step.exposed + best.step.bubble:.3g}"
         )
-    c = max((c for c in found if not c.fits), key=lambda one: one.samples_per_second, default=best)
+    c = max(
+        (c for c in considered if not c.fits),
+        key=lambda candidate: candidate.samples_per_second,
+        default=best,
+    )
     if c.samples_per_second > best.samples_per_second:
         lines.append(
             f"  {c.name()} would be faster, but lacks {(c.needed_bytes - c.limit) / GIB:.1f} GiB"
@@ -399,16 +407,16 @@ def as_dict(candidate: Candidate, cluster: GpuCluster) -> dict[str, Any]:
     }
 
 
-def as_svg(found: Sequence[Candidate]) -> str:
+def as_svg(considered: Sequence[Candidate]) -> str:
     """Return a chart of each layout's memory by kind, with a line at the GPU's memory."""
-    shown = [c for c in found if c.memory is not None]
+    shown = [c for c in considered if c.memory is not None]
     height = 26
     width = 560
-    left = 20 + max(7 * len(c.name()) for c in shown) if shown else 20
+    margin = 20 + max(7 * len(c.name()) for c in shown) if shown else 20
     limit = shown[0].limit if shown else 1.0
     scale = width / max(limit * 1.15, *(min(c.needed_bytes, 2 * limit) for c in shown), 1.0)
     bottom = height * len(shown) + 30
-    across = left + width + 90
+    across = margin + width + 90
     down = bottom + 40
     parts = [
         (
@@ -418,19 +426,19 @@ def as_svg(found: Sequence[Candidate]) -> str:
         '<rect width="100%" height="100%" fill="white"/>',
     ]
     for row, c in enumerate(shown):
-        x = float(left)
+        x = float(margin)
         y = 20 + row * height
         parts.append(
-            f'<text x="{left - 8}" y="{y + 14}" text-anchor="end">{escape(c.name())}</text>'
+            f'<text x="{margin - 8}" y="{y + 14}" text-anchor="end">{escape(c.name())}</text>'
         )
         for kind, held in (c.memory or {}).items():
-            w = min(held * scale, left + width - x)
+            w = min(held * scale, margin + width - x)
             if w > 0:
                 box = f'x="{x:.1f}" y="{y}" width="{w:.1f}" height="18" fill="{_KINDS[kind][1]}"'
                 parts.append(f"<rect {box}><title>{kind}: {held / GIB:.2f} GiB</title></rect>")
                 x += w
         parts.append(f'<text x="{x + 5:.1f}" y="{y + 14}">{c.needed_bytes / GIB:.1f} GiB</text>')
-    x = left + limit * scale
+    x = margin + limit * scale
     parts.append(
         f'<line x1="{x:.1f}" x2="{x:.1f}" y1="8" y2="{bottom - 8}" stroke="black"'
         ' stroke-dasharray="4 3"/>'
@@ -499,15 +507,15 @@ def _chosen(config: Config, cluster: GpuCluster, work: Workload, facts: ModelSiz
     needs = f"{_size(replicas)} of {replicas.limit / GIB:.1f} GiB"
     if replicas.fits and replicas.needed_bytes <= _COMFORTABLE * replicas.limit:
         return replicated, f"{replicas.layout}: {needs} a rank, nothing need be sharded"
-    found = [
+    fitting = [
         c
         for c in candidates(work, config, cluster, low=False, pipelines=False, shows=shows)
         if c.fits
     ]
-    found = found or [
+    fitting = fitting or [
         c for c in candidates(work, config, cluster, low=False, shows=shows) if c.fits
     ]
-    if not found:
+    if not fitting:
         raise UsageError(
             f"no layout of this model fits {cluster.num_gpus} ranks of {cluster.gpu.name}",
             where="distributed.strategy: auto",
@@ -516,7 +524,8 @@ def _chosen(config: Config, cluster: GpuCluster, work: Workload, facts: ModelSiz
         )
     # The user's mode of checkpointing stays, if a layout fits with it.
     best = next(
-        (c for c in found if c.checkpointing == asked["training.gradient_checkpointing"]), found[0]
+        (c for c in fitting if c.checkpointing == asked["training.gradient_checkpointing"]),
+        fitting[0],
     )
     lacking = "" if replicas.fits else f"ddp needs {needs}; "
     lacking = f"ddp: {replicas.refused}; " if replicas.refused else lacking

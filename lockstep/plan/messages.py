@@ -27,21 +27,21 @@ class Messages:
 
     def of(self, cost: Cost) -> Sent:
         """Return what ranks send in a pass or an update, and wait for."""
-        found = Sent()
+        sent = Sent()
         for axis, size in cost.sent.items():
             if axis not in self._kinds:
                 what = f"site.on_send({axis!r}) is told of messages along an axis that is not there"
                 fix = f"write site.on_send(cls.name), which is one of {', '.join(self._kinds)}"
                 raise UsageError(what, where=f"strategy {self._layout.strategy}", fix=fix)
-            found = found.plus(self._kinds[axis].sent(size, self._layout, self._cluster))
-        return found
+            sent = sent.plus(self._kinds[axis].sent(size, self._layout, self._cluster))
+        return sent
 
     def at_last(self, model: ModelSize) -> Sent:
         """Return what ranks send once a step, after their last pass."""
-        found = Sent()
+        sent = Sent()
         for kind in self._kinds.values():
-            found = found.plus(kind.sent_at_last(model, self._layout, self._cluster))
-        return found
+            sent = sent.plus(kind.sent_at_last(model, self._layout, self._cluster))
+        return sent
 
     def seconds(self, cost: Cost) -> float:
         """Return the seconds in which a rank computes and waits for messages."""

@@ -67,15 +67,17 @@ def regions_of(
 
     Repeat regions with one of `labels` `times` times more.
     """
-    found = [Region("", [], Cost())]
+    regions = [Region("", [], Cost())]
     for item in items:
         if isinstance(item, str):
-            found.append(Region(item, [], Cost()))
+            regions.append(Region(item, [], Cost()))
         elif isinstance(item, MemoryChange):
-            found[-1].changes.append(item)
+            regions[-1].changes.append(item)
         else:
-            found[-1] = found[-1]._replace(cost=found[-1].cost.plus(item))
-    return [each for region in found for each in [region] * (1 + times * (region.label in labels))]
+            regions[-1] = regions[-1]._replace(cost=regions[-1].cost.plus(item))
+    return [
+        each for region in regions for each in [region] * (1 + times * (region.label in labels))
+    ]
 
 
 @dataclass(frozen=True)

@@ -247,7 +247,7 @@ def measure_segments(
     objective = facts.objective
     batch = work.batch(config.training.batch_size, device)
     inputs = values, keywords = objective.inputs(batch)
-    found = []
+    measured = []
     for position, (name, segment) in enumerate(segments):
         own = {**keywords, **lent(model, facts.borrowed.get(name, {}))}
         last = position == len(segments) - 1
@@ -263,12 +263,12 @@ def measure_segments(
             *(t for t in own.values() if isinstance(t, nn.Parameter)),
         }
         size = sum(p.numel() for p in parameters)
-        found.append(Measured(name, size, *_timed(run, values, model, device, rounds)))
+        measured.append(Measured(name, size, *_timed(run, values, model, device, rounds)))
         with torch.no_grad():
             outputs = run_segment(segment, values, own, inputs)
         values = outputs if isinstance(outputs, tuple) else (outputs,)
         keywords = {}
-    return found
+    return measured
 
 
 def _timed(
@@ -330,7 +330,7 @@ def equal_stages(measured: Sequence[Measured], count: int) -> tuple[Partition, d
     if not 1 < count <= len(measured):
         what = f"{len(measured)} segments can't make {count} stages"
         raise UsageError(what, where="--stages", fix=f"2 to {len(measured)}")
-    cuts = balanced_cuts([one.seconds for one in measured], count)
+    cuts = balanced_cuts([segment.seconds for segment in measured], count)
     spans = tuple(range(a, b) for a, b in pairwise([0, *cuts, len(measured)]))
     return Partition(spans, tuple(range(count))), {measured[cut].name: "beginning" for cut in cuts}
 
@@ -340,8 +340,8 @@ def plan_stages(config: Config, count: int) -> str:
     device = torch.device((config.distributed.device != "cpu" and accelerator.found()) or "cpu")
     measured = measure_segments(workload_of(config), config, device)
     parts, spec = equal_stages(measured, count)
-    names = [one.name for one in measured]
-    width = max(len(one.name) for one in measured)
+    names = [segment.name for segment in measured]
+    width = max(len(segment.name) for segment in measured)
     where = (
         accelerator.name_of(device)
         if device.type != "cpu"
@@ -352,11 +352,11 @@ def plan_stages(config: Config, count: int) -> str:
         f"{'segment':{width}}  {'parameters':>13}  {'forward ms':>10}  {'backward ms':>11} "
         f" {'kept MiB':>8}"
     )
-    for one in measured:
+    for segment in measured:
         lines.append(
-            f"{one.name:{width}}  {one.parameters:13,}  {one.forward * 1e3:10.2f} "
-            f" {one.backward * 1e3:11.2f}  {one.kept / 2**20:8.1f}"
+            f"{segment.name:{width}}  {segment.parameters:13,}  {segment.forward * 1e3:10.2f} "
+            f" {segment.backward * 1e3:11.2f}  {segment.kept / 2**20:8.1f}"
         )
-    lines += ["", table(parts, names, [one.seconds * 1e3 for one in measured], "ms"), ""]
+    lines += ["", table(parts, names, [segment.seconds * 1e3 for segment in measured], "ms"), ""]
     lines += ["distributed:", f"  {KEY.partition('.')[2]}:", "    split_spec:"]
     return "\n".join([*lines, *(f"      {name}: {side}" for name, side in spec.items())])

@@ -5,6 +5,7 @@ Tests: tests/report/test_report.py
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from shlex import quote
 from statistics import median
 from typing import Any
@@ -36,11 +37,12 @@ class Advice:
 
 def advise(run: RunData) -> list[Advice]:
     """Return all advice that applies, the most urgent first."""
-    found: list[Advice] = []
+    applying: list[Advice] = []
     for rule in _RULES:
         what = f"the advice “{rule.__name__.strip('_').replace('_', ' ')}”"
-        found += read.attempted(what, lambda rule=rule: list(rule(run)), run.left_out.append) or []  # type: ignore[misc]
-    return sorted(found, key=lambda advice: _FIRST[advice.level])
+        make = partial(list[Advice], rule(run))
+        applying += read.attempted(what, make, run.left_out.append) or []
+    return sorted(applying, key=lambda advice: _FIRST[advice.level])
 
 
 def _crashed(run: RunData) -> Iterator[Advice]:
@@ -168,15 +170,15 @@ def _oversubscribed_hosts(run: RunData) -> dict[str, tuple[int, int]]:
 
     Ranks on CPUs run there.
     """
-    found = {}
+    hosts = {}
     for host, ranks in _ranks_by_host(run).items():
         threads = sum(
             rank.get("threads") or 0 for rank in ranks if "CPU" in str(rank.get("device"))
         )
         cores = max((rank.get("cores") or 0 for rank in ranks), default=0)
         if cores and threads > cores:
-            found[host] = threads, cores
-    return found
+            hosts[host] = threads, cores
+    return hosts
 
 
 def _oversubscribed(run: RunData) -> Iterator[Advice]:

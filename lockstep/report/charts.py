@@ -72,12 +72,12 @@ def charts(runs: list[RunData]) -> list[Figure]:
         of_one = {"profile": _profile_shares, "profile-memory": _profile_memory, "layers": _layers}
         drawings += [(name, partial(_as_list, draw, runs[0])) for name, draw in of_one.items()]
     drawings += [("timeline", lambda: [_timeline(runs)])]
-    made = [
+    marks = [
         figure
         for name, draw in drawings
         for figure in read.attempted(f"the figure “{name}”", draw, runs[0].left_out.append) or ()
     ]
-    return [figure for figure in made if figure and figure["marks"]]
+    return [figure for figure in marks if figure and figure["marks"]]
 
 
 def _as_list(draw: Callable[..., Figure | None], *args: Any) -> list[Figure | None]:
@@ -202,7 +202,7 @@ def _number(
     runs: list[RunData], name: str, title: str, axis: Row, note: str, of: str = "rows"
 ) -> Figure:
     series = [(run.series(name, of), run.name, colour) for run, colour in coloured(runs)]
-    marks = [line(*found, label, colour) for found, label, colour in series if found[0]]
+    marks = [line(*points, label, colour) for points, label, colour in series if points[0]]
     return chart(name, title, marks, note=note, y=axis)
 
 
@@ -397,13 +397,16 @@ def _memory(run: RunData) -> Figure:
     marks = []
     colours = iter(COLOURS)
     for name, label in names.items():
-        found = [
+        points = [
             (row["step"], row["memory"][name][2] / GIB) for row in rows if name in row["memory"]
         ]
-        if found:
+        if points:
             marks.append(
                 line(
-                    [step for step, _ in found], [value for _, value in found], label, next(colours)
+                    [step for step, _ in points],
+                    [value for _, value in points],
+                    label,
+                    next(colours),
                 )
             )
     last = rows[-1]["memory"] if rows else {}

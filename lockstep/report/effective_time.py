@@ -50,8 +50,8 @@ def shares(parts: Mapping[str, float]) -> dict[str, float]:
 
 def in_words(parts: Mapping[str, float]) -> tuple[str, str]:
     """Return the ratio, and the other parts' shares; both are empty without measurements."""
-    found = shares(parts)
-    if not found:
+    share_of = shares(parts)
+    if not share_of:
         return "", ""
-    others = [f"{name} {found[name]:.1%}" for name in PARTS[1:] if found[name]]
-    return f"{found['trained']:.1%}", ", ".join(others)
+    others = [f"{name} {share_of[name]:.1%}" for name in PARTS[1:] if share_of[name]]
+    return f"{share_of['trained']:.1%}", ", ".join(others)

@@ -42,15 +42,15 @@ def run(given: Sequence[str], *, output: Path | None, live: bool, port: int) -> 
     Of a folder, its index. Runs in buckets are fetched for the length of the call.
     """
     if live:
-        serve([Path(one) for one in given], port)
+        serve([Path(path) for path in given], port)
         return 0
     with ExitStack() as fetched:
         paths = []
         publish: Callable[[Path], str] = str
-        for one in given:
-            url = bucket_url(one, "RUN")
+        for path in given:
+            url = bucket_url(path, "RUN")
             if url is None:
-                paths.append(Path(one))
+                paths.append(Path(path))
                 continue
             folder = fetched.enter_context(temporary("report")) / url.rpartition("/")[2]
             mirror = RunMirror(ObjectClient(url), folder)
@@ -72,16 +72,16 @@ def _write(paths: Sequence[Path], output: Path | None) -> Path:
         runs = [read_run(path, among=len(each)) for path in each]
         target = output or paths[0] / "report.html"
         write(render(page_data(runs)), target)
-        for one in runs:
-            step = one.rows[-1]["step"] if one.rows else 0
-            loss = one.last("loss")
-            seconds = typical_step(one)
-            about = [f"{one.name}: {one.status}, {step} steps"]
+        for run in runs:
+            step = run.rows[-1]["step"] if run.rows else 0
+            loss = run.last("loss")
+            seconds = typical_step(run)
+            about = [f"{run.name}: {run.status}, {step} steps"]
             about += [f"loss {loss:.4f}"] if loss is not None else []
             about += [f"{units.seconds(seconds)} per step"] if seconds else []
-            lines = [", ".join(about), *(f"  {advice.found} {advice.do}" for advice in advise(one))]
+            lines = [", ".join(about), *(f"  {advice.found} {advice.do}" for advice in advise(run))]
             print(
-                printable("\n".join([*lines, *(f"  left out: {text}" for text in not_read([one]))]))
+                printable("\n".join([*lines, *(f"  left out: {text}" for text in not_read([run]))]))
             )
     return target
 
@@ -89,25 +89,25 @@ def _write(paths: Sequence[Path], output: Path | None) -> Path:
 def fetch_run(mirror: RunMirror) -> None:
     """Fetch the records of a run in a bucket. Raises UsageError: there is none."""
     try:
-        found = mirror.fetch()
+        fetched = mirror.fetch()
     except OSError as error:
         raise RunError(f"{mirror} can't be read", why=str(error)) from None
-    if not found:
+    if not fetched:
         fix = "give the URL that `lockstep train --output-dir` has had"
         raise UsageError(f"there is no run in {mirror}", fix=fix)
 
 
 def runs_in(folder: Path, depth: int = _DEEPEST) -> list[Path]:
     """Return the run directories in a folder, and in folders in it, by name."""
-    found: list[Path] = []
+    runs: list[Path] = []
     for path in _entries(folder):
         if not path.is_dir() or path.name.startswith("."):
             continue
         if is_run(path):
-            found.append(path)
+            runs.append(path)
         elif depth > 1:
-            found += runs_in(path, depth - 1)
-    return found
+            runs += runs_in(path, depth - 1)
+    return runs
 
 
 def _entries(folder: Path) -> list[Path]:

@@ -87,8 +87,8 @@ class RunData:
 
         `of`: `rows` or `evaluations`.
         """
-        found = [(row["step"], row[name]) for row in getattr(self, of) if name in row]
-        return [step for step, _ in found], [value for _, value in found]
+        points = [(row["step"], row[name]) for row in getattr(self, of) if name in row]
+        return [step for step, _ in points], [value for _, value in points]
 
     def last(self, name: str) -> Any:
         """Return the newest recorded value."""
@@ -180,16 +180,16 @@ class _Metrics:
 
     def _add_media(self, step: int, logged: Row) -> None:
         """Keep the first and the newest of each name; of a step that was run again, the newest."""
-        for name, found in logged.items():
-            one = fitting(found, MEDIA, {})
-            if one.get("kind") not in ("text", "image", "histogram"):
+        for name, value in logged.items():
+            medium = fitting(value, MEDIA, {})
+            if medium.get("kind") not in ("text", "image", "histogram"):
                 continue
             if name not in self.media and len(self.media) >= _MEDIA_NAMES:
                 continue
             rows = self.media.setdefault(name, [])
             number = 1 + max((row["number"] for row in rows if row["step"] != step), default=0)
             rows[:] = [row for row in rows if row["step"] != step]
-            rows.append({"step": step, **one, "number": number})
+            rows.append({"step": step, **medium, "number": number})
             rows.sort(key=lambda row: int(row["step"]))
             del rows[1:-NEWEST]
 
@@ -239,11 +239,11 @@ def _restarts(events: Sequence[Row]) -> list[int]:
 
 def _profile(path: Path, note: Note) -> Row | None:
     try:
-        found = run_files.read_object(path, "profile", "summary.json", limit=_PROFILE_BYTES)
+        profile = run_files.read_object(path, "profile", "summary.json", limit=_PROFILE_BYTES)
     except OSError as error:
         _note_unless_missing(error, note)
         return None
-    return dict(fitting(found, PROFILE, {}))
+    return dict(fitting(profile, PROFILE, {}))
 
 
 def _note_unless_missing(error: OSError, note: Note) -> None:
@@ -331,8 +331,8 @@ PHASE_NAMES = {
 
 def phase_seconds(row: Row, phase: str, column: int = 1) -> float:
     """Return the seconds of a phase of a row: 0 least, 1 median, 2 most over ranks."""
-    found: Any = row["phases"].get(phase)
-    return float(found[column]) if found else 0.0
+    seconds: Any = row["phases"].get(phase)
+    return float(seconds[column]) if seconds else 0.0
 
 
 def after_warmup(rows: Sequence[Row]) -> list[Row]:

@@ -65,8 +65,8 @@ MEDIA = {
 
 def fitting(value: Any, shape: Shape, default: Any = None) -> Any:
     """Return what of a value has the shape; `default` if it has another one."""
-    found = _fit(value, shape)
-    return default if found is _NOTHING else found
+    fitted = _fit(value, shape)
+    return default if fitted is _NOTHING else fitted
 
 
 def fitting_row(row: dict[str, Any], known: dict[str, Shape]) -> dict[str, Any]:
@@ -114,8 +114,8 @@ def step_of(row: dict[str, Any]) -> int | None:
 def _fit(value: Any, shape: Shape) -> Any:
     """Return what of a value has the shape, or `_NOTHING`."""
     if shape is float:
-        found = number(value)
-        return _NOTHING if found is None else found
+        as_number = number(value)
+        return _NOTHING if as_number is None else as_number
     if shape is str:
         return value[:_CHARACTERS] if isinstance(value, str) else _NOTHING
     if shape is int:
@@ -129,8 +129,8 @@ def _fit(value: Any, shape: Shape) -> Any:
     if isinstance(shape, tuple) and len(value) != len(shape):
         return _NOTHING
     shapes = shape if isinstance(shape, tuple) else shape * len(value)
-    fitted = [_fit(one, its) for one, its in zip(value, shapes, strict=True)]
-    return _NOTHING if any(one is _NOTHING for one in fitted) else fitted
+    fitted = [_fit(element, its) for element, its in zip(value, shapes, strict=True)]
+    return _NOTHING if any(element is _NOTHING for element in fitted) else fitted
 
 
 def _fit_mapping(value: Any, shape: dict[Any, Shape]) -> Any:
@@ -138,8 +138,8 @@ def _fit_mapping(value: Any, shape: dict[Any, Shape]) -> Any:
         return _NOTHING
     named = shape.get(str)
     pairs = (
-        (name, _fit(one, named or shape.get(name)))
-        for name, one in value.items()
+        (name, _fit(entry, named or shape.get(name)))
+        for name, entry in value.items()
         if named or name in shape
     )
-    return {name: one for name, one in pairs if one is not _NOTHING}
+    return {name: entry for name, entry in pairs if entry is not _NOTHING}

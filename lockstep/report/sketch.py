@@ -47,19 +47,19 @@ def _lines_of(run: RunData) -> dict[str, list[Series]]:
     trained = list(
         zip([s for s, _ in losses], smoothed([v for _, v in losses], len(losses) / 50), strict=True)
     )
-    found: dict[str, list[Series]] = {
+    series: dict[str, list[Series]] = {
         "loss": [[(s, v) for s, v in trained if v is not None], _series(run, "eval_loss")],
         "tokens per second": [_series(run, "tokens_per_second")],
     }
-    if not any(found["tokens per second"]):
-        found["samples per second"] = [_series(run, "samples_per_second")]
+    if not any(series["tokens per second"]):
+        series["samples per second"] = [_series(run, "samples_per_second")]
     names = {
         name: None
         for row in run.evaluations
         for name in row
         if name not in ("step", "time", "eval_loss")
     }
-    return found | {name: [_series(run, name)] for name in names}
+    return series | {name: [_series(run, name)] for name in names}
 
 
 def _series(run: RunData, name: str) -> Series:

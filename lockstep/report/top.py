@@ -38,12 +38,12 @@ def _lines_of(path: Path) -> tuple[str, list[str]]:
         raise UsageError(text, fix="give the folder that `lockstep train --output-dir` writes")
     left_out: list[str] = []
     events = read_events(path, left_out.append)
-    found = (
+    metrics = (
         row
         for row in last_lines(run.metrics, _LAST_ROWS)
         if "loss" in row and step_of(row) is not None
     )
-    rows = [fitting_row(row, STEP) | {"time": moment_of(row)} for row in found]
+    rows = [fitting_row(row, STEP) | {"time": moment_of(row)} for row in metrics]
     start: Row = next((event for event in reversed(events) if event.get("kind") == "start"), {})
     row = rows[-1] if rows else {}
     total = start.get("total_steps")
@@ -118,8 +118,8 @@ def run(paths: Sequence[Path], *, once: bool) -> int:
     """Show run directories until the runs have ended or Ctrl+C; once without a terminal."""
     try:
         while True:
-            found = [_lines_of(path) for path in paths]
-            text = "\n\n".join("\n".join(lines) for _, lines in found)
+            described = [_lines_of(path) for path in paths]
+            text = "\n\n".join("\n".join(lines) for _, lines in described)
             if once or not is_terminal(sys.stdout):
                 print(text)
                 return 0
@@ -133,7 +133,7 @@ def run(paths: Sequence[Path], *, once: bool) -> int:
             # ECMA-48: to the top, and all of it empty
             sys.stdout.write("\x1b[H\x1b[2J" + "\n".join(shown) + "\n")
             sys.stdout.flush()
-            if not any(status == "running" for status, _ in found):
+            if not any(status == "running" for status, _ in described):
                 return 0
             time.sleep(_SECONDS)
     except KeyboardInterrupt:

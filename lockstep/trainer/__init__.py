@@ -129,15 +129,15 @@ def check_named(config: Config, source: str) -> None:
 
     All in one error.
     """
-    found = []
+    mistakes = []
     for look in _lookups(config):
         try:
             look()
         except UsageError as error:
             what = error.what + (f" ({error.why})" if error.why else "")
-            found.append(Mistake(error.where or source, what, error.fix))
-    if found:
-        raise usage_error(found, source)
+            mistakes.append(Mistake(error.where or source, what, error.fix))
+    if mistakes:
+        raise usage_error(mistakes, source)
 
 
 def _lookups(config: Config) -> Iterator[Callable[[], object]]:

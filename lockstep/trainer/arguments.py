@@ -270,7 +270,7 @@ def _instead(model: Any) -> str:
         return "the model comes first, and the data go to train: Trainer(model, …).train(data)"
     if (
         isinstance(model, list | tuple)
-        and all(isinstance(one, nn.Module) for one in model)
+        and all(isinstance(part, nn.Module) for part in model)
         and model
     ):
         return (

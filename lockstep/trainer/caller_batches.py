@@ -218,13 +218,13 @@ def _digest(batch: Any) -> int:
     """
     leaves = tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.layout == torch.strided]
-    found = 0 if tensors else -1 - dist.get_rank()
+    checksum = 0 if tensors else -1 - dist.get_rank()
     for tensor in tensors:
-        found = zlib.crc32(
+        checksum = zlib.crc32(
             tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes(),
-            found,
+            checksum,
         )
-    return found
+    return checksum
 
 
 _CALLS = ("backward", "evaluate")

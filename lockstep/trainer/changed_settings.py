@@ -63,35 +63,35 @@ class Change:
 
 
 def compare(
-    config: Config, global_batch_size: int, found: checkpoint.CheckpointPath, *, is_main: bool
+    config: Config, global_batch_size: int, saved: checkpoint.CheckpointPath, *, is_main: bool
 ) -> list[Change]:
     """Return the keys that differ from a checkpoint's, read by rank 0.
 
     A UsageError if they make another training.
     """
-    mine = list(_changes(config, global_batch_size, found)) if is_main else []
+    mine = list(_changes(config, global_batch_size, saved)) if is_main else []
     changes: list[Change] = gather_objects(mine)[0]
     broken = [change for change in changes if change.another_training]
     if broken and not config.checkpoint.allow_changes:
-        raise another_training(", ".join(map(str, broken)), found)
+        raise another_training(", ".join(map(str, broken)), saved)
     return changes
 
 
 def require_same_epoch(
-    source: StepSource, global_batch_size: int, found: checkpoint.CheckpointPath
+    source: StepSource, global_batch_size: int, saved: checkpoint.CheckpointPath
 ) -> None:
     """Reject data of another length than the checkpoint's run had: their order differs too."""
-    saved = checkpoint.read_state(found)
+    state = checkpoint.read_state(saved)
     now = source.steps_per_epoch
-    before = saved.get("steps_per_epoch")
-    if before is None or now is None or saved.get("global_batch_size") != global_batch_size:
+    before = state.get("steps_per_epoch")
+    if before is None or now is None or state.get("global_batch_size") != global_batch_size:
         return
     if before != now:
         source.close()
-        raise another_training(f"an epoch of the data had {before} steps, and has {now} now", found)
+        raise another_training(f"an epoch of the data had {before} steps, and has {now} now", saved)
 
 
-def another_training(what: str, found: checkpoint.CheckpointPath) -> UsageError:
+def another_training(what: str, saved: checkpoint.CheckpointPath) -> UsageError:
     """Return the error for resuming from a checkpoint of another training."""
     why = (
         "samples, their order, random numbers and the model follow from the config and the step"
@@ -105,25 +105,25 @@ def another_training(what: str, found: checkpoint.CheckpointPath) -> UsageError:
     fix += "all the same with --allow-changes (in Python: allow_changes=True)"
     return UsageError(
         f"the run would not go on as it began: {what}",
-        where=f"resuming from {found}",
+        where=f"resuming from {saved}",
         why=why,
         fix=fix,
     )
 
 
 def _changes(
-    config: Config, global_batch_size: int, found: checkpoint.CheckpointPath
+    config: Config, global_batch_size: int, saved: checkpoint.CheckpointPath
 ) -> Iterator[Change]:
     """Yield the settings whose values differ from those that a checkpoint was saved with.
 
     A batch size that neither run has set is not compared: the data bring it.
     """
     before = _flat(
-        parse(checkpoint.config_text(found), lambda line: Origin(str(found), line + 1)).plain()
+        parse(checkpoint.config_text(saved), lambda line: Origin(str(saved), line + 1)).plain()
     )
     now = _flat(config.to_dict())
     training = config.training
-    whole = checkpoint.read_state(found).get("global_batch_size")
+    whole = checkpoint.read_state(saved).get("global_batch_size")
     open_yet = config.model.name is None and "batch_size" not in training.model_fields_set
     sizes_differ = any(_differs(before, now, key) for key in _SIZES) and not open_yet
     grows = whole is not None and whole != global_batch_size and not open_yet

@@ -201,9 +201,9 @@ class Checkpointer:
         if not checkpoint.list_checkpoints(run.output.checkpoints):
             monitor.say("there is no checkpoint yet to go back to")
             raise error
-        found = newest_kept(run.output)
-        assert found is not None, "there is one"
-        saved_state.load(run, found)
+        earlier = newest_kept(run.output)
+        assert earlier is not None, "there is one"
+        saved_state.load(run, earlier)
         clear_later(run)
         step = run.step.progress.step
         # The number of rollbacks to a step is limited: else a run could repeat them for ever.
@@ -214,9 +214,11 @@ class Checkpointer:
         self.saved = None
         if self.copies is not None:
             self.copies.go_back()
-        monitor.event("rollback", step=step, checkpoint=found.name, passed_over=error.anomaly.step)
+        monitor.event(
+            "rollback", step=step, checkpoint=earlier.name, passed_over=error.anomaly.step
+        )
         monitor.say(
-            f"goes back to step {step}, {found.name}, and passes over the data of step"
+            f"goes back to step {step}, {earlier.name}, and passes over the data of step"
             f" {error.anomaly.step}"
         )
 

@@ -90,10 +90,11 @@ def evaluate(
         with evaluating(placed):
             for batches in source:
                 accumulator = placed.loss_accumulator(batches.num_micro_batches)
-                left = math.inf if limit is None else limit - batches.step * WINDOW
+                remaining = math.inf if limit is None else limit - batches.step * WINDOW
                 # Those beyond the limit are dummies, since all ranks run the same number.
                 mine = [
-                    MicroBatch(m.index, m.batch, m.real and m.index < left) for m in batches.mine
+                    MicroBatch(m.index, m.batch, m.real and m.index < remaining)
+                    for m in batches.mine
                 ]
                 collecting = nullcontext() if collector is None else collector.window(mine)
                 try:
@@ -207,7 +208,7 @@ class OutputCollector:
 
 def micro_batch_of(batch: Any, micro_batches: Sequence[MicroBatch]) -> MicroBatch:
     """Return the micro-batch that holds this very batch."""
-    return next(one for one in micro_batches if one.batch is batch)
+    return next(each for each in micro_batches if each.batch is batch)
 
 
 def on_cpu(outputs: Any) -> Any:

@@ -116,12 +116,14 @@ class Evaluator:
         """
         step = self._run.step
         try:
-            found = evaluated(self._run, self._data, self._metrics, asked=lambda: step.stop_asked)
+            values = evaluated(self._run, self._data, self._metrics, asked=lambda: step.stop_asked)
         except EvaluationStoppedError:
             return None
         self._evaluated = step.progress.step
         return {
-            f"eval_{name}": value for name, value in found.items() if isinstance(value, int | float)
+            f"eval_{name}": value
+            for name, value in values.items()
+            if isinstance(value, int | float)
         }
 
 

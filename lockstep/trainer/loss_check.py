@@ -156,7 +156,7 @@ class LossCheck:
         ):
             losses = self._losses(batches, step, "check the loss")
             adds_up = self._compare(losses)
-            if not all(found is not False for found in gather_objects(adds_up)):
+            if not all(agrees is not False for agrees in gather_objects(adds_up)):
                 again = [
                     self._losses(batches[:1], step, f"check the loss again, {time}")
                     for time in range(_TIMES)
@@ -212,7 +212,7 @@ class LossCheck:
                     break
                 losses.divisors.append(() if observed is None else observed.divisors)
         self._proportional = _proportional(losses.divisors)
-        return losses.found
+        return losses.means
 
     def _compare(self, losses: list[tuple[float, float]]) -> bool | None:
         finite = len(losses) == 3 and all(math.isfinite(mean) for mean, _ in losses)
@@ -230,8 +230,8 @@ class LossCheck:
 
 
 def _mean_of_halves(losses: list[tuple[float, float]]) -> float:
-    _, (one, n), (other, m) = losses
-    return (one * n + other * m) / (n + m)
+    _, (first, n), (second, m) = losses
+    return (first * n + second * m) / (n + m)
 
 
 def _proportional(divisors: Sequence[tuple[float, ...]]) -> bool:
@@ -253,13 +253,13 @@ def _proportional(divisors: Sequence[tuple[float, ...]]) -> bool:
 class _Losses(LossAccumulator):
     def __init__(self) -> None:
         super().__init__(0, torch.device("cpu"), shared=False)
-        self.found: list[tuple[float, float]] = []
+        self.means: list[tuple[float, float]] = []  # with their counts
         self.divisors: list[tuple[float, ...]] = []
 
     def add(self, micro_batch: MicroBatch, loss: Loss) -> None:
         count = float(loss.targets)  # host waits for the device, in the first steps of a run
         mean = float(loss.summed()) / count if count else 0.0  # host waits for the device
-        self.found.append((mean, count))
+        self.means.append((mean, count))
 
 
 @contextmanager
@@ -304,15 +304,15 @@ def _halved(micro_batches: Sequence[MicroBatch]) -> _Split | None:
     except UsageError:
         return None
     if size > 1:
-        one, other = (
+        first, second = (
             _sliced(batch, size, part) for part in (slice(size // 2), slice(size // 2, size))
         )
-        return (batch, one, other) if one is not None and other is not None else None
+        return (batch, first, second) if first is not None and second is not None else None
     if len(micro_batches) > 1:
-        one = micro_batches[0].batch
-        other = micro_batches[1].batch
-        both = _joined(one, other)
-        return (both, one, other) if both is not None else None
+        first = micro_batches[0].batch
+        second = micro_batches[1].batch
+        both = _joined(first, second)
+        return (both, first, second) if both is not None else None
     return None
 
 
@@ -336,10 +336,10 @@ def _rows(tensor: Tensor, part: slice) -> Tensor:
     return tensor[part]
 
 
-def _joined(one: Any, other: Any) -> Any:
+def _joined(first: Any, second: Any) -> Any:
     """Return two samples as one batch; None if their shapes differ."""
-    leaves, spec = tree_flatten(one)
-    others, other_spec = tree_flatten(other)
+    leaves, spec = tree_flatten(first)
+    others, other_spec = tree_flatten(second)
     if spec != other_spec or not all(_by_samples(leaf, 1) for leaf in (*leaves, *others)):
         return None
     pairs = list(zip(leaves, others, strict=True))
@@ -358,13 +358,15 @@ def _by_samples(leaf: Any, size: int) -> bool:
 
 
 def _message(cut: _Split, losses: list[tuple[float, float]], *, counted: bool) -> tuple[str, str]:
-    (whole, _), (one, n), (other, m) = losses
+    (whole, _), (first, n), (second, m) = losses
     what = (
         f"the loss does not add up: {num_samples(cut[0])} samples have {whole:.6g}; their halves"
-        f" have {one:.6g} and "
+        f" have {first:.6g} and "
     )
-    what += f"{other:.6g}, which with the counts {n:g} and {m:g} make {_mean_of_halves(losses):.6g}"
-    weight = (whole - other) / (one - other) if one != other else -1.0
+    what += (
+        f"{second:.6g}, which with the counts {n:g} and {m:g} make {_mean_of_halves(losses):.6g}"
+    )
+    weight = (whole - second) / (first - second) if first != second else -1.0
     return what, fix_for_count(cut[1:], weight, counted=counted)
 
 
@@ -386,8 +388,8 @@ def fix_for_count(
     halved.
     """
     if halves is not None and 0 < weight < 1:
-        for text, one, other in _candidates(*halves):
-            if one + other and abs(one / (one + other) - weight) < _CLOSE:
+        for text, first, second in _candidates(*halves):
+            if first + second and abs(first / (first + second) - weight) < _CLOSE:
                 return (
                     "give the model what its loss is a mean over:\ndef count(self, batch):\n   "
                     f" return {text}"
@@ -418,13 +420,15 @@ def fix_for_count(
     )
 
 
-def _candidates(one: Any, other: Any) -> Iterator[tuple[str, float, float]]:
+def _candidates(first: Any, second: Any) -> Iterator[tuple[str, float, float]]:
     """Yield (expression, its value for each half) for possible divisors of a loss."""
     for key in (
-        one if isinstance(one, Mapping) else range(len(one) if isinstance(one, tuple | list) else 0)
+        first
+        if isinstance(first, Mapping)
+        else range(len(first) if isinstance(first, tuple | list) else 0)
     ):
-        a = one[key]
-        b = other[key]
+        a = first[key]
+        b = second[key]
         if not (isinstance(a, Tensor) and isinstance(b, Tensor)) or not a.ndim:
             continue
         member = f"batch[{key!r}]".replace("'", '"')

@@ -101,7 +101,7 @@ class MetricSet:
 
         def computed() -> dict[str, Any]:
             """Compute the values on rank 0, in the order in which the metrics were given."""
-            found = {
+            values = {
                 name: total / count if count else float("nan")
                 for name, (total, count) in self._sums.items()
             }
@@ -116,15 +116,17 @@ class MetricSet:
                     raise UsageError(
                         what, where="metrics", fix=f'write metrics={{"{type(metric).__name__}": …}}'
                     )
-                found |= value if self._several else {name: value}
+                values |= value if self._several else {name: value}
             self._reset_objects()
-            order = list(found) if self._several else self._names
+            order = list(values) if self._several else self._names
             numbers = {
                 name
-                for name, value in found.items()
+                for name, value in values.items()
                 if isinstance(value, Tensor) and value.numel() == 1
             }
-            return {name: float(found[name]) if name in numbers else found[name] for name in order}
+            return {
+                name: float(values[name]) if name in numbers else values[name] for name in order
+            }
 
         return Ranks().broadcast(self.collector.failure, computed)
 

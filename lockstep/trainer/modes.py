@@ -83,12 +83,14 @@ class ModelModes:
             self._look(None if is_first else step)
 
     def _look(self, since: int | None) -> None:
-        found = None if self._root is None or self._warned else _left_in_evaluation(self._root)
-        if found is None:
+        in_evaluation = (
+            None if self._root is None or self._warned else _left_in_evaluation(self._root)
+        )
+        if in_evaluation is None:
             return
         self._warned = True
         if is_main_process():
-            _warn_of_evaluation_mode(found, since)
+            _warn_of_evaluation_mode(in_evaluation, since)
 
 
 _training = attrgetter("training")

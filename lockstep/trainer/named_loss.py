@@ -20,8 +20,8 @@ def loss_fn_of(config: Config) -> Callable[..., Any] | None:
     spec = config.loss_fn
     if spec is None:
         return None
-    found: Callable[..., Any] = check_named_loss(spec)
-    return build_object(_of_class(spec), "loss_fn") if isinstance(found, type) else found
+    named: Callable[..., Any] = check_named_loss(spec)
+    return build_object(_of_class(spec), "loss_fn") if isinstance(named, type) else named
 
 
 def check_named_loss(spec: ObjectSpec) -> Any:
@@ -30,17 +30,17 @@ def check_named_loss(spec: ObjectSpec) -> Any:
     Nothing is created.
     """
     spec = _of_class(spec)
-    found = load_object(spec.name, "loss_fn")
-    if isinstance(found, type):
-        call = "forward" if issubclass(found, nn.Module) else "__call__"
-        if call not in dir(found):
+    named = load_object(spec.name, "loss_fn")
+    if isinstance(named, type):
+        call = "forward" if issubclass(named, nn.Module) else "__call__"
+        if call not in dir(named):
             fix = "give the class __call__(self, outputs, targets)"
             raise UsageError(f"objects of {spec.name} can't be called", where="loss_fn", fix=fix)
         require_call(
-            getattr(found, call), ("self", "outputs", "targets"), f"{spec.name}.{call}", "loss_fn"
+            getattr(named, call), ("self", "outputs", "targets"), f"{spec.name}.{call}", "loss_fn"
         )
         return check_object(spec, "loss_fn")
-    require_call(found, ("outputs", "targets"), spec.name, "loss_fn")
+    require_call(named, ("outputs", "targets"), spec.name, "loss_fn")
     if spec.args or spec.positional:
         what = f"{spec.name} is not a class, and its arguments are outputs and targets"
         fix = (
@@ -48,7 +48,7 @@ def check_named_loss(spec: ObjectSpec) -> Any:
             " and targets"
         )
         raise UsageError(what, where="loss_fn.args", fix=fix)
-    return found
+    return named
 
 
 def _of_class(spec: ObjectSpec) -> ObjectSpec:
@@ -56,5 +56,5 @@ def _of_class(spec: ObjectSpec) -> ObjectSpec:
 
     Any other spec itself.
     """
-    found = class_of(load_object(spec.name, "loss_fn"))
-    return spec if found is None else spec.model_copy(update={"name": f"torch.nn:{found.__name__}"})
+    kind = class_of(load_object(spec.name, "loss_fn"))
+    return spec if kind is None else spec.model_copy(update={"name": f"torch.nn:{kind.__name__}"})

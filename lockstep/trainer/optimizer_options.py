@@ -75,14 +75,14 @@ def apply_changed_settings(
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a group of an optimizer's parameters that JSON can hold."""
-    found = {}
+    options = {}
     for name, value in group.items():
         value = plain(value) if isinstance(value, Tensor) and value.numel() == 1 else value
         if name != "params" and (
             value is None or isinstance(value, bool | int | float | str | tuple | list)
         ):
-            found[name] = value
-    return found
+            options[name] = value
+    return options
 
 
 def _comparable(option: Any) -> Any:

@@ -88,9 +88,9 @@ def make_optimizer(
     else:
 
         def make(parameters: Any) -> Optimizer:
-            made = given(parameters)
-            check_made(made, Optimizer, given, "Trainer(optimizer=…)")
-            return made
+            optimizer = given(parameters)
+            check_made(optimizer, Optimizer, given, "Trainer(optimizer=…)")
+            return optimizer
 
         optimizer = optim.made_by(make, placed.parameters, before.names, before.of_loss)
     _warn_of_untrained(optimizer, placed)
@@ -111,13 +111,14 @@ def _warn_of_untrained(optimizer: Optimizer, placed: ParallelModel) -> None:
     if placed.loss is None:
         return
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    left = [name for name in placed.loss.own if id(placed.parameters[name]) not in held]
-    if left and is_main_process():
+    names = placed.loss.own
+    without_group = [name for name in names if id(placed.parameters[name]) not in held]
+    if without_group and is_main_process():
         warn_at_caller(
-            f"the loss function's {listed(left)} is in no group of the optimizer, and stays as it"
-            " is\n  do: make it from [*model.parameters(), *loss_fn.parameters()], or give Trainer"
-            " a function `parameters -> optimizer`; loss_fn.requires_grad_(False) says that it is"
-            " meant so",
+            f"the loss function's {listed(without_group)} is in no group of the optimizer, and"
+            " stays as it is\n  do: make it from [*model.parameters(), *loss_fn.parameters()], or"
+            " give Trainer a function `parameters -> optimizer`;"
+            " loss_fn.requires_grad_(False) says that it is meant so",
         )
 
 
@@ -209,7 +210,7 @@ def frozen_until(asked: Mapping[str, int], names: list[str]) -> dict[str, int]:
 
     `asked` has those of modules, too.
     """
-    found: dict[str, int] = {}
+    first_steps: dict[str, int] = {}
     for prefix, step in asked.items():
         inside = [
             name for name in names if name == prefix or name.startswith(f"{prefix.rstrip('.')}.")
@@ -225,8 +226,8 @@ def frozen_until(asked: Mapping[str, int], names: list[str]) -> dict[str, int]:
                 where="Trainer(freeze_until=…)",
                 fix="write names as model.named_modules() has them",
             )
-        found |= {name: max(step, found.get(name, 0)) for name in inside}
-    return found
+        first_steps |= {name: max(step, first_steps.get(name, 0)) for name in inside}
+    return first_steps
 
 
 def after_update_calls(

@@ -349,33 +349,33 @@ class PlacedModel:
         """
         path = local_path(path, "load_checkpoint")
         optimizers = optimizers or {}
-        found = path if (path / checkpoint.MANIFEST).exists() else checkpoint.resume_point(path)
-        if found is None:
+        saved = path if (path / checkpoint.MANIFEST).exists() else checkpoint.resume_point(path)
+        if saved is None:
             what = f"there is no checkpoint in {path}"
             raise UsageError(what, fix="give a checkpoint, or the folder that was saved to")
         target = self._snapshot()
         names = _names(self._placed)
         for name, optimizer in optimizers.items():
-            if name not in checkpoint.optimizers_in(found):
+            if name not in checkpoint.optimizers_in(saved):
                 raise UsageError(
-                    f"{found} holds no optimizer {name!r}",
+                    f"{saved} holds no optimizer {name!r}",
                     fix="name the optimizers as they were saved",
                 )
-            checkpoint.add_missing_groups(optimizer, self._placed.parameters, found, name)
+            checkpoint.add_missing_groups(optimizer, self._placed.parameters, saved, name)
             own = {
                 names[id(p)]: p
                 for group in optimizer.param_groups
                 for p in group["params"]
                 if id(p) in names
             }
-            target.optimizers[name] = checkpoint.optimizer_targets(found, name, own)
+            target.optimizers[name] = checkpoint.optimizer_targets(saved, name, own)
         parts = [
             "model",
             *(f"optimizer/{name}" for name in optimizers),
             *(f"extra/{name}" for name in target.extra),
         ]
         with evaluating(self._placed), torch.no_grad():
-            state = load_imported(self._placed, found) or checkpoint.load(found, target, only=parts)
+            state = load_imported(self._placed, saved) or checkpoint.load(saved, target, only=parts)
             load_state_of_model(self._placed, state)
         for name, optimizer in optimizers.items():
             checkpoint.restore_optimizer(

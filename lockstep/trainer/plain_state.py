@@ -107,10 +107,10 @@ def _module_state(placed: ParallelModel) -> dict[str, Any]:
         return {}
 
     def merged(ranks: list[tuple[dict[str, Any], dict[str, Any]]]) -> dict[str, Any]:
-        found = dict(ranks[0][0])
+        states = dict(ranks[0][0])
         for _, here in reversed(ranks):
-            found |= here
-        return found
+            states |= here
+        return states
 
     mine = form.extra_state([form.root]), form.extra_state(placed.parts)
     return checkpoint.Ranks().all_reduce(

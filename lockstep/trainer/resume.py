@@ -57,18 +57,18 @@ def resume(run: RunState, how: str) -> tuple[checkpoint.CheckpointPath | None, l
     """
     started = time.perf_counter()
     directory = run.output.directory
-    found = find(run.output, how)
+    saved = find(run.output, how)
     come_to = 0
     if directory is not None and run.is_main_process:
         come_to = directory.recorded_step
     log_lines: list[str] = []
-    if found is not None:
-        _, log_lines = load(run, found)
+    if saved is not None:
+        _, log_lines = load(run, saved)
     lost_seconds = clear_later(run)
     step = run.step.progress.step
     if directory is not None and come_to > step and run.is_main_process:
         directory.append_event("lost_steps", step=step, come_to=come_to, seconds=lost_seconds)
-    if found is None:
+    if saved is None:
         return None, []
     if come_to > step:
         log_lines.append(
@@ -76,11 +76,11 @@ def resume(run: RunState, how: str) -> tuple[checkpoint.CheckpointPath | None, l
         )
     if directory is not None and run.is_main_process:
         seconds = time.perf_counter() - started
-        directory.append_event("resume", step=step, checkpoint=str(found), seconds=seconds)
-    return found, log_lines
+        directory.append_event("resume", step=step, checkpoint=str(saved), seconds=seconds)
+    return saved, log_lines
 
 
-def load(run: RunState, found: checkpoint.CheckpointPath) -> tuple[dict[str, Any], list[str]]:
+def load(run: RunState, saved: checkpoint.CheckpointPath) -> tuple[dict[str, Any], list[str]]:
     """Load a checkpoint from which the run goes on.
 
     Return its metadata, and lines to log on what has changed since.
@@ -89,11 +89,11 @@ def load(run: RunState, found: checkpoint.CheckpointPath) -> tuple[dict[str, Any
     """
     training = run.config.training
     optimizer = run.step.optimizer
-    changed = compare(run.config, run.global_batch_size, found, is_main=run.is_main_process)
+    changed = compare(run.config, run.global_batch_size, saved, is_main=run.is_main_process)
     fresh = [dict(group) for group in optimizer.param_groups]
-    metadata, log_lines = saved_state.load(run, found)
+    metadata, log_lines = saved_state.load(run, saved)
     step = run.step.progress.step
-    log_lines.append(f"resumes after step {step}, from {found}")
+    log_lines.append(f"resumes after step {step}, from {saved}")
     given = [str(change) for change in changed]
     if run.own_optimizer:
         given += run.given_options.apply_changes(optimizer)
@@ -104,7 +104,7 @@ def load(run: RunState, found: checkpoint.CheckpointPath) -> tuple[dict[str, Any
     if changed and not run.own_optimizer and run.user_schedule is None:
         rate = optimizer.param_groups[0].get("initial_lr", training.learning_rate)
         per_epoch = (
-            checkpoint.read_state(found).get("steps_per_epoch") if run.is_main_process else None
+            checkpoint.read_state(saved).get("steps_per_epoch") if run.is_main_process else None
         )
         log_lines += moved_schedule(training, changed, step, rate, per_epoch)
     return metadata, log_lines
@@ -155,9 +155,9 @@ def find(output: RunOutput, how: str, where: str = "--resume") -> checkpoint.Che
         path = path / "checkpoints"
     if (path / checkpoint.MANIFEST).exists():
         return path
-    found = checkpoint.resume_point(path) if path.is_dir() else None
-    if found is not None:
-        return found
+    newest = checkpoint.resume_point(path) if path.is_dir() else None
+    if newest is not None:
+        return newest
     why = (
         f"there is no {checkpoint.MANIFEST} in it"
         if path.is_dir()
@@ -179,8 +179,8 @@ def _in_bucket(url: str, where: str) -> checkpoint.CheckpointPath:
     if not isinstance(place, checkpoint.Storage):
         if place.storage.exists(place.name):
             return place
-    elif (found := checkpoint.resume_point(place)) is not None:
-        return found
+    elif (newest := checkpoint.resume_point(place)) is not None:
+        return newest
     raise UsageError(
         f"there is no checkpoint in {url}",
         where=where,
@@ -196,8 +196,8 @@ def newest_kept(output: RunOutput) -> checkpoint.CheckpointPath | None:
         return None
     if output.is_shared:
         return checkpoint.resume_point(folder)
-    here = checkpoint.newest(folder, thorough=True) if is_main_process() else None
-    return checkpoint.copy_to_hosts(here)
+    newest = checkpoint.newest(folder, thorough=True) if is_main_process() else None
+    return checkpoint.copy_to_hosts(newest)
 
 
 def _newest_in_memory(output: RunOutput) -> checkpoint.CheckpointPath | None:

@@ -26,10 +26,12 @@ class RunStart:
         # the ways to train, and data, whose settings without effect were reported
         self._reported: set[str] = set()
 
-    def report(self, where: str, found: Callable[[], Iterable[no_effect.NoEffect]]) -> None:
+    def report(
+        self, where: str, without_effect: Callable[[], Iterable[no_effect.NoEffect]]
+    ) -> None:
         """Report settings without effect somewhere, once."""
         if self.is_new(where):
-            no_effect.report(found(), self._run.asked, is_main=self._run.is_main_process)
+            no_effect.report(without_effect(), self._run.asked, is_main=self._run.is_main_process)
 
     def is_new(self, where: str) -> bool:
         """Return whether nothing was reported of a place yet; the next call returns False."""
@@ -76,15 +78,15 @@ class RunStart:
 
     def load(self, path: str) -> dict[str, Any]:
         """Load a checkpoint from which the run goes on; return its metadata."""
-        found = resume.find(self._run.output, path, "load_checkpoint")
-        if found is None:
+        saved = resume.find(self._run.output, path, "load_checkpoint")
+        if saved is None:
             what = f"there is no checkpoint in {path}"
             raise UsageError(
                 what, fix="give a checkpoint, a run directory or its folder checkpoints/"
             )
         self._is_decided = True
-        self._resumed_from = found
-        metadata, lines = resume.load(self._run, found)
+        self._resumed_from = saved
+        metadata, lines = resume.load(self._run, saved)
         self._lines += lines
         return metadata
 
@@ -106,9 +108,9 @@ class RunStart:
         )
         run.adopt_source(source, data_setup.data_workers(data, run.config))
         if self._resumed_from is not None and not run.config.checkpoint.allow_changes:
-            found = self._resumed_from
+            saved = self._resumed_from
             self._resumed_from = None
-            require_same_epoch(source, run.global_batch_size, found)
+            require_same_epoch(source, run.global_batch_size, saved)
         run.plan_steps(total)
         if line := no_effect.unused_of_loader(data):
             self._lines.append(f"warning: {line}")

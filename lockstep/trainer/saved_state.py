@@ -49,10 +49,10 @@ def snapshot(
     if run.evaluated_average is not None:
         facts["evaluated"] = AVERAGE  # whose weights count
     state = {**run.state_dict(), **facts, **state_of_model(step.placed), "metadata": metadata or {}}
-    found = _tensors(step.placed, state)
+    contents = _tensors(step.placed, state)
     if include_optimizer:
-        found.optimizers[OPTIMIZER], found.groups[OPTIMIZER] = _optimizer_state(step)
-    return found
+        contents.optimizers[OPTIMIZER], contents.groups[OPTIMIZER] = _optimizer_state(step)
+    return contents
 
 
 def load(run: RunState, path: checkpoint.Checkpoint) -> tuple[dict[str, Any], list[str]]:

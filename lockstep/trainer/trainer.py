@@ -370,10 +370,10 @@ class Trainer:
         self._start.report(
             "validation", lambda: no_effect.of_validation(self.config, val_data, advice)
         )
-        found = evaluated(self.state, val_data, metrics)
+        values = evaluated(self.state, val_data, metrics)
         if counts and run is not None and run.in_callers_loop:
-            run.add_evaluation(found)
-        return float(found["loss"]) if metrics is None else found
+            run.add_evaluation(values)
+        return float(values["loss"]) if metrics is None else values
 
     @called_by_all_ranks
     def predict(self, data: Any, transform: Callable[[Any], Any] | None = None) -> Any:

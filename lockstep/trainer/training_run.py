@@ -250,14 +250,16 @@ class TrainingRun:
         """
         self._closing()
 
-    def add_evaluation(self, found: Mapping[str, Any]) -> None:
+    def add_evaluation(self, values: Mapping[str, Any]) -> None:
         """Record an evaluation of the caller's own loop.
 
         Early stopping, `keep_best` and schedulers act on it.
         """
         run = self._run
         results = {
-            f"eval_{name}": value for name, value in found.items() if isinstance(value, int | float)
+            f"eval_{name}": value
+            for name, value in values.items()
+            if isinstance(value, int | float)
         }
         step = run.step.progress.step
         run.results.require_followed(results)

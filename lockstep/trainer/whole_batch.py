@@ -147,18 +147,19 @@ class WholeBatchSteps:
         weights = self._placed.loss
         own = {} if weights is None else weights.own
         asked = [*chain.from_iterable(wanted), *own.values()]
-        found = iter(torch.autograd.grad(loss, asked, allow_unused=True))
+        gradients = iter(torch.autograd.grad(loss, asked, allow_unused=True))
         each = {}
         for (index, _), row in zip(rows, wanted, strict=True):
             each[index] = [
-                (torch.zeros_like(leaf) if (g := next(found)) is None else g).cpu() for leaf in row
+                (torch.zeros_like(leaf) if (g := next(gradients)) is None else g).cpu()
+                for leaf in row
             ]
         samples = sum(
             next(leaf.shape[0] for leaf in row if isinstance(leaf, Tensor) and leaf.ndim)
             for row in leaves
         )
         value = float(loss.detach())  # host waits for the device
-        of_loss = {name: g.cpu() for name in own if (g := next(found)) is not None}
+        of_loss = {name: g.cpu() for name in own if (g := next(gradients)) is not None}
         of_loss |= (
             {}
             if weights is None

@@ -174,38 +174,38 @@ def axes_named(names: Iterable[str]) -> Iterator[type[Axis]]:
         UsageError: one is not an axis, or its methods do not fit.
     """
     for name in names:
-        found = AXES.load(name)
-        if not (isinstance(found, type) and issubclass(found, Axis)):
+        kind = AXES.load(name)
+        if not (isinstance(kind, type) and issubclass(kind, Axis)):
             what = f"{name} is not a subclass of lockstep.parallel.axes.axis.Axis"
             raise UsageError(what, where=AXES.where, fix="name a class that is one")
-        if inspect.getattr_static(found, "on") is vars(Axis)["on"]:
+        if inspect.getattr_static(kind, "on") is vars(Axis)["on"]:
             fix = (
                 "write @classmethod def on(cls, site), which returns the axis on this rank, or None"
             )
             raise UsageError(f"{name} has no method on", where=AXES.where, fix=fix)
-        require_methods(found, Axis, name, AXES.where)
-        _require_classmethods(found, name)
-        _require_own_name(found, name)
-        yield found
+        require_methods(kind, Axis, name, AXES.where)
+        _require_classmethods(kind, name)
+        _require_own_name(kind, name)
+        yield kind
 
 
-def _require_classmethods(found: type[Axis], name: str) -> None:
+def _require_classmethods(kind: type[Axis], name: str) -> None:
     """Refuse a class whose methods are asked of an object where the class is asked."""
     for method, defined in vars(Axis).items():
         if not isinstance(defined, classmethod):
             continue
         arguments = list(inspect.signature(defined.__func__).parameters)
         line = f"write @classmethod def {method}({', '.join(arguments)})"
-        if not isinstance(inspect.getattr_static(found, method), classmethod):
+        if not isinstance(inspect.getattr_static(kind, method), classmethod):
             what = f"{name}.{method} is not a classmethod"
             raise UsageError(what, where=AXES.where, fix=line)
-        own = getattr(found, method)
+        own = getattr(kind, method)
         require_call(own, arguments[1:], f"{name}.{method}", AXES.where, fix=line)
 
 
-def _require_own_name(found: type[Axis], name: str) -> None:
+def _require_own_name(kind: type[Axis], name: str) -> None:
     """Refuse a class without a name, or with that of an axis that stands beside it."""
-    own = getattr(found, "name", None)
+    own = getattr(kind, "name", None)
     if not isinstance(own, str):
         fix = 'write name = "…" in the class, as in `site.axes` and `site.on_send(cls.name)`'
         raise UsageError(f"{name} has no name", where=AXES.where, fix=fix)

@@ -182,6 +182,6 @@ def _compressed(site: Site) -> Compression:
     assert site.mesh is not None
     bad = site.config.training.bad_numbers
     undoable = site.precision.mode == "fp16" or bad.action == "skip" or bad.recompute
-    found = compress(site.model, site.mesh["replicate"], site.config, undoable=undoable)
-    site.log_lines.extend(found.log_lines)
-    return found
+    compression = compress(site.model, site.mesh["replicate"], site.config, undoable=undoable)
+    site.log_lines.extend(compression.log_lines)
+    return compression

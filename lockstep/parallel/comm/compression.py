@@ -319,9 +319,9 @@ class Trial:
         before, after = times.tolist()
         self._compresses = after < TRIAL_PAYS_BELOW * before
         self._over = True
-        found = f"a step takes {after:.3g} s with {self.name} and {before:.3g} s without"
+        comparison = f"a step takes {after:.3g} s with {self.name} and {before:.3g} s without"
         self.log_lines.append(
-            f"compression auto: {self.name if self._compresses else 'none'}, as {found}"
+            f"compression auto: {self.name if self._compresses else 'none'}, as {comparison}"
         )
 
 

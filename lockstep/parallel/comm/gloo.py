@@ -118,17 +118,19 @@ class AllToAll:
         else:
             pieces = [sent]  # NCCL divides messages itself
         for piece in pieces:
-            got = torch.empty_like(piece)
-            work = dist.all_to_all_single(got.view(-1), piece.view(-1), group=group, async_op=True)
-            self._under_way.append((work, piece, got))
+            received = torch.empty_like(piece)
+            work = dist.all_to_all_single(
+                received.view(-1), piece.view(-1), group=group, async_op=True
+            )
+            self._under_way.append((work, piece, received))
 
     def received(self) -> Iterator[Tensor]:
         """Yield the received rows, [W, a part of the share], part by part, as they arrive; once."""
         under_way = self._under_way
         self._under_way = []
-        for work, _, got in under_way:
+        for work, _, received in under_way:
             work.wait()
-            yield got
+            yield received
 
     def add_up(self, out: Tensor) -> None:
         """Wait for all rows, and write their sum; once."""

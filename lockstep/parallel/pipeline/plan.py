@@ -198,11 +198,11 @@ class PipelinePlan:
         """Return parameter → the pipeline ranks that use it, where there are several."""
         ranks = self.parts.ranks
         stages = self.stage_of
-        found = {
+        ranks_of = {
             name: sorted({ranks[stages[user]] for user in users})
             for name, users in self.model.users.items()
         }
-        return {name: used_on for name, used_on in found.items() if len(used_on) > 1}
+        return {name: used_on for name, used_on in ranks_of.items() if len(used_on) > 1}
 
     def table(self) -> str:
         names = [name for name, _ in self.segments]

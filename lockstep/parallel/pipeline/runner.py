@@ -233,7 +233,7 @@ class Runner:
         All ranks call it with the same arguments and get the outputs.
         """
         call = StageCall((args, kwargs), lambda outputs, _calls: outputs)
-        found: list[Any] = [None]  # by ranks that do not hold the last stage
+        results: list[Any] = [None]  # by ranks that do not hold the last stage
 
         def run(part: StageModule, _micro_batch: MicroBatch, received: Tensors) -> Any:
             return part(call, *received)
@@ -242,9 +242,9 @@ class Runner:
             executor = self._forward_only(run, self._described)
             at = MicroBatch(self.random_state.micro_batch, None)
             executor.run_forward(
-                self.forward_program(1), [at], lambda _, outputs: found.append(outputs)
+                self.forward_program(1), [at], lambda _, outputs: results.append(outputs)
             )
-        return self._share_result(found[-1])
+        return self._share_result(results[-1])
 
     def _share_result(self, result: Any) -> Any:
         """Broadcast the last stage's result, and return it on all ranks of the pipeline."""

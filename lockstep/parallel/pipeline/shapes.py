@@ -127,9 +127,9 @@ class RunDescriptions:
         self, keys: Sequence[int], strides: Mapping[Message, Sequence[tuple[int, ...]]]
     ) -> None:
         """Note the strides that have come with messages of a run, for later runs."""
-        for message, found in strides.items():
+        for message, strides_of_gradients in strides.items():
             at = keys[message.micro_batch], message.stage
-            self._gradients[at] = replace_strides(self._gradients[at], found)
+            self._gradients[at] = replace_strides(self._gradients[at], strides_of_gradients)
 
 
 def signature(batch: Any, training: bool) -> int:

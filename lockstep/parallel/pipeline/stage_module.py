@@ -111,7 +111,7 @@ class StageModule(nn.Module):
     def forward(self, call: StageCall, *values: Any) -> Any:
         """Run the stage's segments; the first takes the batch, the last may return a loss."""
         keywords: Mapping[str, Any] = {}
-        given = {id(value) for value in values}
+        ids_of_inputs = {id(value) for value in values}
         observing = LossCalls() if self.is_last and self._observes else nullcontext()
         with self._autocast, observing as calls:
             if self.is_first:
@@ -127,7 +127,7 @@ class StageModule(nn.Module):
         if self.is_last:
             with self._autocast:
                 return call.finish(outputs, calls)
-        return tuple(_exclusive(value, given) for value in values)
+        return tuple(_exclusive(value, ids_of_inputs) for value in values)
 
 
 def _exclusive(value: Tensor, given: set[int]) -> Tensor:

@@ -89,7 +89,7 @@ def survey(facts: ModelFacts) -> Survey:
 
 
 def _registrations(model: nn.Module, names: Mapping[int, str]) -> dict[str, list[Registration]]:
-    found: dict[str, list[Registration]] = {name: [] for name in names.values()}
+    registrations: dict[str, list[Registration]] = {name: [] for name in names.values()}
     for module in model.modules():
         parameters = module.named_parameters(recurse=False, remove_duplicate=False)
         for attribute, tensor in (
@@ -97,8 +97,8 @@ def _registrations(model: nn.Module, names: Mapping[int, str]) -> dict[str, list
             *module.named_buffers(recurse=False, remove_duplicate=False),
         ):
             if id(tensor) in names:
-                found[names[id(tensor)]].append(Registration(module, attribute))
-    return found
+                registrations[names[id(tensor)]].append(Registration(module, attribute))
+    return registrations
 
 
 class Borrowed(nn.Module):
@@ -156,21 +156,25 @@ def stage_parameters_of(
             continue
         if len(ranks) > 1:
             held.across[name] = ranks
-        here = [registration for registration in registrations if id(registration.module) in mine]
-        if not here:
+        held_here = [
+            registration for registration in registrations if id(registration.module) in mine
+        ]
+        if not held_here:
             owner = (
                 held.extra if len(stages) > 1 else held.of_stage.setdefault(min(stages), Borrowed())
             )
-            here = [owner.add(registrations[0].tensor())]
-        held.parameters[name] = here
+            held_here = [owner.add(registrations[0].tensor())]
+        held.parameters[name] = held_here
     owners: dict[int, set[int]] = {}
     for name, segment in segments:
         for module in segment.modules():
             owners.setdefault(id(module), set()).add(rank_of[stage_of[name]])
     for name, registrations in model.buffers.items():
-        here = [each for each in registrations if rank in owners.get(id(each.module), {rank_of[0]})]
-        if here:
-            held.buffers[name] = here
+        held_here = [
+            each for each in registrations if rank in owners.get(id(each.module), {rank_of[0]})
+        ]
+        if held_here:
+            held.buffers[name] = held_here
     return held
 
 
@@ -213,10 +217,14 @@ def materialise(
                 else laid_like(old, values.to(device))
             )
             held.replace(name, nn.Parameter(values, old.requires_grad))
-    made = first.buffers() if first is not None else {}
+    first_buffers = first.buffers() if first is not None else {}
     for name, registrations in held.buffers.items():
         old = registrations[0].tensor()
-        values = torch.empty_like(old, device=device) if empty else made.get(name, old).to(device)
+        values = (
+            torch.empty_like(old, device=device)
+            if empty
+            else first_buffers.get(name, old).to(device)
+        )
         for registration in registrations:
             registration.put(values)
 

@@ -113,9 +113,9 @@ class StageTrees:
 
         So these sums precede the stage's own uses of the weights.
         """
-        here = set(self.uses.of(stage))
+        used_here = set(self.uses.of(stage))
         arrived = zip(self.uses.crossing(stage), carried, strict=True)
-        return [(self._parameter(name), value) for name, value in arrived if name in here]
+        return [(self._parameter(name), value) for name, value in arrived if name in used_here]
 
     def done(self, stage: int, position: int, carried: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Keep the gradients of a stage's weights as a leaf.
@@ -147,9 +147,9 @@ class StageTrees:
         )
 
     def _parameter(self, name: str) -> nn.Parameter:
-        found = self.held.parameters[name][0].tensor()
-        assert isinstance(found, nn.Parameter)
-        return found
+        parameter = self.held.parameters[name][0].tensor()
+        assert isinstance(parameter, nn.Parameter)
+        return parameter
 
     # ---- the end of the step ----
 

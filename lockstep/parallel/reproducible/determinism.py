@@ -62,10 +62,10 @@ def explain_kernel(error: BaseException) -> UsageError | None:
 
     None for other errors.
     """
-    found = re.search(r"(\S+) does not have a deterministic implementation", str(error))
-    if found is None or not isinstance(error, RuntimeError):
+    match = re.search(r"(\S+) does not have a deterministic implementation", str(error))
+    if match is None or not isinstance(error, RuntimeError):
         return None
-    what = f"{found[1]} has no deterministic kernel on this device"
+    what = f"{match[1]} has no deterministic kernel on this device"
     fix = "use another operation in the model, or set distributed.reproducible: false"
     return UsageError(what, where="distributed.reproducible", fix=fix)
 
