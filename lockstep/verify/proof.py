@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from lockstep.config import Config, config_from
 from lockstep.cores import threads_per_rank
@@ -123,61 +124,114 @@ def spec_of(
         raise UsageError(
             "verify against nothing", fix="name topologies, as in --against ddp:2,fsdp:2"
         )
-    notices = []
     topologies = [parse_topology(topology) for topology in against]
-    training = config.training
-    if training.max_steps is not None and training.max_steps < steps:
-        steps = training.max_steps
+    notices = []
+    most_steps = config.training.max_steps
+    if most_steps is not None and most_steps < steps:
+        steps = most_steps
         notices.append(f"{steps} steps: training.max_steps allows no more")
-    if training.global_batch_size is None:
-        apart = [
-            [int(values.get(f"{axis}_size") or 1) for axis in _MODEL_AXES]
-            for values, _ in topologies
-        ]
-        replicas = [
-            ranks // math.prod(sizes) for sizes, (_, ranks) in zip(apart, topologies, strict=True)
-        ]
-        size = training.batch_size * training.accumulation * max(replicas)
-        config = config_from(
-            {"training.global_batch_size": size, "training.gradient_accumulation_steps": None},
-            config,
-        )
-        notices.append(
-            f"global batch: {size} samples for every topology (training.global_batch_size sets it)"
-        )
-    elif training.gradient_accumulation_steps is not None:  # it holds for one number of ranks
-        config = config_from({"training.gradient_accumulation_steps": None}, config)
-    why_not = {
+    settings: dict[str, Any] = {}
+    for change in (
+        _with_global_batch(config, topologies),
+        _without_inexact_compression(config),
+        _as_synchronous_step(config),
+        _in_float32(config),
+        _without_fp8(config),
+    ):
+        settings |= change.settings
+        if change.notice:
+            notices.append(change.notice)
+    if settings:
+        config = config_from(settings, config)
+    return Spec(config, make, steps, _threads(topologies)), notices
+
+
+@dataclass(frozen=True)
+class _Change:
+    """What makes a config comparable in one respect; nothing where it is so already."""
+
+    settings: dict[str, Any] = field(default_factory=dict)
+    notice: str = ""  # a line on it, to print
+
+
+_NO_CHANGE = _Change()
+
+
+def _with_global_batch(config: Config, topologies: Sequence[tuple[dict[str, Any], int]]) -> _Change:
+    """Give all topologies the global batch that the one with most replicas has.
+
+    The config's own stays; gradient_accumulation_steps holds for one number of ranks, and goes.
+    With batch_size 4 and 2 accumulation steps, `ddp:3` and `pipeline:2*fsdp:2` are compared with
+    4 × 2 × max(3, 2) = 24 samples a step.
+    """
+    training = config.training
+    if training.global_batch_size is not None:
+        if training.gradient_accumulation_steps is None:
+            return _NO_CHANGE
+        return _Change({"training.gradient_accumulation_steps": None})
+    replicas = []
+    for values, ranks in topologies:
+        sizes = [int(values.get(f"{axis}_size") or 1) for axis in _MODEL_AXES]
+        replicas.append(ranks // math.prod(sizes))
+    size = training.batch_size * training.accumulation * max(replicas)
+    settings = {"training.global_batch_size": size, "training.gradient_accumulation_steps": None}
+    return _Change(
+        settings,
+        f"global batch: {size} samples for every topology (training.global_batch_size sets it)",
+    )
+
+
+def _without_inexact_compression(config: Config) -> _Change:
+    """Switch off compression that leaves gradients out, or depends on the link."""
+    notices = {
         "powersgd": "without PowerSGD: what it leaves out of a step can't be told from an error",
         "auto": "without compression: auto decides by the link; name one to verify it",
     }
     kind = config.distributed.ddp.compression.kind
-    if kind in why_not:
-        config = config_from({"distributed.ddp.compression.kind": "none"}, config)
-        notices.append(why_not[kind])
+    if kind not in notices:
+        return _NO_CHANGE
+    return _Change({"distributed.ddp.compression.kind": "none"}, notices[kind])
+
+
+def _as_synchronous_step(config: Config) -> _Change:
+    """Say that a strategy which is other training is not what is compared."""
     name = config.distributed.strategy
-    if name != AUTO and not strategy_named(name).same_training:
-        notices.append(f"the synchronous step of this config is compared: {name} is other training")
-    if config.precision.param_dtype != "fp32":
-        notices.append(
-            f"param_dtype fp32 instead of {config.precision.param_dtype}, which one process does"
-            " not have"
-        )
-        config = config_from({"precision.param_dtype": "fp32"}, config)
-    if config.precision.fp8 != "none":
-        notices.append(
-            "without fp8: where a last bit differs it rounds to another number, as far off as an"
-            " error is"
-        )
-        config = config_from({"precision.fp8": "none"}, config)
-    asked = os.environ.get("OMP_NUM_THREADS", "")
-    if asked.isdigit() and int(asked) > 0:
-        return Spec(config, make, steps, int(asked)), notices
-    # All processes use as many as a rank of the largest topology.
-    return (
-        Spec(config, make, steps, threads_per_rank(max(ranks for _, ranks in topologies))),
-        notices,
+    if name == AUTO or strategy_named(name).same_training:
+        return _NO_CHANGE
+    return _Change(
+        notice=f"the synchronous step of this config is compared: {name} is other training"
     )
+
+
+def _in_float32(config: Config) -> _Change:
+    """Keep parameters in fp32, as one process does."""
+    dtype = config.precision.param_dtype
+    if dtype == "fp32":
+        return _NO_CHANGE
+    notice = f"param_dtype fp32 instead of {dtype}, which one process does not have"
+    return _Change({"precision.param_dtype": "fp32"}, notice)
+
+
+def _without_fp8(config: Config) -> _Change:
+    """Multiply without fp8, whose rounding is as large as an error."""
+    if config.precision.fp8 == "none":
+        return _NO_CHANGE
+    return _Change(
+        {"precision.fp8": "none"},
+        "without fp8: where a last bit differs it rounds to another number, as far off as an error"
+        " is",
+    )
+
+
+def _threads(topologies: Sequence[tuple[dict[str, Any], int]]) -> int:
+    """Return the CPU threads of every process: OMP_NUM_THREADS, or those of a rank.
+
+    All use as many as a rank of the largest topology.
+    """
+    variable = os.environ.get("OMP_NUM_THREADS", "")
+    if variable.isdigit() and int(variable) > 0:
+        return int(variable)
+    return threads_per_rank(max(ranks for _, ranks in topologies))
 
 
 _spawn = partial(spawn_again, preload=None)
