@@ -1,14 +1,14 @@
 """Says how a topology's step differs from the reference's.
 
-Each rank reports, and rank 0 combines what they found.
-
-The evidence of a difference also holds what experiments showed; in words, where the step deviates
-first.
+Each rank reports what it found (`RankReport`), and `combine_reports` makes one `StepResult` of all
+reports. The second half of the file says in words where a step deviates first: in samples, options
+of the optimizer, or part by part as the experiments showed.
 
 Tests: tests/verify/test_updates.py, tests/verify/test_faults.py
 """
 
 import math
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -113,53 +113,116 @@ def combine_reports(
 
     The norm may differ by `norm_limit`, relatively, unless `exact`.
     """
-    result = StepResult(step, seeds={report.rank: report.seed for report in reports})
-    result.flows = [report.flow for report in reports if report.flow is not None]
-    result.outputs = [report.facts.outputs for report in reports]
-    result.updates = [report.facts.update for report in reports]
-    result.right_update = reference.update
-    result.differences += _samples(reports, reference.samples)
-    for aspect, limit in (("loss", SCALAR_TOLERANCE), ("norm", norm_limit)):
-        result.differences += _scalar(
-            aspect, reports, getattr(reference, aspect), 0.0 if exact else limit
+    tensors = _compared_tensors(reports, reference)
+    updates = [report.facts.update for report in reports]
+    differences = [
+        *_samples(reports, reference.samples),
+        *_scalar("loss", reports, reference.loss, 0.0 if exact else SCALAR_TOLERANCE),
+        *_scalar("norm", reports, reference.norm, 0.0 if exact else norm_limit),
+        *_skipped(reports, reference),
+        *(tensor.difference() for tensor in tensors if tensor.differs),
+    ]
+    for text, ranks in differing_options(updates, reference.update):
+        differences.append(Difference("optimizer", text, math.inf, ranks=ranks))
+    within_bounds = [each for each in tensors if each.kind == "gradient" and not each.differs]
+    return StepResult(
+        step,
+        differences=differences,
+        unsynchronized=_unsynchronized(reports),
+        seeds={report.rank: report.seed for report in reports},
+        rounding=max((gradient.relative for gradient in within_bounds), default=0.0),
+        same_bits=not differences and all(tensor.excess == 0.0 for tensor in tensors),
+        fingerprints=_total_fingerprints(reports),
+        flows=[report.flow for report in reports if report.flow is not None],
+        outputs=[report.facts.outputs for report in reports],
+        updates=updates,
+        right_update=reference.update,
+    )
+
+
+@dataclass(frozen=True)
+class _ComparedTensor:
+    """A tensor of one kind, compared on all ranks that hold it, or a shard of it."""
+
+    kind: str
+    name: str
+    pieces: dict[int, TensorDifference]  # rank → difference
+    norm: float  # of the reference's gradient; 1 for a tensor that has none
+
+    @property
+    def excess(self) -> float:
+        """Largest ratio of an element's difference to its bound."""
+        return max(piece.excess for piece in self.pieces.values())
+
+    @property
+    def missing(self) -> bool:
+        """Whether it exists on one side only, on any rank."""
+        return any(piece.missing for piece in self.pieces.values())
+
+    @property
+    def differs(self) -> bool:
+        """Whether it differs by more than rounding."""
+        return self.excess > 1.0 or self.missing
+
+    @property
+    def relative(self) -> float:
+        """Norm of the largest difference on a rank, relative to the gradient."""
+        largest = max(piece.square for piece in self.pieces.values())
+        return math.sqrt(largest) / max(self.norm, 1e-300)
+
+    def difference(self) -> Difference:
+        """Return how it differs, and on which ranks."""
+        ranks = sorted(
+            rank for rank, piece in self.pieces.items() if piece.excess > 1.0 or piece.missing
         )
-    skipped = [report.rank for report in reports if report.facts.skipped != reference.skipped]
-    if skipped:
-        result.differences.append(
-            Difference("norm", "the update was skipped", math.inf, ranks=skipped)
+        relation = _on_ranks({rank: self.pieces[rank].relation for rank in ranks})
+        return Difference(
+            self.kind, self.name, self.relative, self.excess, ranks, self.missing, relation
         )
+
+
+def _compared_tensors(reports: Sequence[RankReport], reference: StepFacts) -> list[_ComparedTensor]:
+    """Return all tensors that ranks have compared: by kind, each in the order of the backward pass.
+
+    What has no gradient in the reference, as a buffer, comes after, by name.
+    """
+    tensors = []
     for kind in ("start", "gradient", "value", "buffer"):
         names = {name for report in reports for name in report.pieces.get(kind, {})}
-        # in the order of the backward pass
-        known = [name for name in reversed(reference.norms) if name in names]
-        for name in (*known, *sorted(names - set(known))):
+        with_gradient = [name for name in reversed(reference.norms) if name in names]
+        for name in (*with_gradient, *sorted(names - set(with_gradient))):
             pieces = {
-                r.rank: r.pieces[kind][name] for r in reports if name in r.pieces.get(kind, {})
+                report.rank: report.pieces[kind][name]
+                for report in reports
+                if name in report.pieces.get(kind, {})
             }
-            relative = math.sqrt(max(p.square for p in pieces.values())) / max(
-                reference.norms.get(name, 1.0), 1e-300
-            )
-            worst = max(p.excess for p in pieces.values())
-            missing = any(p.missing for p in pieces.values())
-            result.same_bits &= worst == 0.0
-            if worst > 1.0 or missing:
-                ranks = sorted(rank for rank, p in pieces.items() if p.excess > 1.0 or p.missing)
-                how = _on_ranks({rank: pieces[rank].relation for rank in ranks})
-                result.differences.append(
-                    Difference(kind, name, relative, worst, ranks, missing, how)
-                )
-            elif kind == "gradient":
-                result.rounding = max(result.rounding, relative)
-    for text, ranks in differing_options(result.updates, reference.update):
-        result.differences.append(Difference("optimizer", text, math.inf, ranks=ranks))
-    result.same_bits &= not result.differences
-    held: dict[tuple[tuple[int, ...], str], set[int]] = {}
+            tensors.append(_ComparedTensor(kind, name, pieces, reference.norms.get(name, 1.0)))
+    return tensors
+
+
+def _skipped(reports: Sequence[RankReport], reference: StepFacts) -> list[Difference]:
+    """Return a difference if ranks left an update out that the reference made, or vice versa."""
+    ranks = [report.rank for report in reports if report.facts.skipped != reference.skipped]
+    if not ranks:
+        return []
+    return [Difference("norm", "the update was skipped", math.inf, ranks=ranks)]
+
+
+def _unsynchronized(reports: Sequence[RankReport]) -> list[str]:
+    """Return the parameters whose gradients are not the same on all replicas of a shard."""
+    fingerprints: dict[tuple[tuple[int, ...], str], set[int]] = {}
     for report in reports:
-        for name, value in report.fingerprints.items():
-            held.setdefault((report.replica, name), set()).add(value)
-            result.fingerprints[name] = result.fingerprints.get(name, 0) + value
-    result.unsynchronized = sorted({name for (_, name), values in held.items() if len(values) > 1})
-    return result
+        for name, fingerprint in report.fingerprints.items():
+            fingerprints.setdefault((report.replica, name), set()).add(fingerprint)
+    return sorted({name for (_, name), values in fingerprints.items() if len(values) > 1})
+
+
+def _total_fingerprints(reports: Sequence[RankReport]) -> dict[str, int]:
+    """Return the sum of the ranks' fingerprints of each gradient: two runs of a step have one."""
+    totals: Counter[str] = Counter()
+    for report in reports:
+        totals.update(report.fingerprints)
+    return dict(totals)
 
 
 def _on_ranks(by_rank: Mapping[int, Relation | None]) -> Relation | None:
@@ -173,7 +236,7 @@ def _on_ranks(by_rank: Mapping[int, Relation | None]) -> Relation | None:
             ranks.setdefault(relation, []).append(rank)
     if not ranks:
         return None
-    clauses = [f"{relation} on {name_ranks(which)}" for relation, which in ranks.items()]
+    clauses = [f"{relation} on {name_ranks(having_it)}" for relation, having_it in ranks.items()]
     return Relation(", ".join(clauses), next(iter(ranks)).kind)
 
 
@@ -184,19 +247,19 @@ def name_ranks(ranks: Sequence[int]) -> str:
 
 def _samples(reports: Sequence[RankReport], expected: Mapping[int, str]) -> list[Difference]:
     """Return a difference if ranks ran other micro-batches than the reference."""
-    seen: dict[int, str] = {}
+    hashes: dict[int, str] = {}  # micro-batch → hash of its samples, on the first rank with it
     doubled = []
     for report in reports:
         for index, text in report.facts.samples.items():
-            if seen.setdefault(index, text) != text:
+            if hashes.setdefault(index, text) != text:
                 doubled.append(index)
-    wrong = [index for index in expected if index in seen and seen[index] != expected[index]]
-    if not wrong and not doubled and len(seen) == len(expected):
+    wrong = [index for index in expected if index in hashes and hashes[index] != expected[index]]
+    if not wrong and not doubled and len(hashes) == len(expected):
         return []
-    if sorted(seen.values()) == sorted(expected.values()) and not doubled:
+    if sorted(hashes.values()) == sorted(expected.values()) and not doubled:
         what = "the same micro-batches in another order"
-    elif len(seen) != len(expected):
-        what = f"{len(seen)} micro-batches instead of {len(expected)}"
+    elif len(hashes) != len(expected):
+        what = f"{len(hashes)} micro-batches instead of {len(expected)}"
     elif doubled:
         what = f"ranks do not agree on micro-batch {doubled[0]}"
     else:
@@ -213,42 +276,50 @@ def _samples(reports: Sequence[RankReport], expected: Mapping[int, str]) -> list
 def _scalar(
     aspect: str, reports: Sequence[RankReport], expected: float, limit: float
 ) -> list[Difference]:
-    found = {report.rank: getattr(report.facts, aspect) for report in reports}
+    """Return a difference if a number of the step is off by more than `limit`, relatively."""
+    values = {report.rank: getattr(report.facts, aspect) for report in reports}
     off = {
         rank: abs(value - expected) / max(abs(expected), 1e-300)
-        for rank, value in found.items()
+        for rank, value in values.items()
         if value != expected and not (math.isnan(value) and math.isnan(expected))
     }
     ranks = sorted(rank for rank, relative in off.items() if not relative <= limit)
     if not ranks:
         return []
-    text = f"{found[ranks[0]]:.9g} instead of {expected:.9g}"
-    return [
-        Difference(aspect, text, off[ranks[0]], off[ranks[0]] / limit if limit else math.inf, ranks)
-    ]
+    first = ranks[0]
+    text = f"{values[first]:.9g} instead of {expected:.9g}"
+    excess = off[first] / limit if limit else math.inf
+    return [Difference(aspect, text, off[first], excess, ranks)]
 
 
 def differing_options(
     updates: Sequence[UpdateFacts], right: UpdateFacts
 ) -> list[tuple[str, list[int]]]:
     """Return (text, ranks) for each option of the optimizer that is not the reference's."""
-    found: dict[tuple[str, str, str], tuple[dict[str, None], list[int]]] = {}
+    # (option, this rank's value, the reference's) → the parameters and ranks that have it so, each
+    # once and in order
+    parameters: dict[tuple[str, str, str], dict[str, None]] = {}
+    ranks: dict[tuple[str, str, str], dict[int, None]] = {}
     for rank, update in enumerate(updates):
-        for name, mine in update.options.items() if update.called and right.called else ():
-            theirs = right.options.get(name, {})
-            for key in dict.fromkeys((*theirs, *mine)) if theirs and mine else ():
-                if mine.get(key) != theirs.get(key):
-                    names, ranks = found.setdefault(
-                        (key, str(mine.get(key)), str(theirs.get(key))), ({}, [])
-                    )
-                    names[name] = None
-                    ranks += [] if rank in ranks else [rank]
+        if not update.called or not right.called:
+            continue
+        for name, mine in update.options.items():
+            reference = right.options.get(name, {})
+            if not mine or not reference:
+                continue
+            for key in dict.fromkeys((*reference, *mine)):
+                if mine.get(key) == reference.get(key):
+                    continue
+                option = (key, str(mine.get(key)), str(reference.get(key)))
+                parameters.setdefault(option, {})[name] = None
+                ranks.setdefault(option, {})[rank] = None
     texts = []
-    for (key, mine_text, right_text), (names, ranks) in found.items():
-        of_all = len(names) == len(right.options)
-        option = "the learning rate (lr)" if key == "lr" else key
-        what = "" if of_all else f" for {listed(list(names))}"
-        texts.append((f"{option} {mine_text} instead of {right_text}{what}", ranks))
+    for option, names in parameters.items():
+        key, mine_text, right_text = option
+        key_in_words = "the learning rate (lr)" if key == "lr" else key
+        of_which = "" if len(names) == len(right.options) else f" for {listed(list(names))}"
+        text = f"{key_in_words} {mine_text} instead of {right_text}{of_which}"
+        texts.append((text, list(ranks[option])))
     return texts
 
 
@@ -281,21 +352,34 @@ class Evidence:
         result = self.tried.get(name)
         if result is None or result.has("start"):
             return False
-        if self.found.has("gradient") and result.rounding > GONE * min(
-            1.0, self.found.distance("gradient")
-        ):
+        gradient = min(1.0, self.found.distance("gradient"))
+        if self.found.has("gradient") and result.rounding > GONE * gradient:
             return False
-        aspects = ("loss", "gradient", "value", "buffer")
-        was = {
-            a: self.found.distance(a) for a in (aspects if self.found.has(*aspects) else ("norm",))
-        }
-        written = [d for d in result.differences if d.aspect == "buffer" and d.name in left_out]
-        result = replace(result, differences=[d for d in result.differences if d not in written])
-        left = {aspect: result.distance(aspect) for aspect in was}
-        least = {"loss": 4 * SCALAR_TOLERANCE}
-        return any(was.values()) and all(
-            left[a] <= max(GONE * min(1.0, was[a]), least.get(a, 0.0)) for a in was
+        result = replace(
+            result,
+            differences=[
+                each
+                for each in result.differences
+                if not (each.aspect == "buffer" and each.name in left_out)
+            ],
         )
+        aspects: tuple[str, ...] = ("loss", "gradient", "value", "buffer")
+        if not self.found.has(*aspects):
+            aspects = ("norm",)
+        if not any(self.found.distance(aspect) for aspect in aspects):
+            return False
+        return all(self._is_gone(aspect, result) for aspect in aspects)
+
+    def _is_gone(self, aspect: str, result: StepResult) -> bool:
+        """Return whether an experiment leaves less than `GONE` of an aspect's difference.
+
+        A gradient that is off by 0.3 is explained if 0.003 are left at most; one that is off by 50,
+        if 0.01 are. A loss may keep its rounding.
+        """
+        limit = GONE * min(1.0, self.found.distance(aspect))
+        if aspect == "loss":
+            limit = max(limit, 4 * SCALAR_TOLERANCE)
+        return result.distance(aspect) <= limit
 
     def facts(self, name: str) -> StepFacts | None:
         """Return the reference's facts of an experiment; None if it was not made."""
@@ -351,35 +435,37 @@ def first_seen(e: Evidence) -> str:
 
 def located(e: Evidence) -> str:
     """Return a clause on the first part that deviates; "" if none does."""
-    found = e.deviations
-    if not found:
+    deviations = e.deviations
+    if not deviations:
         return ""
-    first = found[0]
-    alike = [
-        d for d in found if (d.stage, d.module, d.what) == (first.stage, first.module, first.what)
-    ]
+    first = deviations[0]
     # The rank on which it is wrong, if only some are: the relation of the first.
+    same_part = [
+        d
+        for d in deviations
+        if (d.stage, d.module, d.what) == (first.stage, first.module, first.what)
+    ]
     name = first.module or "the model"
     module = f"{name} ({first.kind})" if first.kind else name
-    what = {
+    part = {
         FORWARD: f"the {first.what} of {module}",
         LOSS: f"the {first.what} of a micro-batch, from the same outputs",
         BACKWARD: f"the {first.what} of {module}, from the same gradients",
         REDUCTION: f"the reduced gradient of {name}, of the same gradients on each rank,",
     }[first.stage]
-    text = f"; {first.stage}: {what} {first.relation} on {name_ranks(ranks_of(alike))}"
-    batches = sorted({d.micro_batch for d in alike if d.micro_batch >= 0})
+    text = f"; {first.stage}: {part} {first.relation} on {name_ranks(ranks_of(same_part))}"
+    batches = sorted({d.micro_batch for d in same_part if d.micro_batch >= 0})
     if batches:
-        text += (
-            f", micro-batch{'es' if len(batches) > 1 else ''} {', '.join(map(str, batches[:8]))}"
-        )
-    text += f" ({first.note})" if first.note else ""
-    others = list(
-        dict.fromkeys((d.module or "the model") for d in found if d.module != first.module)
-    )
-    return text + (f"; also {listed(others)}" if others else "")
+        plural = "es" if len(batches) > 1 else ""
+        text += f", micro-batch{plural} {', '.join(map(str, batches[:8]))}"
+    if first.note:
+        text += f" ({first.note})"
+    others = dict.fromkeys(d.module or "the model" for d in deviations if d.module != first.module)
+    if others:
+        text += f"; also {listed(list(others))}"
+    return text
 
 
-def ranks_of(found: Sequence[Deviation]) -> list[int]:
+def ranks_of(deviations: Sequence[Deviation]) -> list[int]:
     """Return the ranks on which parts deviate."""
-    return sorted({deviation.rank for deviation in found})
+    return sorted({deviation.rank for deviation in deviations})
