@@ -1,5 +1,10 @@
 """Compares a script's steps on several ranks with those of one process on equal samples.
 
+`_Judgement.judge` is the whole way: the ranks as they are, without what is other by nature (draws,
+autocast, first values), then one process with the ranks' samples, and the first difference between
+the two. What it gives to one process stands in `ScriptComparison.given` and `.feed`; `explain`
+(explanation.py) names the cause.
+
 Tests: tests/verify/test_script.py
 """
 
@@ -10,19 +15,13 @@ from lockstep.diagnose import recognise
 from lockstep.errors import LockstepError, RunError, first_line, listed
 from lockstep.verify.algebra import CEILING
 from lockstep.verify.outcome import Cause, Outcome, PartDifference
-from lockstep.verify.script.comparison import (
-    NUDGES,
-    ROUNDING,
-    ScriptComparison,
-    check_accumulation,
-    explain,
-)
+from lockstep.verify.script.comparison import NUDGES, ROUNDING, ScriptComparison
 from lockstep.verify.script.draws import drawn_apart
+from lockstep.verify.script.explanation import check_accumulation, explain
 from lockstep.verify.script.fixes import script_cause
 from lockstep.verify.script.lines import LineEvidence, name_lines
 from lockstep.verify.script.ranks import (
     hang_cause,
-    is_cut_by_script,
     loop_causes,
     seen_on_ranks,
     settings_cause,
@@ -36,6 +35,7 @@ from lockstep.verify.script.record import (
     names_by_order,
 )
 from lockstep.verify.script.runs import HangError, Runs, one_after_another, united
+from lockstep.verify.script.samples_of_ranks import is_cut_by_script
 from lockstep.verify.script.signs import signs_of
 
 _ROUNDING_16 = 2e-2  # the same for parameters of 16 bits
@@ -58,8 +58,8 @@ def judge_script(runs: Runs, ranks: int) -> Outcome:
         outcome.fail("\n".join([str(error), *getattr(error, "__notes__", [])]))
         _explain_crash(runs, outcome, first_line(error))
     step = 0 if outcome.first is None else outcome.first.step
-    seen = LineEvidence(judgement.records, step, judgement.differing, judgement.traced)
-    name_lines(outcome, seen)
+    evidence = LineEvidence(judgement.records, step, judgement.differing, judgement.traced)
+    name_lines(outcome, evidence)
     outcome.describe(judgement.off, _drawn(outcome, judgement.off))
     outcome.signs.update(signs_of(outcome))
     return outcome
@@ -73,13 +73,14 @@ def _drawn(outcome: Outcome, sizes: dict[str, float]) -> list[PartDifference]:
     """
     modules = dict.fromkeys(cause.module for cause in outcome.causes if cause.module)
     text = "its output differs, and that of modules before it does not"
-    found = [PartDifference("" if name == "the model" else name, text, 1.0) for name in modules]
+    parts = [PartDifference("" if name == "the model" else name, text, 1.0) for name in modules]
     first = "" if outcome.first is None else outcome.first.name
-    wrong = [(name, off) for name, off in sizes.items() if off > ROUNDING]
-    wrong.sort(key=lambda part: part[0] != first)
-    return found + [
-        PartDifference(name, f"gradient differs by {off:.1e}", off) for name, off in wrong
-    ]
+    wrong = [name for name, off in sizes.items() if off > ROUNDING]
+    wrong.sort(key=lambda name: name != first)
+    for name in wrong:
+        off = sizes[name]
+        parts.append(PartDifference(name, f"gradient differs by {off:.1e}", off))
+    return parts
 
 
 def _explain_crash(runs: Runs, outcome: Outcome, text: str) -> None:
@@ -108,101 +109,115 @@ def _explain_crash(runs: Runs, outcome: Outcome, text: str) -> None:
 
 def _broadcasts(records: Sequence[ScriptRecord]) -> list[str]:
     """Return what losses broadcast, by line, on any rank."""
-    found = {line: text for record in records for line, text in record.broadcasts.items()}
-    return [f"{line}: {text}" if line else text for line, text in found.items()]
+    by_line = {line: text for record in records for line, text in record.broadcasts.items()}
+    return [f"{line}: {text}" if line else text for line, text in by_line.items()]
+
+
+def _size_of_batch(readers: Sequence[ScriptRecord], loader: int) -> int:
+    """Return the samples in the first batch of a loader, over the ranks that read."""
+    batches = [record.batches.get(loader) for record in readers]
+    return sum(len(read[0]) for read in batches if read)
 
 
 class _Judgement(ScriptComparison):
+    """Judges one number of ranks: runs the script as often as it takes, and fills the outcome."""
+
     def judge(self) -> None:
         """Run the script as often as it takes, and fill the outcome."""
         outcome = self.outcome
         self.take("as it is")
-        steps = min(len(record.steps) for record in self.records)
-        if not steps:
-            text = "no call of optimizer.step() was seen on " + (
-                "any rank" if self.ranks > 1 else "the rank"
-            )
-            why = (
-                "the script ended before its first step, trains in processes of its own, or without"
-                " torch.optim"
-            )
-            fix = (
-                "verify a script that torchrun can start, and give it the arguments with which it"
-                " trains"
-            )
-            raise RunError(text, why=why, fix=fix)
-        outcome.take_steps(steps, self.records[0].framework)
+        outcome.take_steps(self._fewest_steps(), self.records[0].framework)
         if outcome.framework == LOCKSTEP:
-            text = (
-                "the script trains with Lockstep's own step, which `lockstep verify CONFIG`"
-                " compares part by part; "
-            )
             outcome.leave_open(
-                f"{text}in Python, lockstep.verify.verify takes a function that makes model and"
-                " data"
+                "the script trains with Lockstep's own step, which `lockstep verify CONFIG`"
+                " compares part by part; in Python, lockstep.verify.verify takes a function that"
+                " makes model and data"
             )
             return
         outcome.notices.extend(_broadcasts(self.records))
         outcome.causes.extend(loop_causes(self.records))
         outcome.causes.extend(self._seen_on_ranks())
-        taken = [len(record.steps) for record in self.records]
-        fewest = taken.index(min(taken))
-        most = taken.index(max(taken))
-        if taken[fewest] < taken[most]:
-            text = (
-                f"rank {fewest} took {taken[fewest]} steps, and rank {most} has taken {taken[most]}"
-            )
-            by = "the optimizer's steps on each rank"
-            outcome.causes.append(script_cause("uneven steps", text, by, outcome.framework))
+        self._compare_numbers_of_steps()
         self._undo()
         reference = self._reference()
         if reference is None:
             return
-        found = settings_cause(self.records, reference)
-        if found is not None:
-            outcome.causes.append(found)
+        cause = settings_cause(self.records, reference)
+        if cause is not None:
+            outcome.causes.append(cause)
         self._compare(reference)
         if not outcome.not_judged and self.records[0].passes[0] > 1:
             check_accumulation(self, reference)
+
+    def _fewest_steps(self) -> int:
+        """Return the steps that every rank has taken; RunError if there are none."""
+        steps = min(len(record.steps) for record in self.records)
+        if steps:
+            return steps
+        anywhere = "any rank" if self.ranks > 1 else "the rank"
+        raise RunError(
+            f"no call of optimizer.step() was seen on {anywhere}",
+            why=(
+                "the script ended before its first step, trains in processes of its own, or without"
+                " torch.optim"
+            ),
+            fix=(
+                "verify a script that torchrun can start, and give it the arguments with which it"
+                " trains"
+            ),
+        )
+
+    def _compare_numbers_of_steps(self) -> None:
+        """Add a cause if a rank has taken fewer steps than another."""
+        steps = [len(record.steps) for record in self.records]
+        fewest = steps.index(min(steps))
+        most = steps.index(max(steps))
+        if steps[fewest] < steps[most]:
+            text = (
+                f"rank {fewest} took {steps[fewest]} steps, and rank {most} has taken {steps[most]}"
+            )
+            by = "the optimizer's steps on each rank"
+            self.outcome.causes.append(
+                script_cause("uneven steps", text, by, self.outcome.framework)
+            )
 
     def _seen_on_ranks(self) -> list[Cause]:
         """Return what ranks show.
 
         What looks wrong is right where a script cuts its model over them by itself.
         """
-        found = seen_on_ranks(self.world)
-        if any(one.is_error for one in found) and len(self.world.units) == self.ranks:
-            try:
-                first = self.on_ranks([record.first for record in self.records])
-                probe = self.alone("as it is", [{}], first=first, steps=1)[0]
-            except LockstepError:
-                return found
-            if probe.joined:
-                self.joined = probe.joined
-                self.world = World(self.records, self.joined)
-                return seen_on_ranks(self.world)
-        return found
+        causes = seen_on_ranks(self.world)
+        has_error = any(cause.is_error for cause in causes)
+        if not has_error or len(self.world.units) != self.ranks:
+            return causes
+        try:
+            first = self.on_ranks([record.first for record in self.records])
+            probe = self.alone("as it is", [{}], first=first, steps=1)[0]
+        except LockstepError:
+            return causes
+        if not probe.joined:
+            return causes
+        self.joined = probe.joined
+        self.world = World(self.records, self.joined)
+        return seen_on_ranks(self.world)
 
     def _undo(self) -> None:
         """Run the ranks again without what is other by nature: draws, autocast, first values."""
-        again: dict[str, Any] = {}
-        what = []
-        if any(
-            draw.moved for record in self.records for step in record.steps for draw in step.draws
-        ):
-            again["mean_draws"] = self.given["mean_draws"] = True
+        changes: dict[str, Any] = {}  # of the next run of the ranks
+        clauses = []  # what the run is called
+        if self._draw_in_forward_passes():
+            changes["mean_draws"] = self.given["mean_draws"] = True
             losses = self._losses()
-            self.take("without random numbers", **again)
+            self.take("without random numbers", **changes)
             if losses == self._losses():  # as where the probability of dropout is 0
-                self.outcome.causes[:] = [
-                    found for found in self.outcome.causes if found.kind != "random numbers"
-                ]
+                self._drop_causes("random numbers")
+
         dtypes = {
             dtype for record in self.records for step in record.steps for dtype in step.dtypes
         }
         if any("autocast" in dtype for dtype in dtypes):
-            again["full_precision"] = self.given["full_precision"] = True
-            what.append("without autocast")
+            changes["full_precision"] = self.given["full_precision"] = True
+            clauses.append("without autocast")
             self.outcome.notices.append(
                 "without autocast: 16 bits round differently in batches of another size"
             )
@@ -211,49 +226,44 @@ class _Judgement(ScriptComparison):
             self.outcome.notices.append(
                 f"weights of 16 bits: differences below {_ROUNDING_16:.0%} are not judged"
             )
+
         hooks = {name for record in self.records for name, of_torch in record.hooks if of_torch}
         hooks.discard(_EXACT_HOOK)
         if hooks:
-            again["plain_reduction"] = self.given["plain_reduction"] = True
-            what.append(f"without {listed(sorted(hooks))}")
+            changes["plain_reduction"] = self.given["plain_reduction"] = True
+            clauses.append(f"without {listed(sorted(hooks))}")
             self.outcome.notices.append(
                 f"without {listed(sorted(hooks))}: it sends gradients with less precision, and"
                 " ranks differ by what it leaves out"
             )
-        if any(found.kind == "first values" for found in self.outcome.causes):
-            again["first"] = self.on_ranks([record.first for record in self.records])
-            what.append("with rank 0's first values")
-        if what:
-            self.take(" and ".join(what), **again)
+
+        if any(cause.kind == "first values" for cause in self.outcome.causes):
+            changes["first"] = self.on_ranks([record.first for record in self.records])
+            clauses.append("with rank 0's first values")
+
+        if clauses:
+            self.take(" and ".join(clauses), **changes)
+
+    def _draw_in_forward_passes(self) -> bool:
+        """Return whether a forward pass has moved a generator of random numbers."""
+        steps = [step for record in self.records for step in record.steps]
+        return any(draw.moved for step in steps for draw in step.draws)
+
+    def _drop_causes(self, kind: str) -> None:
+        self.outcome.causes[:] = [cause for cause in self.outcome.causes if cause.kind != kind]
 
     def _losses(self) -> list[list[list[float]]]:
         return [[step.losses for step in record.steps] for record in self.records]
 
     def _reference(self) -> ScriptRecord | None:
-        """Return one process's record, given the ranks' samples, first values and settings."""
+        """Return one process's record, given the ranks' samples, first values and settings.
+
+        None if it can't be compared with the ranks; the outcome says why.
+        """
         shared = is_cut_by_script(self.world)
-        self.feed = united(self.world, shared=shared)
-        wanted = [(loader, *at) for (loader, _), pairs in self.feed.items() for at in pairs]
-        if not all(
-            batch_file(self.folder, rank, loader, index).exists() for loader, rank, index in wanted
-        ):
-            self.feed = {}
-            self.outcome.notices.append("samples could not be stored: one process reads its own")
         readers = self.world.leaders[: 1 if shared else None]
-        sizes = (
-            {
-                loader: sum(len(r.batches[loader][0]) for r in readers if r.batches.get(loader))
-                for loader in self.records[0].batches
-            }
-            if self.feed
-            else {}
-        )
-        settings = tuple(step.settings for step in self.records[0].steps)
-        first = self.on_ranks([record.first for record in self.records])
-        self.given |= {"first": first, "settings": settings, "steps": self.outcome.steps}
-        self.given |= {"samples": self.folder, "sizes": {k: v for k, v in sizes.items() if v}}
-        leaders = [unit[0] for unit in self.world.units]
-        self.given["draws"] = {rank: self.records[rank].draws for rank in leaders}
+        self._give_samples(readers, shared=shared)
+        self._give_state()
         try:
             reference = self.alone("given the samples of all ranks", [self.feed])[0]
         except LockstepError as error:
@@ -264,52 +274,99 @@ class _Judgement(ScriptComparison):
         if names:
             self.given["names"] = names
             reference = self.alone("with the ranks' names of its parameters", [self.feed])[0]
-        loader = self.records[0].training_loader
-        mine = self.records[0].passes[:1]
-        theirs = reference.passes[:1]
+        reference = self._accumulating_as_ranks(reference, readers)
+        self._require_same_samples(reference)
+        return None if self.outcome.not_judged else reference
+
+    def _give_samples(self, readers: Sequence[ScriptRecord], *, shared: bool) -> None:
+        """Let one process read the ranks' samples, as far as they could be stored.
+
+        `shared`: all ranks read the same batches, of which one process takes a single one.
+        """
+        self.feed = united(self.world, shared=shared)
+        files = [
+            batch_file(self.folder, rank, loader, index)
+            for (loader, _), batches in self.feed.items()
+            for rank, index in batches
+        ]
+        if not all(file.exists() for file in files):
+            self.feed = {}
+            self.outcome.notices.append("samples could not be stored: one process reads its own")
+        loaders = self.records[0].batches if self.feed else {}
+        sizes = {loader: _size_of_batch(readers, loader) for loader in loaders}
+        self.given["samples"] = self.folder
+        self.given["sizes"] = {loader: size for loader, size in sizes.items() if size}
+
+    def _give_state(self) -> None:
+        """Let one process start from the ranks' first values, with their settings and draws."""
+        self.given["first"] = self.on_ranks([record.first for record in self.records])
+        self.given["settings"] = tuple(step.settings for step in self.records[0].steps)
+        self.given["steps"] = self.outcome.steps
+        leaders = [unit[0] for unit in self.world.units]
+        self.given["draws"] = {rank: self.records[rank].draws for rank in leaders}
+
+    def _accumulating_as_ranks(
+        self, reference: ScriptRecord, readers: Sequence[ScriptRecord]
+    ) -> ScriptRecord:
+        """Return the record of one process that has the ranks' global batch in each step.
+
+        A script with a fixed global batch accumulates over more micro-batches on fewer ranks: two
+        ranks with 4 micro-batches a step each are one process with 8, which gets the batches of
+        the ranks one after another, and not together.
+        """
         units = len(self.world.units)
-        if self.feed and loader is not None and mine and theirs == [mine[0] * units] and units > 1:
-            self.given["sizes"] = {}
-            self.feed = one_after_another(self.world)
-            self.in_turn = True
-            reference = self.alone("given the samples of each rank in turn", [self.feed])[0]
-            text = (
-                f"as written, {self.ranks} ranks accumulate over {mine[0]} micro-batches a step and"
-                " one process "
-            )
-            self.outcome.notices.append(f"{text}over {theirs[0]}: the same global batch")
-        elif not self.feed and mine and theirs == [mine[0] * units] and units > 1:
+        of_rank = self.records[0].passes[:1]  # micro-batches of the first step
+        of_process = reference.passes[:1]
+        makes_up = bool(of_rank) and units > 1 and of_process == [of_rank[0] * units]
+        loader = self.records[0].training_loader
+        if not self.feed:
+            if not makes_up:
+                return reference
             self.given["in_turn"] = True
-            reference = self.alone("given each rank's random numbers in turn", [self.feed])[0]
-        elif self.feed and loader is not None:
+            return self.alone("given each rank's random numbers in turn", [self.feed])[0]
+        if loader is None:
+            return reference
+        if not makes_up:
             self._say_batch(reference, loader, readers)
+            return reference
+        self.given["sizes"] = {}
+        self.feed = one_after_another(self.world)
+        self.in_turn = True
+        reference = self.alone("given the samples of each rank in turn", [self.feed])[0]
+        self.outcome.notices.append(
+            f"as written, {self.ranks} ranks accumulate over {of_rank[0]} micro-batches a step and"
+            f" one process over {of_process[0]}: the same global batch"
+        )
+        return reference
+
+    def _require_same_samples(self, reference: ScriptRecord) -> None:
+        """Leave the outcome open where one process trains on other samples than the ranks."""
+        reads_by_loader = self.records[0].training_loader is not None
         if not reference.steps:
             self.outcome.leave_open("one process took no step")
-        elif not self.feed or (loader is None and not self._begins_alike(reference)):
+        elif not self.feed or not (reads_by_loader or self._begins_alike(reference)):
             self._check_inputs(reference)
         elif not self.in_turn and reference.passes != self.records[0].passes[: self.outcome.steps]:
             self.outcome.leave_open(
-                f"one process takes {theirs[0]} micro-batches a step, a rank {mine[0]}"
+                f"one process takes {reference.passes[0]} micro-batches a step, a rank"
+                f" {self.records[0].passes[0]}"
             )
-        return None if self.outcome.not_judged else reference
 
     def _say_batch(
         self, reference: ScriptRecord, loader: int, readers: Sequence[ScriptRecord]
     ) -> None:
-        size = sum(
-            len(record.batches[loader][0]) for record in readers if record.batches.get(loader)
-        )
+        """Say how many samples a step has, and whether one process as written has as many."""
+        size = _size_of_batch(readers, loader)
         written = reference.asked.get(loader)
         passes = self.records[0].passes[0]
         if written is None or written == size:
-            said = f"{size * passes} samples a step on any number of ranks"
+            notice = f"{size * passes} samples a step on any number of ranks"
         else:
-            said = (
+            notice = (
                 f"as written, one process takes {written * passes} samples a step, and {self.ranks}"
-                " ranks take "
-                f"{size * passes}: one process was given the {size * passes} together"
+                f" ranks take {size * passes}: one process was given the {size * passes} together"
             )
-        self.outcome.notices.append(said)
+        self.outcome.notices.append(notice)
 
     def _begins_alike(self, reference: ScriptRecord) -> bool:
         """Return whether one process begins with the samples of all ranks.

@@ -363,18 +363,19 @@ class _Pair(ScriptComparison):
         feed: Feed = {}
         for rank, (mine, right) in enumerate(zip(self.records, self.right, strict=True)):
             for number in range(min(len(mine.steps), len(right.steps))):
-                here = step_batches(mine, number)
-                there = step_batches(right, number)
-                if here is None or there is None or len(there[1]) % len(here[1]):
+                of_b = step_batches(mine, number)
+                of_a = step_batches(right, number)
+                if of_b is None or of_a is None or len(of_a.indices) % len(of_b.indices):
                     return {}
-                each = len(there[1]) // len(here[1])
-                for position, index in enumerate(here[1]):
-                    indexes = there[1][position * each : (position + 1) * each]
-                    feed[here[0], index] = [(rank, at) for at in indexes]
-                    for at in indexes:
-                        link = batch_file(self.samples, rank, here[0], at)
+                each = len(of_a.indices) // len(of_b.indices)  # batches of A for one of B
+                for position, index in enumerate(of_b.indices):
+                    indices_of_a = of_a.indices[position * each : (position + 1) * each]
+                    feed[of_b.loader, index] = [(rank, index_of_a) for index_of_a in indices_of_a]
+                    for index_of_a in indices_of_a:
+                        link = batch_file(self.samples, rank, of_b.loader, index_of_a)
                         link.unlink(missing_ok=True)
-                        link.symlink_to(batch_file(self.right_folder, rank, there[0], at))
+                        file = batch_file(self.right_folder, rank, of_a.loader, index_of_a)
+                        link.symlink_to(file)
         return feed
 
     # ---- causes ----
@@ -553,11 +554,11 @@ def _by_rank_and_step(records: Sequence[ScriptRecord]) -> list[dict[str, list[An
 
 def _samples_read(record: ScriptRecord, number: int) -> list[str]:
     """Return the samples of a step, in order; without a loader the rows of the model's inputs."""
-    at = step_batches(record, number)
-    if at is None:
+    trained = step_batches(record, number)
+    if trained is None:
         return [row for rows in record.steps[number].inputs for row in rows]
-    loader, batches = at
-    return [sample for index in batches for sample in record.batches[loader][index]]
+    batches = record.batches[trained.loader]
+    return [sample for index in trained.indices for sample in batches[index]]
 
 
 def _as_drawn(right: ScriptRecord, mine: ScriptRecord) -> list[LoopDraw | None]:
@@ -565,11 +566,11 @@ def _as_drawn(right: ScriptRecord, mine: ScriptRecord) -> list[LoopDraw | None]:
 
     A draw is the one of the same name and number for the same batch.
     """
-    there: dict[tuple[int, str], list[LoopDraw]] = {}
+    waiting: dict[tuple[int, str], list[LoopDraw]] = {}  # (batch, line) → A's draws, in order
     for draw in right.draws:
-        there.setdefault((draw.batch[1], draw.name), []).append(draw)
-    found: list[LoopDraw | None] = []
+        waiting.setdefault((draw.batch[1], draw.name), []).append(draw)
+    drawn: list[LoopDraw | None] = []
     for draw in mine.draws:
-        left = there.get((draw.batch[1], draw.name), [])
-        found.append(replace(draw, value=left.pop(0).value) if left else None)
-    return found
+        of_a = waiting.get((draw.batch[1], draw.name), [])
+        drawn.append(replace(draw, value=of_a.pop(0).value) if of_a else None)
+    return drawn

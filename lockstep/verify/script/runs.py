@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lockstep.division import ceil_div
 from lockstep.environment import rank_facts
@@ -201,7 +201,14 @@ def united(world: World, *, shared: bool) -> Feed:
     return feed
 
 
-def step_batches(record: ScriptRecord, step: int) -> tuple[int, range] | None:
+class TrainedBatches(NamedTuple):
+    """The batches of a loader that a step trains on."""
+
+    loader: int
+    indices: range  # among all that it has given
+
+
+def step_batches(record: ScriptRecord, step: int) -> TrainedBatches | None:
     """Return the training loader, and which of its batches a step trains on.
 
     None if batches are no passes.
@@ -210,7 +217,7 @@ def step_batches(record: ScriptRecord, step: int) -> tuple[int, range] | None:
     if loader is None:
         return None
     begin = sum(record.passes[:step])
-    return loader, range(begin, begin + record.passes[step])
+    return TrainedBatches(loader, range(begin, begin + record.passes[step]))
 
 
 def one_after_another(world: World) -> Feed:
@@ -221,11 +228,10 @@ def one_after_another(world: World) -> Feed:
     feed: Feed = {}
     number = 0
     for step in range(len(world.records[0].steps)):
-        found = step_batches(world.records[0], step)
-        assert found is not None
-        loader, batches = found
-        for index in batches:
+        trained = step_batches(world.records[0], step)
+        assert trained is not None
+        for index in trained.indices:
             for unit in world.units:
-                feed[loader, number] = [(unit[0], index)]
+                feed[trained.loader, number] = [(unit[0], index)]
                 number += 1
     return feed
