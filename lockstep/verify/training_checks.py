@@ -481,66 +481,95 @@ class TrainingChecks:
             self.find("learning rate schedule", text, fix, line)
 
     def _check_models(self) -> None:
-        """Find parameters that require gradients, and that no optimizer has."""
-        optimizers = [one for known in self._optimizers if (one := known()) is not None]
-        held = {id(p) for one in optimizers for group in one.param_groups for p in group["params"]}
+        """Look at the models after the first steps: who trains their parameters, in which mode."""
+        references = [reference() for reference in self._optimizers]
+        optimizers = [optimizer for optimizer in references if optimizer is not None]
+        in_optimizers = {
+            id(parameter)
+            for optimizer in optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
         for model in self.models:
-            trained = {
-                _name_in(model, n): p for n, p in model.named_parameters() if p.requires_grad
-            }
-            missing = [name for name, p in trained.items() if id(p) not in held and p.is_leaf]
-            flattened = any(
-                "FullyShardedDataParallel" in type(module).__name__ for module in model.modules()
-            )
-            if missing and len(missing) < len(trained) and not flattened:
-                text = f"{listed(missing, 5)} require gradients, and no optimizer has them"
-                fix = "give the optimizer all of model.parameters(), after the last of them is made"
-                line = self._made_at.get(optimizers[-1], "") if optimizers else ""
-                self.find("parameters without an optimizer", text, fix, line)
-            now = dict(model.named_parameters(remove_duplicate=False))
-            for names in self._tied:
-                if (
-                    all(name in now for name in names)
-                    and len({id(now[name]) for name in names}) > 1
-                ):
-                    said = " and ".join(map(plain_name, names))
-                    self.find("tied weights", f"{said} were one tensor, and are trained apart now")
-        still, never = (
-            [name for name, n in counted.items() if n >= self.first] for counted in self._without
+            self._check_optimizers_of(model, optimizers, in_optimizers)
+            self._check_tied_weights(model)
+        self._check_unmoved()
+        self._check_detached()
+        for model in self.models:
+            calls = self._calls[id(model), False]
+            in_training = self._calls[id(model), True]
+            is_trained = any(id(p) in in_optimizers for p in model.parameters())
+            if calls > 1 and not in_training and is_trained and _draws_or_normalises(model):
+                self._find_evaluation_mode(model, "")
+
+    def _check_optimizers_of(
+        self, model: nn.Module, optimizers: list[Any], in_optimizers: set[int]
+    ) -> None:
+        """Find parameters that require gradients, and that no optimizer has.
+
+        A model none of whose parameters is in an optimizer is frozen on purpose, and one that is
+        flattened has other parameters than its optimizer.
+        """
+        trained = {
+            _name_in(model, name): parameter
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad
+        }
+        missing = [
+            name
+            for name, parameter in trained.items()
+            if id(parameter) not in in_optimizers and parameter.is_leaf
+        ]
+        is_flattened = any(
+            "FullyShardedDataParallel" in type(module).__name__ for module in model.modules()
         )
-        if still:
-            self.find(
-                "parameters that do not move",
-                f"{listed(still, 5)} have gradients, and no update changes them",
-            )
+        if missing and len(missing) < len(trained) and not is_flattened:
+            text = f"{listed(missing, 5)} require gradients, and no optimizer has them"
+            fix = "give the optimizer all of model.parameters(), after the last of them is made"
+            line = self._made_at.get(optimizers[-1], "") if optimizers else ""
+            self.find("parameters without an optimizer", text, fix, line)
+
+    def _check_tied_weights(self, model: nn.Module) -> None:
+        """Find weights that were one tensor when the model was first seen, and are several now."""
+        now = dict(model.named_parameters(remove_duplicate=False))
+        for names in self._tied:
+            tensors = {id(now[name]) for name in names if name in now}
+            if len(tensors) > 1 and all(name in now for name in names):
+                text = " and ".join(map(plain_name, names))
+                self.find("tied weights", f"{text} were one tensor, and are trained apart now")
+
+    def _check_unmoved(self) -> None:
+        """Find parameters with gradients that no update has changed."""
+        unmoved, _ = self._without
+        names = [name for name, steps in unmoved.items() if steps >= self.first]
+        if names:
+            text = f"{listed(names, 5)} have gradients, and no update changes them"
+            self.find("parameters that do not move", text)
+
+    def _check_detached(self) -> None:
+        """Find parameters of modules that are called, and that never get a gradient."""
         modules = [
             (_name_in(model, name), module)
             for model in self.models
             for name, module in model.named_modules()
         ]
-        called = {owner for owner, module in modules if id(module) in self.called}
-        detached = [name for name in never if name.rpartition(".")[0] in called]
-        if detached and "stale optimizer" not in self.findings:
-            text = (
-                f"{listed(detached, 5)} take part in the forward pass, and got no gradient in"
-                f" {self.first} steps"
-            )
-            fix = "let no detach(), no_grad() or .data cut them off from the loss"
-            owners = {detached[0].rpartition(".")[0]}
-            lines = [
-                self._called_at.get(id(module), "") for name, module in modules if name in owners
-            ]
-            self.find("parameters without gradients", text, fix, next(filter(None, lines), ""))
-        for model in self.models:
-            calls = self._calls[id(model), False]
-            in_training = self._calls[id(model), True]
-            if (
-                calls > 1
-                and not in_training
-                and _draws_or_normalises(model)
-                and any(id(p) in held for p in model.parameters())
-            ):
-                self._find_evaluation_mode(model, "")
+        called = {name for name, module in modules if id(module) in self.called}
+        _, without_gradient = self._without
+        detached = [
+            name
+            for name, steps in without_gradient.items()
+            if steps >= self.first and _owner(name) in called
+        ]
+        if not detached or "stale optimizer" in self.findings:
+            return
+        text = (
+            f"{listed(detached, 5)} take part in the forward pass, and got no gradient in"
+            f" {self.first} steps"
+        )
+        fix = "let no detach(), no_grad() or .data cut them off from the loss"
+        owner = _owner(detached[0])
+        lines = [self._called_at.get(id(module), "") for name, module in modules if name == owner]
+        self.find("parameters without gradients", text, fix, next(filter(None, lines), ""))
 
     # ---- data and checkpoints ----
 
@@ -574,6 +603,11 @@ class TrainingChecks:
             )
             fix = "give the names of the checkpoint the prefix of the model's"
             self.find("checkpoint not loaded", text, fix, own_line())
+
+
+def _owner(parameter_name: str) -> str:
+    """Return the name of the module that has a parameter."""
+    return parameter_name.rpartition(".")[0]
 
 
 def _draws_or_normalises(model: nn.Module) -> bool:
