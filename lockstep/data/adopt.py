@@ -9,7 +9,7 @@
 """
 
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ from lockstep.data.order import (
     SamplerOrder,
     check_batch_sizes,
 )
+from lockstep.data.permutation import EpochOrder
 from lockstep.errors import UsageError
 from lockstep.torch_compat.pytree import tree_leaves
 
@@ -82,71 +83,82 @@ def adopt(
     batch_size must agree.
     """
     check_batch_sizes(batch_size, global_batch_size)
-    found = _understand(data, config or DataConfig())
-    if found.batch_size is not None and found.batch_size != batch_size:
+    config = config or DataConfig()
+    user_data = _understand(data, config)
+    if for_evaluation:
+        user_data = replace(user_data, drop_last=False)
+    if user_data.batch_size is not None and user_data.batch_size != batch_size:
         if not for_evaluation:
-            what = (
-                f"the DataLoader has batch_size {found.batch_size}, training.batch_size is"
-                f" {batch_size}"
-            )
-            fix = f"give the trainer batch_size={found.batch_size}"
-            raise UsageError(
-                what,
-                where="the training data",
-                why="both mean the samples in a micro-batch",
-                fix=fix,
-            )
-        global_batch_size = global_batch_size // batch_size * found.batch_size
-        batch_size = found.batch_size
-    found.drop_last = found.drop_last and not for_evaluation
-    common: dict[str, Any] = {
+            raise _other_batch_size(user_data.batch_size, batch_size)
+        global_batch_size = global_batch_size // batch_size * user_data.batch_size
+        batch_size = user_data.batch_size
+
+    sharded = _is_rank_sharded(user_data.data, user_data.batch_sampler)
+    if sharded and not user_data.iterated:
+        own_loader = _own_loader(data, user_data, batch_size)
+        user_data = replace(user_data, data=own_loader, ready=True, iterated=True)
+
+    of_any_source: dict[str, Any] = {
         "start_step": start_step,
         "stop_step": stop_step,
         "epochs": epochs,
         "seed": seed,
         "device": device,
         "wanted": wanted,
-        "notice": found.notice,
+        "notice": user_data.notice,
         "reproducible": reproducible,
         "compares": reproducible or several_ranks(),
     }
-    sharded = _is_rank_sharded(found.data, found.batch_sampler)
-    if sharded and not found.iterated:
-        found.data = _own_loader(data, found, batch_size)
-        found.ready = True
-        found.iterated = True
-    if found.iterated:
-
-        def on_any_rank(mine: bool) -> bool:
-            return bool(collectives.all_reduce(float(mine), op="max"))
-
+    if user_data.iterated:
         return IterableSteps(
-            found.data,
+            user_data.data,
             batch_size,
             global_batch_size,
             assign,
-            **common,
-            ready=found.ready,
+            **of_any_source,
+            ready=user_data.ready,
             state=state,
-            any_left=on_any_rank if sharded else None,
+            any_left=_on_any_rank if sharded else None,
         )
     order: Order
-    if found.batch_sampler is not None:
-        order = SamplerOrder(found.batch_sampler, global_batch_size // batch_size, seed=seed)
+    if user_data.batch_sampler is not None:
+        micro_batches_per_step = global_batch_size // batch_size
+        order = SamplerOrder(user_data.batch_sampler, micro_batches_per_step, seed=seed)
     else:
-        own = None
-        if not for_evaluation and hasattr(found.data, "epoch_order"):
-            own = found.data.epoch_order(seed, shuffle=found.shuffle)
+        epoch_order = None if for_evaluation else _epoch_order(user_data, seed)
         order = SampleOrder(
-            len(found.data) if own is None else own.num_samples,
+            len(user_data.data) if epoch_order is None else epoch_order.num_samples,
             batch_size,
             global_batch_size,
             seed=seed,
-            shuffle=found.shuffle,
-            drop_last=found.drop_last,
-            order=own or _order_of((config or DataConfig()).order, state, start_step),
+            shuffle=user_data.shuffle,
+            drop_last=user_data.drop_last,
+            order=epoch_order or _order_of(config.order, state, start_step),
         )
-    return StepLoader(found.data, order, assign, **common, **found.reading)
+    return StepLoader(user_data.data, order, assign, **of_any_source, **user_data.reading)
+
+
+def _other_batch_size(of_loader: int, of_config: int) -> UsageError:
+    """Return the error for a DataLoader whose batch size is not that of the training."""
+    return UsageError(
+        f"the DataLoader has batch_size {of_loader}, training.batch_size is {of_config}",
+        where="the training data",
+        why="both mean the samples in a micro-batch",
+        fix=f"give the trainer batch_size={of_loader}",
+    )
+
+
+def _on_any_rank(condition: bool) -> bool:
+    """Return whether a condition holds on any rank; all ranks call it together."""
+    return bool(collectives.all_reduce(float(condition), op="max"))
+
+
+def _epoch_order(user_data: "_UserData", seed: int) -> EpochOrder | None:
+    """Return the order that the dataset itself gives its samples; None if it gives none."""
+    if not hasattr(user_data.data, "epoch_order"):
+        return None
+    order: EpochOrder | None = user_data.data.epoch_order(seed, shuffle=user_data.shuffle)
+    return order
 
 
 def _order_of(wanted: str, state: dict[str, Any] | None, start_step: int) -> str:
@@ -160,8 +172,10 @@ def _order_of(wanted: str, state: dict[str, Any] | None, start_step: int) -> str
     return recorded
 
 
-@dataclass
+@dataclass(frozen=True)
 class _UserData:
+    """What a user has given, and how it is read."""
+
     data: Any  # the dataset or the iterable
     batch_size: int | None = None  # of a DataLoader
     shuffle: bool = True
@@ -216,7 +230,7 @@ def _is_a_pair_of_columns(data: Any) -> bool:
     if not (
         isinstance(data, list | tuple)
         and len(data) == 2
-        and all(hasattr(one, "shape") for one in data)
+        and all(hasattr(column, "shape") for column in data)
     ):
         return False
     inputs, targets = data
@@ -274,32 +288,38 @@ def _loader(loader: DataLoader[Any]) -> _UserData:
 
     Read are its data set, its options, and a sampler if it has one of its own.
     """
-    own = loader.batch_size
-    if loader.batch_sampler is None or isinstance(loader.dataset, IterableDataset):
-        notice = (
-            f"every rank reads all of {type(loader.dataset).__name__} and keeps its micro-batches"
-        )
-        sharded = _is_rank_sharded(loader)
-        return _UserData(loader, own, iterated=True, ready=True, notice=None if sharded else notice)
-    found = _UserData(
-        loader.dataset, own, reading={name: getattr(loader, name) for name in _OF_A_LOADER}
-    )
+    batch_size = loader.batch_size
+    dataset = loader.dataset
+    notice: str | None = None
+    if loader.batch_sampler is None or isinstance(dataset, IterableDataset):
+        if not _is_rank_sharded(loader):
+            notice = f"every rank reads all of {type(dataset).__name__} and keeps its micro-batches"
+        return _UserData(loader, batch_size, iterated=True, ready=True, notice=notice)
+    reading = {name: getattr(loader, name) for name in _OF_A_LOADER}
     shuffle = usual_order(loader)
     if shuffle is None:
-        found.batch_sampler = loader.batch_sampler
-        name = type(loader.batch_sampler if own is None else loader.sampler).__name__
-        found.notice = (
-            f"the order is that of {name}: every rank goes through all of it and reads its"
-            " micro-batches"
+        sampler = loader.batch_sampler if batch_size is None else loader.sampler
+        notice = (
+            f"the order is that of {type(sampler).__name__}: every rank goes through all of it and"
+            " reads its micro-batches"
         )
-        return found
-    found.shuffle = shuffle
-    found.drop_last = loader.drop_last
+        return _UserData(
+            dataset,
+            batch_size,
+            batch_sampler=loader.batch_sampler,
+            reading=reading,
+            notice=notice,
+        )
     if isinstance(loader.sampler, TorchDistributedSampler | DistributedSampler):
-        found.notice = (
-            "the DistributedSampler is not used: the trainer itself assigns samples to ranks"
-        )
-    return found
+        notice = "the DistributedSampler is not used: the trainer itself assigns samples to ranks"
+    return _UserData(
+        dataset,
+        batch_size,
+        shuffle=shuffle,
+        drop_last=loader.drop_last,
+        reading=reading,
+        notice=notice,
+    )
 
 
 def usual_order(loader: DataLoader[Any]) -> bool | None:
@@ -325,14 +345,18 @@ def _is_rank_sharded(*holders: Any) -> bool:
 
     The dataset or the sampler in it may say so, too.
     """
-    inside = [getattr(holder, name, None) for holder in holders for name in ("dataset", "sampler")]
-    return any(getattr(holder, "rank_sharded", False) for holder in (*holders, *inside))
+    parts = [getattr(holder, name, None) for holder in holders for name in ("dataset", "sampler")]
+    return any(getattr(each, "rank_sharded", False) for each in (*holders, *parts))
 
 
-def _own_loader(data: Any, found: _UserData, batch_size: int) -> DataLoader[Any]:
+def _own_loader(data: Any, user_data: _UserData, batch_size: int) -> DataLoader[Any]:
     """Return a loader of a dataset that is this rank's own: the user's, or one by the config."""
     if isinstance(data, DataLoader):
         return data
     return DataLoader(
-        data, batch_size, shuffle=found.shuffle, drop_last=found.drop_last, **found.reading
+        data,
+        batch_size,
+        shuffle=user_data.shuffle,
+        drop_last=user_data.drop_last,
+        **user_data.reading,
     )
