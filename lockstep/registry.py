@@ -257,7 +257,7 @@ DATA_SETS = Registry(
         "text": "lockstep.data.text:text",
         "tokens": "lockstep.data.text:tokens",
         "documents": "lockstep.data.packed:documents",
-        "stream": "lockstep.data.windows:stream",
+        "stream": "lockstep.data.packed_stream:stream",
         "digits": "lockstep.data.datasets:digits",
     },
     further="hf:NAME or package.module:Class",

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lockstep.data.batches import CollatingDataset, Data
-from lockstep.data.language import IGNORED, Tokens, at_least_one, check_fraction
+from lockstep.data.language import IGNORED, Tokenizer, Tokens, at_least_one, check_fraction
 from lockstep.data.mixing import MixedOrder
 from lockstep.data.packing import PACKINGS, PackingPlan, WholePlan
 from lockstep.data.permutation import EpochOrder
@@ -85,17 +85,17 @@ class PackedDocuments(CollatingDataset):
 
         The name of a source that another one has, too, is followed by the source's number.
         """
-        found: dict[str, PackedDocuments] = {}
+        by_name: dict[str, PackedDocuments] = {}
         if len(self._names) < 2:
-            return found
+            return by_name
         for number, name in enumerate(self._names):
-            unique = f"{name} [{number}]" if name in found else name
-            found[unique] = PackedDocuments(
+            unique = f"{name} [{number}]" if name in by_name else name
+            by_name[unique] = PackedDocuments(
                 [self._tokens[number]],
                 [self._plans[number]],
                 trained=[self._trained[number]],
             )
-        return found
+        return by_name
 
     def epoch_order(self, seed: int, *, shuffle: bool) -> EpochOrder | None:
         """Return the order of the mixture; None where the usual order serves.
@@ -129,7 +129,15 @@ class PackedDocuments(CollatingDataset):
         targets: NDArray[np.int64],
         document_ids: NDArray[np.int64],
     ) -> None:
-        """Write a sequence into three rows; what is left of them is a document without targets."""
+        """Write a sequence into three rows; what is left of them is a document without targets.
+
+        A piece of L positions takes L + 1 tokens of its source. With sequence_length 6 and the
+        pieces `5 6 7` and `8 9 1` of two documents, which fill 2 + 2 positions, − for `IGNORED`:
+
+            input_ids      5 6 | 8 9 | 0 0
+            targets        6 7 | 9 1 | − −
+            document_ids   0 0 | 1 1 | 2 2
+        """
         if not 0 <= index < len(self):
             raise IndexError(f"sequence {index} of {len(self)}")
         source = int(np.searchsorted(self._bounds, index, side="right")) - 1
@@ -139,12 +147,12 @@ class PackedDocuments(CollatingDataset):
         number = 0
         for piece in self._plans[source].pieces(index - int(self._bounds[source])):
             end = begin + piece.length
-            taken = tokens[piece.token : piece.token + piece.length + 1]
-            input_ids[begin:end] = taken[:-1]
-            targets[begin:end] = taken[1:]
+            piece_tokens = tokens[piece.token : piece.token + piece.length + 1]
+            input_ids[begin:end] = piece_tokens[:-1]
+            targets[begin:end] = piece_tokens[1:]
             if trained is not None:
-                counts = trained[piece.token + 1 : piece.token + piece.length + 1]
-                targets[begin:end][counts == 0] = IGNORED
+                is_trained = trained[piece.token + 1 : piece.token + piece.length + 1]
+                targets[begin:end][is_trained == 0] = IGNORED
             document_ids[begin:end] = number
             begin = end
             number += 1
@@ -170,66 +178,120 @@ def documents(
     `tokenizer.json`, or of a folder with one and, for conversations, a chat template. `packing` is
     that of texts: conversations are not cut.
     """
+    require_packable(sequence_length, packing)
+    check_fraction(validation_fraction)
+    listed = described(sources, "data.args.sources")
+    require_shares(listed)  # weights that are wrong are told before files are read
+    train_sources = [opened(each, tokenizer) for each in listed]
+    held_sources = train_sources
+    if validation is not None:
+        listed_too = described(validation, "data.args.validation")
+        held_sources = [opened(each, tokenizer) for each in listed_too]
+    require_one_tokenizer([*train_sources, *held_sources])
+
+    # Of each source the documents before its border are trained; without sources for validation,
+    # those behind it are held out.
+    plan = partial(_plan, sequence_length=sequence_length, packing=packing)
+    borders = [
+        len(source.ends) - int(len(source.ends) * validation_fraction) for source in train_sources
+    ]
+    train_plans = [
+        plan(source, 0, border) for source, border in zip(train_sources, borders, strict=True)
+    ]
+    begins = borders if validation is None else [0] * len(held_sources)
+    held_plans = [
+        plan(source, begin, len(source.ends))
+        for source, begin in zip(held_sources, begins, strict=True)
+    ]
+
+    sizes = [len(each) for each in train_plans]
+    require_sequences(train_sources, sizes)
+    draws, num_samples = draws_of(listed, sizes)
+    train = _packed(train_sources, train_plans, draws, num_samples)
+    notices = [line for source in train_sources for line in source.notices]
+    for source, its_plan in zip(train_sources, train_plans, strict=True):
+        notices += shortened(source, its_plan)
+    paths = ", ".join(source.path for source in train_sources)
+    return data_of_sequences(
+        train,
+        _held_out(held_sources, held_plans),
+        train_sources[0].tokenizer,
+        sequence_length,
+        paths,
+        notices,
+    )
+
+
+def require_packable(sequence_length: Any, packing: Any) -> None:
+    """Raise a UsageError for a length that predicts nothing, or a packing that there is not."""
     if at_least_one("sequence_length", sequence_length) == 1:
         what = "sequence_length is 1: nothing is before a token that is predicted"
         raise UsageError(what, where="data.args.sequence_length", fix="write 2 or more")
-    check_fraction(validation_fraction)
     if packing not in PACKINGS:
         what = f"there is no packing {packing!r}{did_you_mean(str(packing), PACKINGS)}"
         raise UsageError(what, where="data.args.packing", fix=f"write {' or '.join(PACKINGS)}")
 
-    listed = described(sources, "data.args.sources")
-    require_shares(listed)  # weights that are wrong are told before files are read
-    found = [opened(each, tokenizer) for each in listed]
-    held_out = found
-    if validation is not None:
-        held_out = [opened(e, tokenizer) for e in described(validation, "data.args.validation")]
-    require_one_tokenizer([*found, *held_out])
 
-    def plan(source: Source, first: int, last: int) -> PackingPlan | WholePlan:
-        if source.trained is not None:
-            return WholePlan(source.ends, sequence_length, first, last)
-        return PackingPlan(source.ends, sequence_length, packing, first, last)
+def _plan(
+    source: Source, first: int, last: int, *, sequence_length: int, packing: str
+) -> PackingPlan | WholePlan:
+    """Return which pieces of the documents `first` … `last` − 1 make sequences."""
+    if source.trained is not None:  # conversations are not cut
+        return WholePlan(source.ends, sequence_length, first, last)
+    return PackingPlan(source.ends, sequence_length, packing, first, last)
 
-    borders = [len(each.ends) - int(len(each.ends) * validation_fraction) for each in found]
-    plans = [plan(each, 0, border) for each, border in zip(found, borders, strict=True)]
-    require_sequences(found, list(map(len, plans)))
-    draws, num_samples = draws_of(listed, list(map(len, plans)))
-    paths = [each.path for each in found]
-    train = PackedDocuments(
-        [each.tokens for each in found],
+
+def _packed(
+    sources: Sequence[Source],
+    plans: Sequence[PackingPlan | WholePlan],
+    draws: Sequence[int] | None = None,
+    num_samples: int | None = None,
+) -> PackedDocuments:
+    return PackedDocuments(
+        [source.tokens for source in sources],
         plans,
         draws,
         num_samples,
-        paths,
-        [each.trained for each in found],
+        [source.path for source in sources],
+        [source.trained for source in sources],
     )
-    notices = [line for each in found for line in each.notices]
-    for source, its in zip(found, plans, strict=True):
-        notices += shortened(source, its)
 
-    begins = borders if validation is None else [0] * len(held_out)
-    parts = [
-        (each, plan(each, begin, len(each.ends)))
-        for each, begin in zip(held_out, begins, strict=True)
-    ]
-    parts = [(source, its) for source, its in parts if len(its)]
-    held = None
-    if parts:
-        held = PackedDocuments(
-            [source.tokens for source, _ in parts],
-            [its for _, its in parts],
-            names=[source.path for source, _ in parts],
-            trained=[source.trained for source, _ in parts],
-        )
-    chosen = found[0].tokenizer
+
+def _held_out(
+    sources: Sequence[Source], plans: Sequence[PackingPlan | WholePlan]
+) -> PackedDocuments | None:
+    """Return the sequences of the sources that have any; None if none has."""
+    pairs = [(source, plan) for source, plan in zip(sources, plans, strict=True) if len(plan)]
+    if not pairs:
+        return None
+    return _packed([source for source, _ in pairs], [plan for _, plan in pairs])
+
+
+def data_of_sequences(
+    train: Any,
+    validation: Any,
+    tokenizer: Tokenizer,
+    sequence_length: int,
+    source: str,
+    notices: Sequence[str],
+) -> Data:
+    """Return data of packed sequences, with what a model has to know of them.
+
+    Args:
+        train: the sequences to train on, a dataset.
+        validation: others; None: there are none.
+        tokenizer: of all documents.
+        sequence_length: of each sequence.
+        source: the paths of the documents, for records.
+        notices: lines on what was left out.
+    """
     facts = {
-        "vocab_size": chosen.vocab_size,
+        "vocab_size": tokenizer.vocab_size,
         "block_size": sequence_length,
-        "source": ", ".join(paths),
+        "source": source,
     }
-    with_special = partial(chosen.decode, special=True)
-    return Data(train, held, facts, chosen.encode, chosen.decode, with_special, notices)
+    with_special = partial(tokenizer.decode, special=True)
+    return Data(train, validation, facts, tokenizer.encode, tokenizer.decode, with_special, notices)
 
 
 def shortened(source: Source, plan: PackingPlan | WholePlan) -> list[str]:
@@ -238,16 +300,17 @@ def shortened(source: Source, plan: PackingPlan | WholePlan) -> list[str]:
         return []
     assert source.trained is not None
     length = plan.sequence_length
-    lost = 0
-    empty = 0
+    lost_tokens = 0  # of answers
+    without_answer = 0  # conversations of which nothing is trained
     for begin, end in plan.too_long:
-        kept = int(source.trained[begin + 1 : begin + length + 1].sum())
-        lost += int(source.trained[begin + length + 1 : end].sum())
-        empty += kept == 0
+        # A sequence of L tokens predicts the tokens 1 … L of its conversation.
+        answers_kept = int(source.trained[begin + 1 : begin + length + 1].sum())
+        lost_tokens += int(source.trained[begin + length + 1 : end].sum())
+        without_answer += answers_kept == 0
     line = (
         f"{len(plan.too_long):,} of {len(source.ends):,} conversations of {source.path} are longer"
-        f" than a sequence of {length} tokens, which loses {lost:,} tokens of answers"
+        f" than a sequence of {length} tokens, which loses {lost_tokens:,} tokens of answers"
     )
-    if empty:
-        line += f"; nothing is trained of {empty:,}"
+    if without_answer:
+        line += f"; nothing is trained of {without_answer:,}"
     return [f"{line}; raise data.args.sequence_length, or leave them out by max_tokens"]

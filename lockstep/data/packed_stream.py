@@ -18,12 +18,11 @@ is resumed reads at most one window again, at step 1,000,000 as at step 10.
 With weights the next document comes from the source that is furthest behind its share of tokens.
 An epoch ends when each source has ended; one that ends before others begins again.
 
-Tests: tests/data/test_windows.py
+Tests: tests/data/test_packed_stream.py
 """
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -38,8 +37,8 @@ from lockstep.data.encoding import Encoder, Piece
 from lockstep.data.filters import Filters
 from lockstep.data.gathering import Gathered, Gatherer
 from lockstep.data.language import Tokenizer, at_least_one
-from lockstep.data.packed import PackedDocuments
-from lockstep.data.packing import PACKINGS, PackingPlan, WholePlan
+from lockstep.data.packed import PackedDocuments, data_of_sequences, require_packable
+from lockstep.data.packing import PackingPlan, WholePlan
 from lockstep.data.permutation import permuted, round_keys
 from lockstep.data.sources import (
     DescribedSource,
@@ -51,7 +50,7 @@ from lockstep.data.sources import (
 )
 from lockstep.data_files import HEADER, as_documents, files_of, told_of_json
 from lockstep.environment import rank_facts
-from lockstep.errors import UsageError, did_you_mean, first_line, warn_at_caller
+from lockstep.errors import UsageError, first_line, warn_at_caller
 from lockstep.paths import local_path
 
 _OF_THE_HUB = "hf:"
@@ -317,19 +316,12 @@ def stream(
     about how many sequences are packed together, and mixed. `validation` lists others. `tokenizer`
     and `packing` are those of `documents`.
     """
-    if at_least_one("sequence_length", sequence_length) == 1:
-        what = "sequence_length is 1: nothing is before a token that is predicted"
-        raise UsageError(what, where="data.args.sequence_length", fix="write 2 or more")
+    require_packable(sequence_length, packing)
     at_least_one("window", window)
-    if packing not in PACKINGS:
-        what = f"there is no packing {packing!r}{did_you_mean(str(packing), PACKINGS)}"
-        raise UsageError(what, where="data.args.packing", fix=f"write {' or '.join(PACKINGS)}")
     chosen = Tokenizer(tokenizer or "bytes")
     notices: list[str] = []
 
-    def made(given: Any, where: str) -> PackedStream:
-        """Return the stream of the sources that a key lists."""
-        listed = described(given, where, _MORE_KEYS)
+    def packed_stream(listed: Sequence[DescribedSource]) -> PackedStream:
         _require_shares(listed)
         return PackedStream(
             [_opened(each, chosen, notices) for each in listed],
@@ -341,15 +333,13 @@ def stream(
             whole=any("messages_field" in each.settings for each in listed),
         )
 
-    train = made(sources, "data.args.sources")
-    held = None if validation is None else made(validation, "data.args.validation")
-    facts = {
-        "vocab_size": chosen.vocab_size,
-        "block_size": sequence_length,
-        "source": ", ".join(each.path for each in described(sources, "", _MORE_KEYS)),
-    }
-    with_special = partial(chosen.decode, special=True)
-    return Data(train, held, facts, chosen.encode, chosen.decode, with_special, notices)
+    listed = described(sources, "data.args.sources", _MORE_KEYS)
+    train = packed_stream(listed)
+    held_out = None
+    if validation is not None:
+        held_out = packed_stream(described(validation, "data.args.validation", _MORE_KEYS))
+    paths = ", ".join(each.path for each in listed)
+    return data_of_sequences(train, held_out, chosen, sequence_length, paths, notices)
 
 
 def _require_shares(listed: Sequence[DescribedSource]) -> None:
