@@ -8,6 +8,7 @@ epoch, position), as an uninterrupted run does.
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,13 +26,22 @@ from lockstep.data.batches import (
     num_tokens,
 )
 from lockstep.data.fingerprint import summary
+from lockstep.data.iterable_epoch import IterableEpoch, NotRestoredError, start_of
 from lockstep.data.mistakes import collate_by_default, reason, users_line
-from lockstep.data.stream import NotRestoredError, Stream, start_of
 from lockstep.division import ceil_div
 from lockstep.errors import RunError, UsageError
 from lockstep.randomness import preserve_states, seed_from
 
 _log = logging.getLogger("lockstep")
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """The samples of a micro-batch, or (`ready`) a batch alone, before they are collated."""
+
+    samples: list[Any]
+    step: int
+    index: int  # among the step's micro-batches
 
 
 class IterableSteps:
@@ -83,16 +93,15 @@ class IterableSteps:
         self._wanted = wanted
         self._any_left = any_left
         self._reproducible = reproducible
-        self._stream: Stream | None = None
-        self._latest: tuple[list[Any], int, int] | None = None  # piece, step, index: for dummies
+        self._epoch: IterableEpoch | None = None
+        self._latest: _Piece | None = None  # that a dummy repeats
         self.rank_sharded = any_left is not None
         self.notice = notice  # a line to log at the start
         if self.rank_sharded:
             self.notice = (
                 "the data are sharded by rank: the content of a step depends on the number of"
-                " ranks, so runs "
+                " ranks, so runs on different numbers of ranks are different trainings"
             )
-            self.notice += "on different numbers of ranks are different trainings"
         self._compares = compares and any_left is None
         self._tries = 0  # to read an epoch from its start, because a state was not restored
         self._as_handed_over = dict(attributes_of(iterable) or {})
@@ -124,9 +133,9 @@ class IterableSteps:
         return dict(self._state)
 
     def close(self) -> None:
-        if self._stream is not None:
-            self._stream.close()
-            self._stream = None
+        if self._epoch is not None:
+            self._epoch.close()
+            self._epoch = None
 
     def __iter__(self) -> Iterator[StepBatches]:
         try:
@@ -144,7 +153,7 @@ class IterableSteps:
         while (self._epochs is None or epoch < self._epochs) and (
             self._stop is None or step < self._stop
         ):
-            begun = step
+            first_step = step
             try:
                 for batches in self._steps_of_epoch(state):
                     step = batches.step + 1
@@ -154,9 +163,10 @@ class IterableSteps:
                 state = self._read_again(state, difference)
                 step = int(state["step"])
                 continue
-            if step == begun:
+            if step == first_step:
                 return
-            epoch, state = epoch + 1, start_of(epoch + 1, step)
+            epoch += 1
+            state = start_of(epoch, step)
 
     def _steps_of_epoch(self, state: dict[str, Any]) -> Iterator[StepBatches]:
         """Yield the steps of an epoch from a state on; none if the iterable has no more items."""
@@ -164,22 +174,23 @@ class IterableSteps:
         epoch = int(state["epoch"])
         # Ranks that read different streams draw different random numbers.
         key = self._assign(self._micro_batches)[0][0] if self.rank_sharded else -1
-        stream = self._stream = Stream(self._iterable, self._seed, state, key)
-        last = not self._any(stream.more)
+        items = IterableEpoch(self._iterable, self._seed, state, key)
+        self._epoch = items
+        last = not self._any(items.more)
         if last:
             self._compare([])
         if last and step == 0:
             what = f"the {type(self._iterable).__name__} is empty: there is nothing to train on"
             raise UsageError(what, fix="give it batches, or check what it reads")
         while not last and (self._stop is None or step < self._stop):
-            batches = self._step(stream, step, epoch)
+            batches = self._step(items, step, epoch)
             last = batches.last_of_epoch
             step += 1
             if self.rank_sharded:
                 pass  # each rank has another position; a checkpoint holds one state for all
-            elif stream.stateful and not last:
-                self._state = stream.restart(step)
-            elif last and (stream.stateful or stream.has_epochs):
+            elif items.stateful and not last:
+                self._state = items.restart(step)
+            elif last and (items.stateful or items.has_epochs):
                 self._state = start_of(epoch + 1, step)
             yield batches
 
@@ -224,9 +235,9 @@ class IterableSteps:
         if difference.ended or self._reproducible:
             fix = (
                 "draw from Python's, NumPy's or torch's global generators, which are seeded for"
-                " each item, and let "
+                " each item, and let each iteration begin anew; or leave out state_dict and"
+                " load_state_dict"
             )
-            fix += "each iteration begin anew; or leave out state_dict and load_state_dict"
             raise UsageError(what, where="the training data", why=why, fix=fix)
         _warn(
             f"{what}: {why}. The run goes on after as many items; some may come twice, others never"
@@ -248,56 +259,75 @@ class IterableSteps:
     def _any(self, more: bool) -> bool:
         return more if self._any_left is None else self._any_left(more)
 
-    def _step(self, stream: "Stream", step: int, epoch: int) -> StepBatches:
-        """Take one step's samples from the stream, and return this rank's micro-batches of them."""
+    def _step(self, items: IterableEpoch, step: int, epoch: int) -> StepBatches:
+        """Take one step's samples from the epoch, and return this rank's micro-batches of them."""
         if self.rank_sharded:
-            count = self._micro_batches
-            assigned = self._assign(self._micro_batches)
-            pieces = stream.take(sum(real for _, real in assigned), self._batch_size)
-            waiting = iter(pieces)
-            shared = []
-            for index, real in assigned:
-                piece = next(waiting, None) if real else None
-                if piece is not None:
-                    self._latest = (piece, step, index)
-                if self._latest is None:
-                    what = "this rank's share of the data is empty"
-                    why = (
+            num_micro_batches = self._micro_batches
+            assigned = self._assign(num_micro_batches)
+            taken = items.take(sum(real for _, real in assigned), self._batch_size)
+            mine = self._of_own_stream(taken, assigned, step)
+        else:
+            taken = items.take(self._micro_batches, self._batch_size)
+            num_micro_batches = len(taken)
+            mine = [
+                (_Piece(taken[index], step, index), real)
+                for index, real in self._assign(num_micro_batches)
+            ]
+            if step >= self._start:
+                self._compare([item for samples in taken for item in samples][:MOST_ITEMS])
+        micro_batches = []
+        if step >= self._start:
+            micro_batches = [self._micro_batch(piece, real) for piece, real in mine]
+        num_samples = sum(batch_length(each[0]) if self._ready else len(each) for each in taken)
+        last_of_epoch = not self._any(items.more)
+        return StepBatches(
+            step, epoch, num_micro_batches, num_samples, last_of_epoch, micro_batches
+        )
+
+    def _of_own_stream(
+        self, taken: list[list[Any]], assigned: list[tuple[int, bool]], step: int
+    ) -> list[tuple[_Piece, bool]]:
+        """Return what a rank runs that has a stream of its own, and what of it counts.
+
+        Where its stream has ended, or has fewer micro-batches than are assigned, it repeats its
+        latest one with weight zero. RunError: there is none.
+        """
+        waiting = iter(taken)
+        mine: list[tuple[_Piece, bool]] = []
+        for index, real in assigned:
+            samples = next(waiting, None) if real else None
+            if samples is not None:
+                self._latest = _Piece(samples, step, index)
+            if self._latest is None:
+                raise RunError(
+                    "this rank's share of the data is empty",
+                    where=f"step {step}",
+                    why=(
                         "a rank whose stream has ended repeats its latest batch, with weight zero;"
                         " it had none"
-                    )
-                    raise RunError(
-                        what, where=f"step {step}", why=why, fix="give each rank at least one batch"
-                    )
-                shared.append((self._latest, piece is not None))
-        else:
-            pieces = stream.take(self._micro_batches, self._batch_size)
-            count = len(pieces)
-            shared = [((pieces[index], step, index), real) for index, real in self._assign(count)]
-        if step >= self._start and not self.rank_sharded:
-            self._compare([item for piece in pieces for item in piece][:MOST_ITEMS])
-        mine = (
-            [self._micro_batch(*source, real) for source, real in shared]
-            if step >= self._start
-            else []
-        )
-        samples = sum(batch_length(piece[0]) if self._ready else len(piece) for piece in pieces)
-        return StepBatches(step, epoch, count, samples, not self._any(stream.more), mine)
+                    ),
+                    fix="give each rank at least one batch",
+                )
+            mine.append((self._latest, samples is not None))
+        return mine
 
-    def _micro_batch(self, piece: list[Any], step: int, index: int, real: bool) -> MicroBatch:
+    def _micro_batch(self, piece: _Piece, real: bool) -> MicroBatch:
         """Collate one micro-batch and move it to the device.
 
         Raises RunError: the user's code failed.
         """
+        samples = piece.samples
+        step = piece.step
+        index = piece.index
         batch: Any = None
         if self._wanted and self._ready:
-            batch = piece[0]
+            batch = samples[0]
         elif self._wanted:
             try:
                 with preserve_states():
                     seed_from("collate", self._seed, step, index)
                     batch = collate_by_default(
-                        piece, lambda: [f"its sample {number}" for number in range(len(piece))]
+                        samples, lambda: [f"its sample {number}" for number in range(len(samples))]
                     )
             except RunError as error:
                 where = f"micro-batch {index} of step {step}"

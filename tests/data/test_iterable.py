@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from lockstep.data import IterableSteps
-from lockstep.data.stream import WITNESSES
+from lockstep.data.iterable_epoch import WITNESSES
 from lockstep.errors import RunError, UsageError
 from tests.data.shared import everything, plain, share, whole_from
 

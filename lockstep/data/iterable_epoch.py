@@ -1,10 +1,14 @@
-"""Reads one epoch of an iterable item by item.
+"""Reads one epoch of an iterable item by item, and finds out whether its state is restored.
 
-It finds out whether its `state_dict` restores what was being read.
+Not every `state_dict` restores what was being read: a shuffle buffer's contents, for instance, are
+lost. So a run keeps the state from some items before its position, and summaries of these items,
+the witnesses: a resumed run reads them again, and compares. After 20 items, 4 a step:
 
-Not every `state_dict` does: a shuffle buffer's contents, for instance, are lost. So a run keeps the
-state from some items before its position, and summaries of these items: a resumed run reads them
-again, and compares.
+    items         … 11   12 13 14 15   16 17 18 19   | next
+                       ^ state, with 8 witnesses        ^ position 20
+
+A run resumed here loads the state from before item 12, reads items 12 to 19 again, compares each
+with its witness, and goes on with item 20.
 
 Tests: tests/data/test_iterable.py
 """
@@ -54,7 +58,7 @@ def start_of(epoch: int, step: int) -> dict[str, Any]:
     }
 
 
-class Stream:
+class IterableEpoch:
     """Reads one epoch of an iterable, one item ahead, to detect its end in time.
 
     `position` items were read before `state`; `key` distinguishes the random numbers of ranks that
@@ -92,6 +96,7 @@ class Stream:
 
     @property
     def more(self) -> bool:
+        """Whether an item is left."""
         return bool(self._ahead)
 
     @property
@@ -109,25 +114,32 @@ class Stream:
                     self._witness(self._ahead[0])
                     piece += self._ahead
                     self.position += 1
-                    if len(piece) == size and len(pieces) == count - 1:
-                        self._keep_state()
+                    is_last_of_all = len(piece) == size and len(pieces) == count - 1
+                    if is_last_of_all:
+                        self._keep_state()  # before the next item is read ahead
                     self._pull()
                 pieces.append(piece)
         return pieces
 
     def restart(self, step: int) -> dict[str, Any]:
-        """Return where a run has to start reading, as JSON, that is resumed here, before `step`."""
-        here = {
-            "step": step,
-            "position": self.position,
-            "iterable": self.state,
-            "witnessed": self.position,
-        }
-        self._restarts.append({**self._restarts[-1], **here, "witnesses": []})
-        enough = [len(restart["witnesses"]) == WITNESSES for restart in self._restarts]
-        newest = max((index for index, is_enough in enumerate(enough) if is_enough), default=0)
-        del self._restarts[:newest]
-        return {**self._restarts[0], "witnesses": list(self._restarts[0]["witnesses"])}
+        """Return where a run has to start reading, as JSON, that is resumed here, before `step`.
+
+        It is the newest state that has all its witnesses, or the oldest one there is.
+        """
+        self._restarts.append(
+            {
+                **self._restarts[-1],
+                "step": step,
+                "position": self.position,
+                "iterable": self.state,
+                "witnessed": self.position,
+                "witnesses": [],
+            }
+        )
+        while len(self._restarts) > 1 and _has_all_witnesses(self._restarts[1]):
+            del self._restarts[0]
+        oldest = self._restarts[0]
+        return {**oldest, "witnesses": list(oldest["witnesses"])}
 
     def close(self) -> None:
         """Release the iterator.
@@ -143,18 +155,19 @@ class Stream:
         """
         index = self.position - self._expected_from
         expected = self._expected[index] if 0 <= index < len(self._expected) else None
-        open_restarts = [
-            r for r in self._restarts if self.stateful and len(r["witnesses"]) < WITNESSES
-        ]
+        open_restarts = []
+        if self.stateful:
+            open_restarts = [each for each in self._restarts if not _has_all_witnesses(each)]
         if expected is None and not open_restarts:
             return
-        found = summary(item)
-        if expected is not None and not alike(found, expected):
+        witness = summary(item)
+        if expected is not None and not alike(witness, expected):
             raise NotRestoredError(self.position, ended=False)
         for restart in open_restarts:
-            restart["witnesses"].append(found)
+            restart["witnesses"].append(witness)
 
     def _pull(self) -> None:
+        """Read the next item ahead, with the seeds of its position."""
         seed_from(*self._keys, self.position)
         self._ahead = self._guarded(lambda: list(itertools.islice(self._iterator, 1)))
         if self._record_work is not None:
@@ -221,6 +234,10 @@ class Stream:
             raise RunError(
                 what, where=users_line(error), why=reason(error), fix=advice(error)
             ) from error
+
+
+def _has_all_witnesses(restart: dict[str, Any]) -> bool:
+    return len(restart["witnesses"]) == WITNESSES
 
 
 def _holders(iterable: Any) -> list[Any]:
