@@ -1,37 +1,24 @@
 """Makes steps of a map-style dataset, with torch's DataLoader.
 
-Its workers are started once and prefetch across epochs. A worker reads a whole micro-batch
-(`ReadRequest`) and returns it collated; a rank reads only the samples that it runs. The content of
-a sample is a function of (seed, epoch, dataset index), and a collate function draws from (seed,
-step, micro-batch): see `order`.
+For each step that is left the sampler (`_Requests`) asks for this rank's micro-batches, each by one
+`ReadRequest`; the `Reader` (reader.py) reads them, in workers or here; the loader brings them to
+the device in the same order. Workers are started once and prefetch across epochs; a rank reads only
+the samples that it runs.
 
 Tests: tests/data/test_loader.py, tests/data/test_late_draws.py
 """
 
 import itertools
-import multiprocessing
-import pickle
 import signal
 from collections.abc import Callable, Iterator
-from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import (
-    ConcatDataset,
-    DataLoader,
-    Dataset,
-    Sampler,
-    Subset,
-    TensorDataset,
-    default_collate,
-)
-from torch.utils.data import get_worker_info as worker_info
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lockstep import accelerator
 from lockstep.data.agreement import (
     DataEvidence,
-    Probed,
     known,
     order_checksum,
     remember,
@@ -39,337 +26,32 @@ from lockstep.data.agreement import (
 )
 from lockstep.data.batches import (
     Assign,
-    CollatingDataset,
     MicroBatch,
     StepBatches,
     known_length,
     move,
     num_tokens,
 )
-from lockstep.data.fingerprint import summary
-from lockstep.data.generators import can_be_seeded, generators_of, preserve, seed_generators
-from lockstep.data.mistakes import advice, collate_by_default, users_line, workers_not_started
+from lockstep.data.generators import can_be_seeded
+from lockstep.data.mistakes import workers_not_started
 from lockstep.data.order import Order, StepSamples
 from lockstep.data.permutation import KeyedOrder
+from lockstep.data.reader import Collate, ProbeRequest, Reader, ReadFailure, ReadRequest
 from lockstep.division import ceil_div
 from lockstep.errors import RunError, UsageError, listed
-from lockstep.heartbeat.writer import recorder_of_work, went_forward
-from lockstep.randomness import (
-    HostGenerators,
-    have_moved,
-    host_generators,
-    preserve_states,
-    restore_host_generators,
-    seed_from,
-    seed_torch_from,
-)
 from lockstep.torch_compat.data_workers import end_workers, workers_of
 
-INLINE_LIMIT = 256 * 1024  # bytes; above about this size shared memory is faster
-_NUMPY_DTYPES = {
-    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
-    *(torch.float16, torch.float32, torch.float64),
-}
-Collate = Callable[[list[Any]], Any]
 
+class _PlannedStep(NamedTuple):
+    """The samples of a step, and which of its micro-batches this rank runs."""
 
-class ReadRequest(NamedTuple):
-    """A micro-batch to read."""
+    samples: StepSamples
+    assigned: list[tuple[int, bool]]  # (index of a micro-batch, whether it counts)
 
-    step: int
-    epoch: int
-    micro_batch: int
-    indices: list[int]
-
-
-class ProbeRequest(NamedTuple):
-    """Samples to summarise, twice.
-
-    Read where samples are read, since a dataset may open its files there.
-    """
-
-    indices: list[int]
-
-
-class ReadFailure(NamedTuple):
-    """The result in place of a batch if the user's code raised."""
-
-    what: str
-    where: str | None
-    why: str
-    cause: BaseException | None  # only within the same process
-    fix: str | None = None
-
-
-class Reader(Dataset[Any]):
-    """Reads micro-batches of the user's dataset; lives in the workers."""
-
-    def __init__(
-        self, dataset: Dataset[Any], collate_fn: Collate | None, seed: int, num_workers: int
-    ) -> None:
-        self.dataset = dataset
-        self._collate: Collate = collate_fn or default_collate
-        self._draws = not draws_nothing(dataset)
-        self._collate_draws = collate_fn not in (None, default_collate)
-        self._collated = None if self._collate_draws else collated_of(dataset)
-        self._seed = seed
-        self._own: dict[str, Any] = {}  # generators of the dataset and of the collate function
-        self._own_of_epoch: int | None = None  # when they were looked for
-        self._is_first = True  # in this process
-        # whether one has drawn from Python's or NumPy's generator; None: no micro-batch was read
-        self._drew_on_host: bool | None = None
-        self._keyed: HostGenerators | None = None  # as they were seeded last, while draws are noted
-        self._at: int | None = None
-        # The index that each worker is reading, for the message if it dies.
-        self.reading: Any = (
-            multiprocessing.RawArray("q", [-1] * num_workers) if num_workers else None
-        )
-
-    def __getitem__(self, request: ReadRequest | ProbeRequest) -> Any:
-        if isinstance(request, ProbeRequest):
-            return [
-                probed for index in request.indices if (probed := self._probe(index)) is not None
-            ]
-        self._at = None
-        try:
-            batch = self._read(request)
-        except RunError as error:
-            return ReadFailure(error.what, error.where, error.why or "", None, error.fix)
-        except Exception as error:
-            what = f"dataset[{self._at}] failed"
-            if self._at is None:
-                indices = ", ".join(map(str, request.indices[:8]))
-                rest = f", … {len(request.indices)} in all" if len(request.indices) > 8 else ""
-                what = f"reading or collating the samples [{indices}{rest}] failed"
-            cause = error if worker_info() is None else None
-            return ReadFailure(
-                what, users_line(error), f"{type(error).__name__}: {error}", cause, advice(error)
-            )
-        return batch if worker_info() is None else InlineBatch(batch)
-
-    def _read(self, request: ReadRequest) -> Any:
-        """Read one micro-batch, with the seeds that its epoch and its samples fix."""
-        if self._collated is not None and not self._draws:
-            return self._together(self._collated, request.indices)
-        if not self._draws and not self._collate_draws:
-            return self._put_together(self._samples(request), request)
-        if self._own_of_epoch != request.epoch:  # `set_epoch` may have made others
-            self._own = self.own_generators()
-            self._own_of_epoch = request.epoch
-        if self._own:
-            with preserve(self._own):
-                return self._read_seeded(request)
-        return self._read_seeded(request)
-
-    def _read_seeded(self, request: ReadRequest) -> Any:
-        """Read one micro-batch, each sample with the seeds that are its own.
-
-        Seeding Python's and NumPy's generators and restoring them takes 10 µs a sample and 70 µs a
-        micro-batch, and most data draw from neither. If the first micro-batch of this process has
-        not, they are left alone, until a micro-batch has drawn from one after all: it is read
-        again, with seeds, as all that follow. torch's generator is always seeded: it costs little,
-        and `torch.initial_seed()` shows to code of the data what it was seeded with.
-        """
-        if self._drew_on_host is False and not self._own:
-            before = host_generators()
-            of_torch = torch.get_rng_state()
-            try:
-                batch = self._seed_and_read(request)
-            except Exception:
-                if not have_moved(before):
-                    raise
-            else:
-                if not have_moved(before):
-                    return batch
-            finally:
-                torch.set_rng_state(of_torch)
-            restore_host_generators(before)
-            self._drew_on_host = True
-        with preserve_states():
-            batch = self._seed_and_read(request)
-            self._note_draws()
-        self._drew_on_host = bool(self._drew_on_host)
-        return batch
-
-    def _seed_and_read(self, request: ReadRequest) -> Any:
-        samples = self._samples(request)
-        self._seed_all("collate", self._seed, request.step, request.micro_batch)
-        return self._put_together(samples, request)
-
-    def _note_draws(self) -> None:
-        """Note whether Python's or NumPy's generator was used since it was seeded."""
-        if self._keyed is not None and have_moved(self._keyed):
-            self._drew_on_host = True
-        self._keyed = None
-
-    def _put_together(self, samples: list[Any], request: ReadRequest) -> Any:
-        if self._collate_draws:
-            return self._collate(samples)
-        return collate_by_default(
-            samples, lambda: [f"dataset[{index}]" for index in request.indices]
-        )
-
-    def _probe(self, index: int) -> Probed | None:
-        """Return two summaries of a sample; None if it can't be read, which its step will say."""
-        request = ReadRequest(0, 0, 0, [index])
-
-        def read() -> Any:
-            with preserve_states(), preserve(self._own):
-                return summary(self._samples(request))
-
-        try:
-            self._own = self.own_generators()
-            self._drew_on_host = None
-            first = read()
-            return Probed(index, first, read() if self._draws else first)
-        except Exception:
-            return None
-
-    def own_generators(self) -> dict[str, Any]:
-        """Return the dataset's and the collate function's own generators, by name."""
-        roots = {"dataset": self.dataset if self._draws else None, "collate_fn": self._collate}
-        return generators_of(roots)
-
-    def _seed_all(self, *parts: object) -> None:
-        self._note_draws()
-        if self._drew_on_host is False and not self._own:
-            seed_torch_from(*parts)
-            return
-        seed_from(*parts)
-        if self._own:
-            seed_generators(self._own, *parts)
-        if self._drew_on_host is None:
-            self._keyed = host_generators()
-
-    def _samples(self, request: ReadRequest) -> list[Any]:
-        """Read the samples one by one, or in one call where the data set offers `__getitems__`."""
-        together = getattr(self.dataset, "__getitems__", None)
-        if together is not None and not self._draws:
-            samples: list[Any] = self._together(
-                lambda indices: list(together(indices)), request.indices
-            )
-            return samples
-        samples = []
-        record_work = recorder_of_work()
-        for self._at in request.indices:  # kept in `_at` for the message if it fails
-            if self.reading is not None:
-                self._mark(self._at)
-            if self._own or self._draws:
-                self._seed_all("sample", self._seed, request.epoch, self._at)
-            samples.append(self.dataset[self._at])
-            if self._is_first:
-                samples[0] = self._read_again_if_new(request.epoch, self._at, samples[0])
-            if record_work is not None:
-                record_work()
-        self._note_draws()
-        self._at = None
-        self._mark(-1)
-        return samples
-
-    def _read_again_if_new(self, epoch: int, index: int, sample: Any) -> Any:
-        """Return the process's first sample.
-
-        Read again if reading it has made a generator, which was not seeded.
-        """
-        self._is_first = False
-        if not self._draws:
-            return sample
-        found = self.own_generators()
-        if found.keys() == self._own.keys():
-            return sample
-
-        self._own = found
-        self._seed_all("sample", self._seed, epoch, index)
-        return self.dataset[index]
-
-    def _together(self, read: Callable[[list[int]], Any], indices: list[int]) -> Any:
-        """Call a function that reads all samples at once.
-
-        If it fails, find the sample that does.
-        """
-        self._mark(indices[0])
-        try:
-            result = read(indices)
-            went_forward()
-            self._mark(-1)
-            return result
-        except Exception:
-            for self._at in indices:  # find the one that fails: a deterministic dataset fails again
-                read([self._at])
-            self._at = None
-            raise
-
-    def _mark(self, index: int) -> None:
-        info = worker_info() if self.reading is not None else None
-        if info is not None:
-            self.reading[info.id] = index
-
-
-def draws_nothing(dataset: Any) -> bool:
-    """Return whether the dataset is known to draw no random numbers."""
-    declared = getattr(dataset, "deterministic", None)
-    if declared is not None:
-        return bool(declared)
-    if isinstance(dataset, TensorDataset):
-        return True
-    if isinstance(dataset, Subset):
-        return draws_nothing(dataset.dataset)
-    if isinstance(dataset, ConcatDataset):
-        return all(draws_nothing(part) for part in dataset.datasets)
-    if type(dataset).__module__.startswith("datasets."):  # Hugging Face; a transform may draw
-        return bool(dataset.format["type"] != "custom")
-    return False
-
-
-def collated_of(dataset: Any) -> Collate | None:
-    """Return the function that makes a micro-batch in one call.
-
-    None if a subclass overrides how samples are read.
-    """
-
-    def defined(name: str) -> int:
-        return next(index for index, kind in enumerate(type(dataset).__mro__) if name in vars(kind))
-
-    if isinstance(dataset, CollatingDataset) and defined("collated") <= defined("__getitem__"):
-        return dataset.collated
-    return None
-
-
-class InlineBatch:
-    """Sends a batch from a worker to the training process, where it arrives as `batch` itself.
-
-    Small tensors are faster inside the message, as NumPy arrays, than through shared memory, as
-    torch sends them.
-    """
-
-    def __init__(self, batch: Any) -> None:
-        self.batch = batch
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return pickle.loads, (bytes(_Pickler.dumps(self.batch)),)
-
-
-class _Pickler(ForkingPickler):
-    def reducer_override(self, value: Any) -> Any:
-        """Send small plain tensors of the CPU as NumPy arrays, and all others as torch does.
-
-        torch moves each tensor through shared memory of its own, which is slower for small ones.
-        """
-        if (
-            type(value) is not torch.Tensor
-            or value.device.type != "cpu"
-            or value.layout is not torch.strided
-        ):
-            return NotImplemented  # torch's way
-        plain = value.dtype in _NUMPY_DTYPES and not value.requires_grad and not value.is_neg()
-        return (
-            (torch.from_numpy, (value.numpy(),))
-            if plain and value.nbytes <= INLINE_LIMIT
-            else NotImplemented
-        )
-
-
-_Plan = tuple[StepSamples, list[tuple[int, bool]]]  # a step, and this rank's part of it
+    def request(self, index: int) -> ReadRequest:
+        """Return the request for one of its micro-batches."""
+        samples = self.samples
+        return ReadRequest(samples.step, samples.epoch, index, samples.micro_batches[index])
 
 
 class StepLoader:
@@ -416,11 +98,10 @@ class StepLoader:
         self._stop = stop_step
         self._epochs = epochs
         self._wanted = wanted
-        self.notice = (
-            "; ".join(text for text in (notice, getattr(order, "notice", None)) if text) or None
-        )
+        notices = (notice, getattr(order, "notice", None))
+        self.notice = "; ".join(filter(None, notices)) or None  # a line to log at the start
         self._persistent = persistent_workers and num_workers > 0
-        self._plans: dict[int, _Plan] = {}  # of steps in progress
+        self._plans: dict[int, _PlannedStep] = {}  # of steps in progress
         self._running: Any = None  # the DataLoader's iterator
         self._dataset = dataset
         self._reproducible = reproducible
@@ -433,10 +114,8 @@ class StepLoader:
         self._reads_here = num_workers == 0 and not pins
         workers: dict[str, Any] = {}
         if num_workers:
-            if prefetch_factor is None:  # one step ahead
-                ended = self._stop is not None and self._stop <= self._start
-                assigned = [] if ended else self._plan(self._start)[1]
-                prefetch_factor = max(2, ceil_div(len(assigned), num_workers) + 1)
+            if prefetch_factor is None:
+                prefetch_factor = self._one_step_ahead(num_workers)
             workers = {
                 "prefetch_factor": prefetch_factor,
                 "multiprocessing_context": multiprocessing_context,
@@ -456,29 +135,42 @@ class StepLoader:
             **workers,
         )
 
+    @property
+    def _has_ended(self) -> bool:
+        """Whether no step is left."""
+        return self._stop is not None and self._stop <= self._start
+
+    def _one_step_ahead(self, num_workers: int) -> int:
+        """Return the micro-batches that each worker reads ahead: a step's, by all of them."""
+        assigned = [] if self._has_ended else self._plan(self._start).assigned
+        return max(2, ceil_div(len(assigned), num_workers) + 1)
+
     def _tell_own_generators(self, reproducible: bool) -> None:
         """Add to the notice which of the dataset's own generators are seeded.
 
         One that can't be seeded is named.
         """
-        found = self._reader.own_generators()
-        if not found:
+        generators = self._reader.own_generators()
+        if not generators:
             return
-        if unkeyed := [name for name, generator in found.items() if not can_be_seeded(generator)]:
-            what = f"the data draw from {listed(unkeyed)}, which can't be seeded"
-            fix = (
-                "draw with random.random(), numpy.random or torch.rand: these are seeded for each"
-                " sample"
-            )
+        unseeded = [name for name, generator in generators.items() if not can_be_seeded(generator)]
+        text = (
+            f"generators of the data's own ({listed(sorted(generators))}) are seeded for each"
+            " sample"
+        )
+        if unseeded:
+            what = f"the data draw from {listed(unseeded)}, which can't be seeded"
             if reproducible:
                 raise UsageError(
-                    what, where="distributed.reproducible", why="no run repeats another", fix=fix
+                    what,
+                    where="distributed.reproducible",
+                    why="no run repeats another",
+                    fix=(
+                        "draw with random.random(), numpy.random or torch.rand: these are seeded"
+                        " for each sample"
+                    ),
                 )
             text = f"warning: {what}: no run repeats another"
-        else:
-            text = (
-                f"generators of the data's own ({listed(sorted(found))}) are seeded for each sample"
-            )
         self.notice = "; ".join(filter(None, (self.notice, text)))
 
     @property
@@ -501,12 +193,17 @@ class StepLoader:
         try:
             if self._compares:
                 self._compare()
-            for window, assigned in self._planned():
-                mine = [self._micro_batch(window, index, real) for index, real in assigned]
-                self._plans.pop(window.step, None)
-                count = len(window.micro_batches)
+            for planned in self._planned():
+                mine = [self._micro_batch(planned, index, real) for index, real in planned.assigned]
+                samples = planned.samples
+                self._plans.pop(samples.step, None)
                 yield StepBatches(
-                    window.step, window.epoch, count, window.num_samples, window.last_of_epoch, mine
+                    samples.step,
+                    samples.epoch,
+                    len(samples.micro_batches),
+                    samples.num_samples,
+                    samples.last_of_epoch,
+                    mine,
                 )
         finally:
             if not self._persistent:
@@ -529,12 +226,10 @@ class StepLoader:
             probed = self._reader[self._probes] if self._reads_here else self._received()
             remember(self._dataset, probed)
             self._probes = None
-        ended = self._stop is not None and self._stop <= self._start
-        evidence = DataEvidence(
-            known_length(self._dataset),
-            None if ended else order_checksum(self._plan(self._start)[0].micro_batches),
-            probed,
-        )
+        checksum = None
+        if not self._has_ended:
+            checksum = order_checksum(self._plan(self._start).samples.micro_batches)
+        evidence = DataEvidence(known_length(self._dataset), checksum, probed)
         sampler = getattr(self.order, "sampler", None)
         require_same_data(self._dataset, evidence, sampler=sampler, reproducible=self._reproducible)
 
@@ -554,51 +249,43 @@ class StepLoader:
             return None
         workers = workers_of(self._running)
         dead = [number for number, worker in enumerate(workers) if worker.exitcode is not None]
-        indices = [self._reader.reading[number] for number in dead or range(len(workers))]
-        nothing = "nothing (it was collating or waiting)"
-        reading = ", ".join(f"dataset[{index}]" if index >= 0 else nothing for index in indices)
-
-        def end_of(worker: Any) -> str:
-            code = worker.exitcode
-            how = (
-                f"was killed by {signal.Signals(-code).name}"
-                if code < 0
-                else f"exited with code {code}"
-            )
-            return f"process {worker.pid} {how}"
-
-        what = "a data worker died" if dead else "a data worker gave no answer"
-        why = ", ".join(end_of(workers[number]) for number in dead) or text.splitlines()[0]
-        fix = (
-            "set data.num_workers: 0 to see the dataset's own error; a killed worker was often out"
-            " of memory"
-        )
+        reading = [
+            f"dataset[{index}]" if index >= 0 else "nothing (it was collating or waiting)"
+            for index in (self._reader.reading[number] for number in dead or range(len(workers)))
+        ]
+        ends = [_end_of(workers[number]) for number in dead]
         return RunError(
-            what, where=f"while it read {reading}" if reading else None, why=why, fix=fix
+            "a data worker died" if dead else "a data worker gave no answer",
+            where=f"while it read {', '.join(reading)}" if reading else None,
+            why=", ".join(ends) or text.splitlines()[0],
+            fix=(
+                "set data.num_workers: 0 to see the dataset's own error; a killed worker was often"
+                " out of memory"
+            ),
         )
 
-    def _planned(self) -> Iterator[_Plan]:
+    def _planned(self) -> Iterator[_PlannedStep]:
         """Yield the plan of each step that is left, up to the end of the run."""
-        for step in (
+        steps = (
             itertools.count(self._start) if self._stop is None else range(self._start, self._stop)
-        ):
-            window, assigned = self._plan(step)
-            if self._epochs is not None and window.epoch >= self._epochs:  # started at the end
+        )
+        for step in steps:
+            planned = self._plan(step)
+            samples = planned.samples
+            if self._epochs is not None and samples.epoch >= self._epochs:  # started at the end
                 return
-            yield window, assigned
-            if (
-                self._epochs is not None
-                and window.epoch == self._epochs - 1
-                and window.last_of_epoch
-            ):
+            yield planned
+            is_last_epoch = self._epochs is not None and samples.epoch == self._epochs - 1
+            if is_last_epoch and samples.last_of_epoch:
                 return
 
-    def _plan(self, step: int) -> _Plan:
+    def _plan(self, step: int) -> _PlannedStep:
         # The sampler runs ahead of the steps, perhaps into the next epoch, so its plans are kept:
         # the order holds one epoch's samples only.
         if step not in self._plans:
-            window = self.order.window(step)
-            self._plans[step] = (window, self._assign(len(window.micro_batches)))
+            samples = self.order.window(step)
+            assigned = self._assign(len(samples.micro_batches))
+            self._plans[step] = _PlannedStep(samples, assigned)
         return self._plans[step]
 
     def _received(self) -> Any:
@@ -608,16 +295,11 @@ class StepLoader:
         except RuntimeError as error:
             raise (self.explain(error) or error) from None
 
-    def _micro_batch(self, window: StepSamples, index: int, real: bool) -> MicroBatch:
+    def _micro_batch(self, planned: _PlannedStep, index: int, real: bool) -> MicroBatch:
         """Return a micro-batch of a step on the device: read here, or the next that is sent."""
         if not self._wanted:
             return MicroBatch(index, None, real)
-        if self._reads_here:
-            batch = self._reader[
-                ReadRequest(window.step, window.epoch, index, window.micro_batches[index])
-            ]
-        else:
-            batch = self._received()
+        batch = self._reader[planned.request(index)] if self._reads_here else self._received()
         if isinstance(batch, ReadFailure):
             raise RunError(
                 batch.what, where=batch.where, why=batch.why, fix=batch.fix
@@ -627,15 +309,25 @@ class StepLoader:
 
 
 class _Requests(Sampler[ReadRequest | ProbeRequest]):
+    """Yields what a loader's workers are to read: probes, then each step's micro-batches."""
+
     def __init__(self, loader: StepLoader) -> None:
-        self._of = loader
+        self._loader = loader
 
     def __iter__(self) -> Iterator[ReadRequest | ProbeRequest]:
-        if self._of._probes is not None:
-            yield self._of._probes
-        for window, assigned in self._of._planned():
-            for index, _ in assigned:
-                yield ReadRequest(window.step, window.epoch, index, window.micro_batches[index])
+        if self._loader._probes is not None:
+            yield self._loader._probes
+        for planned in self._loader._planned():
+            for index, _ in planned.assigned:
+                yield planned.request(index)
+
+
+def _end_of(worker: Any) -> str:
+    """Return how a worker has ended: `process 4711 was killed by SIGKILL`."""
+    code = worker.exitcode
+    if code < 0:
+        return f"process {worker.pid} was killed by {signal.Signals(-code).name}"
+    return f"process {worker.pid} exited with code {code}"
 
 
 def _identity(batch: Any) -> Any:

@@ -246,7 +246,7 @@ def test_torchs_own_collate_function_is_known_to_draw_nothing(monkeypatch: pytes
     than it itself.
     """
     monkeypatch.setattr(
-        "lockstep.data.loader.preserve_states", lambda: pytest.fail("states are kept")
+        "lockstep.data.reader.preserve_states", lambda: pytest.fail("states are kept")
     )
     assert numbers(steps_of(DataLoader(NUMBERS, batch_size=2))) == ours(shuffle=False)
 

@@ -22,8 +22,8 @@ from lockstep.config import DataConfig
 from lockstep.data import Data, build_data, sources
 from lockstep.data.datasets import hugging_face
 from lockstep.data.language import Documents, Tokenizer, TokenWindows
-from lockstep.data.loader import Reader, ReadRequest
 from lockstep.data.prepare import prepare, prepare_command
+from lockstep.data.reader import Reader, ReadRequest
 from lockstep.errors import UsageError
 from lockstep.registry import DATA_SETS
 

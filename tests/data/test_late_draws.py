@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lockstep.data.loader import Reader, ReadFailure, ReadRequest
+from lockstep.data.reader import Reader, ReadFailure, ReadRequest
 from lockstep.randomness import have_moved, host_generators, restore_host_generators
 
 DRAWS: dict[str, Callable[[], float]] = {

@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 
 from lockstep.data import SampleOrder, StepLoader
 from lockstep.data.batches import CollatingDataset, batch_length, move
-from lockstep.data.loader import INLINE_LIMIT, InlineBatch
+from lockstep.data.reader import INLINE_LIMIT, InlineBatch
 from lockstep.errors import RunError
 from tests.data.shared import everything, plain, share, whole_from
 from tests.diagnose.provoke import mount_full_shared_memory
