@@ -43,24 +43,13 @@ class Parser(argparse.ArgumentParser):
         subverbs: Subverbs | None = None,
     ) -> None:
         self._subverbs = subverbs or {}
-        width = max(map(len, self._subverbs), default=0)
-        parts = [
-            "\n".join(f"  {name:<{width}}  {text}" for name, (text, _) in self._subverbs.items())
-        ]
-        parts += [
-            "\n".join(
-                [
-                    "example:" if len(examples) == 1 else "examples:",
-                    *(f"  {line}" for line in examples),
-                ]
-            )
-        ]
+        self._typed: dict[str, str] = {}  # argument → as it was typed
         super().__init__(
             f"lockstep {verb}",
             description=description,
             allow_abbrev=False,
             formatter_class=_Help,
-            epilog="\n\n".join([*(part for part in parts if part.count("  ")), EPILOG]),
+            epilog=_epilog(self._subverbs, examples),
         )
 
     def error(self, message: str) -> NoReturn:
@@ -77,50 +66,50 @@ class Parser(argparse.ArgumentParser):
         Underscores in flags equal dashes, but not in what follows a script's name.
         """
         if argv and argv[0] in self._subverbs and {"-h", "--help"} & set(argv):
-            self.description, accepted = self._subverbs[argv[0]]
-            self.prog = f"{self.prog} {argv[0]}"
-            self.epilog = EPILOG
-            for action in self._actions:  # leave the arguments of other subverbs out
-                if action.dest.split(":")[0] not in (*accepted, "help"):
-                    action.help = argparse.SUPPRESS
+            self._show_help_of(argv[0])
         dashed = self._dashed(argv, until_script)
-        given, unknown = (
-            self.parse_known_args(dashed)
-            if until_script
-            else self.parse_known_intermixed_args(dashed)
-        )
+        parse_known = self.parse_known_args if until_script else self.parse_known_intermixed_args
+        args, unknown = parse_known(dashed)
         if unknown:
             self._reject([argv[dashed.index(token)] for token in unknown])
-        self._note_typed(dashed, given)
-        verb = str(getattr(given, "verb", ""))
+        self._note_typed(dashed, args)
+        verb = str(getattr(args, "verb", ""))
         if verb in self._subverbs:
             # A schedule that is not drawn has a message of its own.
             accepted = (*self._subverbs[verb][1], "verb", "schedule", "ranks")
             self.take_only(verb, lambda dest: dest.split(":")[0] in accepted)
-        for action in self._actions:
-            if action.type is Path:
-                values = vars(given)[action.dest]
-                for value in values if isinstance(values, list) else [values]:
-                    if value is not None:
-                        local_path(
-                            value,
-                            (
-                                action.option_strings[-1]
-                                if action.option_strings
-                                else str(action.metavar)
-                            ),
-                        )
-        return given
+        self._require_local_paths(args)
+        return args
 
-    def _note_typed(self, dashed: list[str], given: argparse.Namespace) -> None:
-        """Note which arguments were typed: name → as they were typed."""
-        self._typed: dict[str, str] = {}
+    def _show_help_of(self, subverb: str) -> None:
+        """Let `--help` describe one subverb, and leave the arguments of others out."""
+        self.description, accepted = self._subverbs[subverb]
+        self.prog = f"{self.prog} {subverb}"
+        self.epilog = EPILOG
+        for action in self._actions:
+            if action.dest.split(":")[0] not in (*accepted, "help"):
+                action.help = argparse.SUPPRESS
+
+    def _require_local_paths(self, args: argparse.Namespace) -> None:
+        """Raise a UsageError for a URL where a path of this machine is expected."""
+        for action in self._actions:
+            if action.type is not Path:
+                continue
+            name = action.option_strings[-1] if action.option_strings else str(action.metavar)
+            values = vars(args)[action.dest]
+            for value in values if isinstance(values, list) else [values]:
+                if value is not None:
+                    local_path(value, name)
+
+    def _note_typed(self, dashed: list[str], args: argparse.Namespace) -> None:
+        """Note which arguments were typed, and how."""
+        self._typed = {}
         for token in dashed:
             option = token.partition("=")[0]
             if option in self._option_string_actions:
                 self._typed.setdefault(self._option_string_actions[option].dest, option)
         for action in self._actions:
-            value = vars(given).get(action.dest)
+            value = vars(args).get(action.dest)
             if not action.option_strings and value:
                 self._typed[action.dest] = (
                     " ".join(map(str, value)) if isinstance(value, list) else str(value)
@@ -132,11 +121,12 @@ class Parser(argparse.ArgumentParser):
         """Raise a UsageError for an argument that this form of the command does not use."""
         unused = [typed for dest, typed in self._typed.items() if not accepts(dest)]
         if unused:
-            what = (
-                f"{', '.join(unused)} {'mean' if len(unused) > 1 else 'means'} nothing to"
-                f" `{self.prog} {form}`"
+            verb = "mean" if len(unused) > 1 else "means"
+            raise UsageError(
+                f"{', '.join(unused)} {verb} nothing to `{self.prog} {form}`",
+                where=f"the command {self.prog!r}",
+                fix=fix,
             )
-            raise UsageError(what, where=f"the command {self.prog!r}", fix=fix)
 
     def refuse(self, form: str, *names: str, fix: str = "leave it out") -> None:
         """Raise a UsageError if one of these arguments was typed.
@@ -158,10 +148,10 @@ class Parser(argparse.ArgumentParser):
             value_of_flag = bool(result) and result[-1] in takes_value
             if until_script and not token.startswith("-") and not value_of_flag:
                 return result + argv[index:]
-            own = self._optional.get(result[-1]) if value_of_flag else None
-            if own is not None and not _is_of(own, token):
+            flag = self._optional.get(result[-1]) if value_of_flag else None
+            if flag is not None and not _is_of(flag, token):
                 # what follows a flag without its value is another argument
-                result[-1] += f"={own.const}"
+                result[-1] += f"={flag.const}"
                 if until_script and not token.startswith("-"):
                     return result + argv[index:]
             name, equals, value = token.partition("=")
@@ -187,29 +177,27 @@ class Parser(argparse.ArgumentParser):
         """
         from lockstep.config.names import advice_for_flag
 
-        # others may be the values of these
-        tokens = [token for token in tokens if token.startswith("-")] or tokens
-        advice = {
-            token: (token.startswith("-") and advice_for_flag(token)) or self._nearest(token)
-            for token in tokens
-        }
-        fixes = [
-            text if len(advice) == 1 else f"for {token}, {text}" for token, text in advice.items()
-        ]
-        where = f"the command {self.prog!r}"
-        of_script = self.prog == "lockstep launch" and any(
-            re.search(r"\bwrite \w+\.", text) for text in fixes
-        )
-        why = (
-            "a script sets such keys itself, as in Trainer(model, precision='bf16')"
-            if of_script
-            else None
-        )
+        flags = [token for token in tokens if token.startswith("-")]
+        advice: dict[str, str] = {}
+        for token in flags or tokens:  # beside unknown flags, other tokens may be their values
+            of_other_tools = advice_for_flag(token) if token.startswith("-") else None
+            advice[token] = of_other_tools or self._nearest(token)
+        fixes = list(advice.values())
+        if len(advice) > 1:
+            fixes = [f"for {token}, {text}" for token, text in advice.items()]
+        names_keys = any(re.search(r"\bwrite \w+\.", text) for text in fixes)
+        why = None
+        if self.prog == "lockstep launch" and names_keys:
+            why = "a script sets such keys itself, as in Trainer(model, precision='bf16')"
         raise UsageError(
-            f"there is no argument {', '.join(advice)}", where=where, why=why, fix="; ".join(fixes)
+            f"there is no argument {', '.join(advice)}",
+            where=f"the command {self.prog!r}",
+            why=why,
+            fix="; ".join(fixes),
         )
 
     def _nearest(self, token: str) -> str:
+        """Return what to write in place of an argument that there is not."""
         from difflib import get_close_matches
 
         from lockstep.config.names import SECTIONS
@@ -217,13 +205,23 @@ class Parser(argparse.ArgumentParser):
         option = token.partition("=")[0]
         if option[2:].partition(".")[0] in SECTIONS and "." in option:
             return f"write {option[2:]}=VALUE, without dashes"
-        begin = [
-            known
-            for known in self._option_string_actions
-            if known.startswith(option) and len(option) > 3
-        ]
-        near = begin or get_close_matches(option, self._option_string_actions, n=1, cutoff=0.75)
+        options = self._option_string_actions
+        beginning_so = [name for name in options if name.startswith(option) and len(option) > 3]
+        near = beginning_so or get_close_matches(option, options, n=1, cutoff=0.75)
         return f"write {near[0]}" if near else f"`{self.prog} --help` lists the arguments"
+
+
+def _epilog(subverbs: Subverbs, examples: Sequence[str]) -> str:
+    """Return what `--help` says below the arguments: subverbs, examples and exit codes."""
+    paragraphs = []
+    if subverbs:
+        width = max(map(len, subverbs))
+        lines = [f"  {name:<{width}}  {text}" for name, (text, _) in subverbs.items()]
+        paragraphs.append("\n".join(lines))
+    if examples:
+        title = "example:" if len(examples) == 1 else "examples:"
+        paragraphs.append("\n".join([title, *(f"  {line}" for line in examples)]))
+    return "\n\n".join([*paragraphs, EPILOG])
 
 
 def _is_of(action: argparse.Action, text: str) -> bool:
@@ -263,7 +261,7 @@ def add_config(parser: Parser) -> None:
 
 
 def config_and_overrides(
-    given: argparse.Namespace, *, required: bool = True
+    args: argparse.Namespace, *, required: bool = True
 ) -> tuple[Path | None, list[str]]:
     """Return the config file and the overrides.
 
@@ -271,17 +269,15 @@ def config_and_overrides(
     """
     from lockstep.config.flags import apply_flags, as_overrides
 
-    values = {
+    flags = {
         name.removeprefix(FLAG): value
-        for name, value in vars(given).items()
-        if name.startswith(FLAG)
+        for name, value in vars(args).items()
+        if name.startswith(FLAG) and value is not None
     }
-    short = as_overrides(
-        apply_flags({name: value for name, value in values.items() if value is not None})
-    )
-    overrides = [word for word in given.words if re.match(r"[A-Za-z_][\w.]*=", word)]
-    files = [local_path(word, "CONFIG") for word in given.words if word not in overrides]
-    files += [given.config] if given.config is not None else []
+    short = as_overrides(apply_flags(flags))
+    overrides = [word for word in args.words if re.match(r"[A-Za-z_][\w.]*=", word)]
+    files = [local_path(word, "CONFIG") for word in args.words if word not in overrides]
+    files += [args.config] if args.config is not None else []
     if len(files) > 1:
         fix = "a key is overridden as KEY=VALUE, without spaces; files are composed with `extends:`"
         raise UsageError(
@@ -324,7 +320,7 @@ def add_launch_options(parser: Parser) -> None:
     add("--local-rank", help=argparse.SUPPRESS)
 
 
-def launch_options(given: argparse.Namespace, *, at_once: bool = True) -> "LaunchOptions":
+def launch_options(args: argparse.Namespace, *, at_once: bool = True) -> "LaunchOptions":
     """Return the options about processes and machines.
 
     Check them together if ranks are started now.
@@ -332,20 +328,18 @@ def launch_options(given: argparse.Namespace, *, at_once: bool = True) -> "Launc
     from lockstep.launch.options import LaunchOptions
     from lockstep.launch.rank_starts import observes_itself
 
-    if given.rdzv_backend not in (None, "", "c10d", "static"):
+    if args.rdzv_backend not in (None, "", "c10d", "static"):
         fix = "leave it out: --rdzv-endpoint HOST:PORT, or --master-addr HOST with --node-rank N"
         why = (
             "machines meet at a store that the first one hosts, as with torchrun's c10d; etcd is"
             " not needed"
         )
-        raise UsageError(f"--rdzv-backend {given.rdzv_backend} is not supported", why=why, fix=fix)
+        raise UsageError(f"--rdzv-backend {args.rdzv_backend} is not supported", why=why, fix=fix)
     chosen = {
-        field.name: vars(given)[field.name]
-        for field in fields(LaunchOptions)
-        if field.name in given
+        field.name: vars(args)[field.name] for field in fields(LaunchOptions) if field.name in args
     }
     chosen["rdzv_conf"] = dict(
-        pair.partition("=")[::2] for pair in given.rdzv_conf.split(",") if pair
+        pair.partition("=")[::2] for pair in args.rdzv_conf.split(",") if pair
     )
     if observes_itself():
         chosen["fresh_processes"] = True

@@ -57,13 +57,13 @@ def init(argv: list[str]) -> int:
         " the class; with --finetune conversations"
     )
     parser.add_argument("--data", metavar="PATH", type=Path, help=text)
-    given = parser.parse(argv)
+    args = parser.parse(argv)
     from lockstep.cli import starter
 
-    if given.finetune is not None:
-        print(starter.finetuning(given.folder, model=given.finetune, data=given.data))
+    if args.finetune is not None:
+        print(starter.finetuning(args.folder, model=args.finetune, data=args.data))
         return EXIT_DONE
-    print(starter.project(given.folder, script=given.script, data=given.data))
+    print(starter.project(args.folder, script=args.script, data=args.data))
     return EXIT_DONE
 
 
@@ -80,10 +80,10 @@ def new_model(argv: list[str]) -> int:
     parser.add_argument(
         "name", metavar="NAME", help="my_model makes my_model.py with the class MyModel"
     )
-    given = parser.parse(argv)
+    args = parser.parse(argv)
     from lockstep.cli import starter
 
-    print(starter.model(given.name))
+    print(starter.model(args.name))
     return EXIT_DONE
 
 
@@ -111,17 +111,17 @@ def train(argv: list[str]) -> int:
         metavar="auto|never|PATH|URL",
         help="where to resume from (default: checkpoint.resume)",
     )
-    given = parser.parse(argv)
-    path, overrides = config_and_overrides(given)
+    args = parser.parse(argv)
+    path, overrides = config_and_overrides(args)
     assert path is not None
-    if given.resume is not None:
-        bucket_url(given.resume, "--resume")
+    if args.resume is not None:
+        bucket_url(args.resume, "--resume")
     from lockstep.launch.train import train as start
 
-    named = given.output_dir or Path("runs", path.stem)
+    named = args.output_dir or Path("runs", path.stem)
     output = bucket_url(named, "--output-dir") or Path(named)
     return start(
-        path, overrides, launch_options(given), output_dir=output, resume=given.resume, argv=argv
+        path, overrides, launch_options(args), output_dir=output, resume=args.resume, argv=argv
     )
 
 
@@ -146,35 +146,44 @@ def launch(argv: list[str]) -> int:
     add("--watch-training", metavar="N", nargs="?", type=int, const=100, help=text)
     add("script", metavar="SCRIPT", nargs="?")
     add("arguments", metavar="ARGS", nargs=argparse.REMAINDER)
-    given = parser.parse(argv, until_script=True)
-    if given.script is None:
+    args = parser.parse(argv, until_script=True)
+    if args.script is None:
         raise UsageError("no script is given", fix="lockstep launch [options] SCRIPT.py [ARGS …]")
-    local_path(given.script, "SCRIPT")
+    local_path(args.script, "SCRIPT")
 
     from lockstep.launch.train import launch_script
     from lockstep.launch.worker import ConsoleOutput
 
-    if given.module and given.no_python:
+    if args.module and args.no_python:
         raise UsageError(
             "a module is run by Python", where="-m and --no-python", fix="leave one of them out"
         )
-    if given.log_dir is not None:
+    if args.log_dir is not None:
         parser.refuse(
             "--log-dir DIR", "output_dir", fix="keep one of the two: logs go to --log-dir"
         )
-    output = run_directory(given.output_dir or Path("runs", Path(given.script).stem))
-    if given.watch_training is not None:
-        from lockstep.verify.watch import inject
+    output_dir = run_directory(args.output_dir or Path("runs", Path(args.script).stem))
+    if args.watch_training is not None:
+        _watch_training(args.watch_training)
+    return launch_script(
+        args.script,
+        args.arguments,
+        launch_options(args),
+        kind="module" if args.module else "program" if args.no_python else "file",
+        logs=Path(args.log_dir or output_dir / "logs"),
+        output=ConsoleOutput(args.tee, args.redirects, args.local_ranks_filter),
+    )
 
-        if given.watch_training < 1:
-            text = f"--watch-training {given.watch_training} is not a number from 1 on"
-            raise UsageError(text, fix="leave it out: 100")
-        inject(LOCKSTEP_WATCHED_TRAINING=str(given.watch_training))
-    kind = "module" if given.module else "program" if given.no_python else "file"
-    shown = ConsoleOutput(given.tee, given.redirects, given.local_ranks_filter)
-    logs = Path(given.log_dir or output / "logs")
-    options = launch_options(given)
-    return launch_script(given.script, given.arguments, options, kind=kind, logs=logs, output=shown)
+
+def _watch_training(steps: int) -> None:
+    """Let every process that is started observe its training loop; parameters every `steps`."""
+    if steps < 1:
+        raise UsageError(
+            f"--watch-training {steps} is not a number from 1 on", fix="leave it out: 100"
+        )
+    from lockstep.verify.watch import inject
+
+    inject(LOCKSTEP_WATCHED_TRAINING=str(steps))
 
 
 _KEYS = ("words", "config", FLAG.rstrip(":"))
@@ -203,27 +212,25 @@ def config(argv: list[str]) -> int:
     parser.add_argument(
         "--ranks", metavar="N", type=int, help="with --schedule (default: the product of the sizes)"
     )
-    given = parser.parse(argv)
-    if (given.schedule and given.verb != "show") or (
-        given.ranks is not None and not given.schedule
-    ):
+    args = parser.parse(argv)
+    if (args.schedule and args.verb != "show") or (args.ranks is not None and not args.schedule):
         raise UsageError(
             "a schedule is drawn by `show`",
             fix="lockstep config show CONFIG --schedule [--ranks N]",
         )
-    path, overrides = config_and_overrides(given, required=given.schedule)
-    if given.schedule:
+    path, overrides = config_and_overrides(args, required=args.schedule)
+    if args.schedule:
         from lockstep.config import load_config
         from lockstep.parallel.pipeline.schedules import picture_of
 
         assert path is not None
-        print(picture_of(load_config(path, overrides).step, given.ranks))
+        print(picture_of(load_config(path, overrides).step, args.ranks))
         return EXIT_DONE
 
     from lockstep.config import commands
 
-    text = commands.run(given.verb, path, overrides)
-    if given.verb == "check" and path is not None:
+    text = commands.run(args.verb, path, overrides)
+    if args.verb == "check" and path is not None:
         from lockstep.config import load_config
         from lockstep.trainer import check_named
 
@@ -271,12 +278,10 @@ def checkpoint(argv: list[str]) -> int:
         " LightningModule"
     )
     parser.add_argument("--prefix", metavar="TEXT", help=text)
-    given = parser.parse(argv)
+    args = parser.parse(argv)
     from lockstep.checkpoint import commands
 
-    text = commands.run(
-        given.verb, given.path, output=given.output, to=given.to, prefix=given.prefix
-    )
+    text = commands.run(args.verb, args.path, output=args.output, to=args.to, prefix=args.prefix)
     print(printable(text))  # names in it are those of a checkpoint, which may be a stranger's
     return EXIT_DONE
 
@@ -308,16 +313,16 @@ def report(argv: list[str]) -> int:
     parser.add_argument(
         "--port", metavar="N", type=int, default=0, help="with --live (default: any free port)"
     )
-    given = parser.parse(argv)
-    if given.live:
+    args = parser.parse(argv)
+    if args.live:
         parser.refuse("RUN --live", "output", fix="leave it out: the page is served, not written")
-        for path in given.runs:
+        for path in args.runs:
             local_path(path, "RUN --live")
     else:
         parser.refuse("RUN", "port", fix="add --live, or leave it out")
     from lockstep.report.index import run
 
-    return run(given.runs, output=given.output, live=given.live, port=given.port)
+    return run(args.runs, output=args.output, live=args.live, port=args.port)
 
 
 def top(argv: list[str]) -> int:
@@ -330,10 +335,10 @@ def top(argv: list[str]) -> int:
     parser = Parser("top", text, examples)
     parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="run directories")
     parser.add_argument("--once", action="store_true", help="print the table once, for scripts")
-    given = parser.parse(argv)
+    args = parser.parse(argv)
     from lockstep.report.top import run
 
-    return run(given.runs, once=given.once)
+    return run(args.runs, once=args.once)
 
 
 def bench(argv: list[str]) -> int:
@@ -356,14 +361,14 @@ def bench(argv: list[str]) -> int:
         default=Path("scaling"),
         help="NAME.md, NAME.html",
     )
-    given = parser.parse(argv)
+    args = parser.parse(argv)
     parser.refuse("scaling", f"{FLAG}max_steps", fix="write --steps N, the length of each run")
-    path, overrides = config_and_overrides(given)
+    path, overrides = config_and_overrides(args)
     assert path is not None
     from lockstep.launch import bench as study
 
     return study.run(
-        given.study, path, overrides, ranks=given.ranks, steps=given.steps, output=given.output
+        args.study, path, overrides, ranks=args.ranks, steps=args.steps, output=args.output
     )
 
 
@@ -384,12 +389,12 @@ def _show_data(argv: list[str]) -> int:
     parser.add_argument(
         "--samples", metavar="N", type=int, default=2, help="how many of the first (default: 2)"
     )
-    given = parser.parse(argv)
-    path, overrides = config_and_overrides(given)
+    args = parser.parse(argv)
+    path, overrides = config_and_overrides(args)
     assert path is not None
     from lockstep.data import show
 
-    print(show.show(path, overrides, given.samples))
+    print(show.show(path, overrides, args.samples))
     return EXIT_DONE
 
 
@@ -400,24 +405,10 @@ def plan(argv: list[str]) -> int:
     N`.
     """
     parser = _plan_parser()
-    given = parser.parse(argv)
-    path, overrides = config_and_overrides(given, required=given.params is None)
-    if given.params is not None and (path is not None or given.stages is not None):
-        other = "--stages" if path is None else str(path)
-        raise UsageError(
-            f"--params plans without a config, and {other} needs one",
-            fix="leave one of the two out",
-        )
-    if given.params is not None:
-        parser.take_only("--params N", lambda dest: dest in _OF_PARAMS)
-    elif given.stages is not None:
-        accepted = ("words", "config", "stages", FLAG.rstrip(":"))
-        parser.take_only("CONFIG --stages N", lambda dest: dest.split(":")[0] in accepted)
-    else:
-        parser.refuse(
-            "CONFIG", "seq_length", "headroom", fix="leave it out: it goes with --params N"
-        )
-    size = getattr(given, f"{FLAG}batch_size") or "1"
+    args = parser.parse(argv)
+    path, overrides = config_and_overrides(args, required=args.params is None)
+    _require_one_plan(parser, args, path)
+    size = getattr(args, f"{FLAG}batch_size") or "1"
     if not size.isdecimal():
         raise UsageError(
             f"--batch-size {size} is not a whole number", fix="count the samples of a micro-batch"
@@ -428,37 +419,54 @@ def plan(argv: list[str]) -> int:
 
     gc.freeze()
     gc.enable()
-    request = command.PlanOptions(
-        given.gpus,
-        given.gpu_type,
-        given.interconnect,
-        given.gpus_per_node,
-        given.find_batch_size,
-        given.json,
-        given.write,
-        given.chart,
-        given.price,
+    options = command.PlanOptions(
+        args.gpus,
+        args.gpu_type,
+        args.interconnect,
+        args.gpus_per_node,
+        args.find_batch_size,
+        args.json,
+        args.write,
+        args.chart,
+        args.price,
     )
-    if given.params is not None:
-        print(
-            command.plan_by_size(given.params, given.seq_length, int(size), given.headroom, request)
-        )
+    if args.params is not None:
+        print(command.plan_by_size(args.params, args.seq_length, int(size), args.headroom, options))
         return EXIT_DONE
 
     from lockstep.config import load_config
 
     assert path is not None
     config = load_config(path, overrides)
-    if given.stages is not None:
+    if args.stages is not None:
         from lockstep.plan.workload import plan_stages
 
-        print(plan_stages(config, given.stages))
+        print(plan_stages(config, args.stages))
     else:
-        print(command.plan(config, request))
+        print(command.plan(config, options))
     return EXIT_DONE
 
 
 _OF_PARAMS = ("params", "seq_length", "headroom", "gpus", "json", f"{FLAG}batch_size")
+_OF_STAGES = ("words", "config", "stages", FLAG.rstrip(":"))
+
+
+def _require_one_plan(parser: Parser, args: argparse.Namespace, path: Path | None) -> None:
+    """Raise a UsageError for arguments of another kind of plan: by size, of stages, of a config."""
+    if args.params is None and args.stages is None:
+        parser.refuse(
+            "CONFIG", "seq_length", "headroom", fix="leave it out: it goes with --params N"
+        )
+    elif args.params is None:
+        parser.take_only("CONFIG --stages N", lambda dest: dest.split(":")[0] in _OF_STAGES)
+    elif path is None and args.stages is None:
+        parser.take_only("--params N", lambda dest: dest in _OF_PARAMS)
+    else:
+        other = "--stages" if path is None else str(path)
+        raise UsageError(
+            f"--params plans without a config, and {other} needs one",
+            fix="leave one of the two out",
+        )
 
 
 def _plan_parser() -> Parser:
@@ -500,6 +508,66 @@ def verify(argv: list[str]) -> int:
     `lockstep verify CONFIG [KEY=VALUE …] [--against TOPOLOGY,…]`, `… SCRIPT.py [--nproc-per-node
     N,…]` or `… [--ranks N,…] -- COMMAND …`.
     """
+    parser = _verify_parser()
+    before_dashes, after_dashes = _split_at_dashes(argv)
+    args = parser.parse(before_dashes)
+    names_nothing = not args.words and args.config is None
+    first = args.words[0] if args.words else ""
+    is_script = first.endswith(".py") or len(first.split()) > 1
+    if is_script or (names_nothing and after_dashes):
+        return _verify_script(parser, args, after_dashes)
+    if args.nproc_per_node is not None or len(before_dashes) < len(argv):
+        fix = (
+            "name one, as in lockstep verify train.py; topologies of a config are written --against"
+            " ddp:2"
+        )
+        raise UsageError("--nproc-per-node and arguments after -- are for a script", fix=fix)
+    path, overrides = config_and_overrides(args)
+    assert path is not None
+    from lockstep.verify import command
+
+    return command.run(
+        path,
+        overrides,
+        against=args.against,
+        steps=args.steps,
+        in_json=args.json,
+        page=args.html,
+    )
+
+
+def _split_at_dashes(argv: list[str]) -> tuple[list[str], list[str]]:
+    """Return the arguments before `--`, and those after it, which are a script's or a command."""
+    end = argv.index("--") if "--" in argv else len(argv)
+    return argv[:end], argv[end + 1 :]
+
+
+def _verify_script(parser: Parser, args: argparse.Namespace, after_dashes: list[str]) -> int:
+    """Verify a script, `SCRIPT.py [-- ARGS …]`, or a command as it is typed, `-- COMMAND …`."""
+    from lockstep.verify.command import run_script
+
+    ranks_typed = "against" if args.nproc_per_node is None else "nproc_per_node"
+    accepted = ("words", "steps", "json", "html", ranks_typed)
+    fix = "leave it out: a script sets such keys itself; what follows -- goes to the script"
+    parser.take_only("SCRIPT", lambda dest: dest in accepted, fix)
+    ranks = args.nproc_per_node or args.against
+    if args.words:
+        script = args.words[0]
+        arguments = [*args.words[1:], *after_dashes]
+    else:
+        from lockstep.verify.launchers import with_ranks
+
+        script, typed_ranks = with_ranks(after_dashes)
+        arguments = []
+        if not ranks and typed_ranks is not None and typed_ranks > 1:
+            ranks = str(typed_ranks)
+    return run_script(
+        script, arguments, ranks=ranks, steps=args.steps, in_json=args.json, page=args.html
+    )
+
+
+def _verify_parser() -> Parser:
+    """Return the parser of `lockstep verify`."""
     parser = Parser(
         "verify",
         "Prove that topologies take the steps that one process takes: the same samples, loss,"
@@ -530,49 +598,7 @@ def verify(argv: list[str]) -> int:
     )
     text = "write the result as a page, too, with the first difference drawn through the model"
     parser.add_argument("--html", metavar="FILE", type=Path, help=text)
-    end = argv.index("--") if "--" in argv else len(argv)
-    given = parser.parse(argv[:end])
-    command_words = argv[end + 1 :] if not given.words and given.config is None else []
-    first = given.words[0] if given.words else ""
-    is_script = first.endswith(".py") or len(first.split()) > 1
-    if command_words or is_script:
-        from lockstep.verify.command import run_script
-
-        ranks_typed = ("nproc_per_node",) if given.nproc_per_node is not None else ("against",)
-        accepted = ("words", "steps", "json", "html", *ranks_typed)
-        fix = "leave it out: a script sets such keys itself; what follows -- goes to the script"
-        parser.take_only("SCRIPT", lambda dest: dest in accepted, fix)
-        ranks = given.nproc_per_node or given.against
-        if command_words:
-            from lockstep.verify.launchers import with_ranks
-
-            script, typed = with_ranks(command_words)
-            arguments = []
-            ranks = ranks or (str(typed) if typed is not None and typed > 1 else None)
-        else:
-            script = first
-            arguments = [*given.words[1:], *argv[end + 1 :]]
-        return run_script(
-            script, arguments, ranks=ranks, steps=given.steps, in_json=given.json, page=given.html
-        )
-    if given.nproc_per_node is not None or argv[end:]:
-        fix = (
-            "name one, as in lockstep verify train.py; topologies of a config are written --against"
-            " ddp:2"
-        )
-        raise UsageError("--nproc-per-node and arguments after -- are for a script", fix=fix)
-    path, overrides = config_and_overrides(given)
-    assert path is not None
-    from lockstep.verify import command
-
-    return command.run(
-        path,
-        overrides,
-        against=given.against,
-        steps=given.steps,
-        in_json=given.json,
-        page=given.html,
-    )
+    return parser
 
 
 def compare(argv: list[str]) -> int:
@@ -604,18 +630,18 @@ def compare(argv: list[str]) -> int:
     parser.add_argument(
         "--json", action="store_true", help="print the result as JSON, for programs"
     )
-    end = argv.index("--") if "--" in argv else len(argv)
-    given = parser.parse(argv[:end])
+    before_dashes, after_dashes = _split_at_dashes(argv)
+    args = parser.parse(before_dashes)
     from lockstep.verify.pairs import run
 
     return run(
-        given.a,
-        given.b,
-        [*given.more, *argv[end + 1 :]],
-        ranks=given.ranks,
-        steps=given.steps,
-        paired=given.paired,
-        in_json=given.json,
+        args.a,
+        args.b,
+        [*args.more, *after_dashes],
+        ranks=args.ranks,
+        steps=args.steps,
+        paired=args.paired,
+        in_json=args.json,
     )
 
 
@@ -636,18 +662,16 @@ def sample(argv: list[str]) -> int:
         "--temperature", metavar="T", type=float, default=0.8, help="0: always the likeliest token"
     )
     parser.add_argument("--seed", metavar="N", type=int, default=0)
-    given = parser.parse(argv)
+    args = parser.parse(argv)
     from lockstep.sample import sample as write
 
-    length = given.tokens
-    temperature = given.temperature
     print(
         write(
-            given.run,
-            prompt=given.prompt,
-            num_tokens=length,
-            temperature=temperature,
-            seed=given.seed,
+            args.run,
+            prompt=args.prompt,
+            num_tokens=args.tokens,
+            temperature=args.temperature,
+            seed=args.seed,
         )
     )
     return EXIT_DONE
@@ -687,31 +711,38 @@ def evaluate(argv: list[str]) -> int:
     text = "for the ranks' logs (default: runs/evaluate-<RUN's name>)"
     add("--output-dir", metavar="DIR", type=Path, help=text)
     add_launch_options(parser)
-    given = parser.parse(argv)
-    if not given.prompt:
+    args = parser.parse(argv)
+    if not args.prompt:
         parser.refuse("RUN", "tokens", "temperature", fix="add --prompt TEXT, or leave it out")
-    if not given.tasks:
+    if not args.tasks:
         parser.refuse("RUN", "limit", fix="add --tasks NAME, or leave it out")
-    strange = [word for word in given.words if "=" not in word]
-    if strange:
-        what = f"one RUN is expected, and {strange[0]} is another"
-        raise UsageError(what, fix="a key is overridden as KEY=VALUE, without spaces")
+    others = [word for word in args.words if "=" not in word]
+    if others:
+        raise UsageError(
+            f"one RUN is expected, and {others[0]} is another",
+            fix="a key is overridden as KEY=VALUE, without spaces",
+        )
     from lockstep.evaluate.subject import Asked
     from lockstep.launch.evaluate import Wanted
     from lockstep.launch.evaluate import evaluate as start
 
-    asked = Asked(given.run, given.config, given.words, given.data, given.step)
+    asked = Asked(args.run, args.config, args.words, args.data, args.step)
     wanted = Wanted(
-        metrics=[name.strip() for name in given.metrics.split(",") if name.strip()],
-        prompts=given.prompt,
-        num_tokens=given.tokens,
-        temperature=given.temperature,
-        tasks=[name.strip() for name in given.tasks.split(",") if name.strip()],
-        limit=given.limit,
-        in_json=given.json,
+        metrics=_names(args.metrics),
+        prompts=args.prompt,
+        num_tokens=args.tokens,
+        temperature=args.temperature,
+        tasks=_names(args.tasks),
+        limit=args.limit,
+        in_json=args.json,
     )
-    output = run_directory(given.output_dir or Path("runs", f"evaluate-{given.run.stem}"))
-    return start(asked, wanted, launch_options(given), output_dir=output, argv=argv)
+    output = run_directory(args.output_dir or Path("runs", f"evaluate-{args.run.stem}"))
+    return start(asked, wanted, launch_options(args), output_dir=output, argv=argv)
+
+
+def _names(text: str) -> list[str]:
+    """Return the names in a list that is written as `a,b`."""
+    return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def doctor(argv: list[str]) -> int:
@@ -723,19 +754,19 @@ def doctor(argv: list[str]) -> int:
     text = "where runs write (default: runs)"
     parser.add_argument("--output-dir", metavar="DIR", type=Path, default=Path("runs"), help=text)
     parser.add_argument("--json", action="store_true", help="print one JSON object, for programs")
-    given = parser.parse(argv)
-    path, overrides = config_and_overrides(given, required=False)
+    args = parser.parse(argv)
+    path, overrides = config_and_overrides(args, required=False)
     if path is None:
-        typed = ("words", *(dest for dest in vars(given) if dest.startswith(FLAG)))
+        typed = ("words", *(dest for dest in vars(args) if dest.startswith(FLAG)))
         parser.refuse("without a config", *typed, fix="name the config: lockstep doctor CONFIG …")
     from lockstep.launch.doctor import doctor as examine
 
     return examine(
         path,
         overrides,
-        launch_options(given),
-        output_dir=given.output_dir,
-        as_json=given.json,
+        launch_options(args),
+        output_dir=args.output_dir,
+        as_json=args.json,
         argv=argv,
     )
 
@@ -756,20 +787,20 @@ def warm(argv: list[str]) -> int:
     only = parser.add_mutually_exclusive_group()
     only.add_argument("--stop", action="store_true", help="end it, when its commands have ended")
     only.add_argument("--status", action="store_true", help="say whether there is one")
-    given = parser.parse(argv)
-    if given.stop:
+    args = parser.parse(argv)
+    if args.stop:
         print("it ends" if warm.stop() else "there is none")
         return EXIT_DONE
-    if not given.status:
-        if given.idle_minutes <= 0:
+    if not args.status:
+        if args.idle_minutes <= 0:
             raise UsageError(
-                f"--idle-minutes {given.idle_minutes:g} is not above 0",
+                f"--idle-minutes {args.idle_minutes:g} is not above 0",
                 fix=f"leave it out: {warm.IDLE_MINUTES}",
             )
         warm.stop()
-        warm.start(given.idle_minutes)
-    found = warm.status()
-    print("there is none: lockstep warm" if found is None else found)
+        warm.start(args.idle_minutes)
+    status = warm.status()
+    print("there is none: lockstep warm" if status is None else status)
     return EXIT_DONE
 
 
@@ -795,7 +826,7 @@ def submit(argv: list[str]) -> int:
         help="the run directory, shared by all machines, or a bucket: s3://BUCKET/PREFIX",
     )
     add_options(parser, argv[0])
-    given = parser.parse(argv[1:])
+    args = parser.parse(argv[1:])
     parser.refuse(
         "CONFIG",
         "node_rank",
@@ -809,9 +840,9 @@ def submit(argv: list[str]) -> int:
         "rdzv_backend",
         fix="leave it out: the job's machines find each other by themselves",
     )
-    path, overrides = config_and_overrides(given)
+    path, overrides = config_and_overrides(args)
     assert path is not None
-    print(run(argv[0], given, path, overrides, launch_options(given, at_once=False)))
+    print(run(argv[0], args, path, overrides, launch_options(args, at_once=False)))
     return EXIT_DONE
 
 
@@ -831,8 +862,8 @@ def jobs(argv: list[str]) -> int:
     )
     parser.add_argument("--namespace", help="of Kubernetes; default: kubectl's own")
     add_address(parser)
-    given = parser.parse(argv)
-    print(submitted.run(given.verb, given.job, given))
+    args = parser.parse(argv)
+    print(submitted.run(args.verb, args.job, args))
     return EXIT_DONE
 
 
@@ -841,10 +872,10 @@ def completion(argv: list[str]) -> int:
     text = "Print a script with which the shell completes verbs, options and files."
     parser = Parser("completion", text, ["source <(lockstep completion bash)"])
     parser.add_argument("shell", metavar="bash|zsh")
-    given = parser.parse(argv)
+    args = parser.parse(argv)
     from lockstep.cli.starter import completion_script
 
-    print(completion_script(given.shell, VERBS), end="")
+    print(completion_script(args.shell, VERBS), end="")
     return EXIT_DONE
 
 
