@@ -347,23 +347,25 @@ def _paths(config: Config) -> Iterator[Contradiction]:
 
     What a class of the user's own takes is its own affair.
     """
-    given = {
+    paths = {
         "checkpoint.resume": config.checkpoint.resume,
         "checkpoint.local_cache": config.checkpoint.local_cache or "",
         "model.name": (config.model.name or "").removeprefix("hf:"),
     }
     if config.monitor.profile is not None:
-        given["monitor.profile.dir"] = config.monitor.profile.dir or ""
+        paths["monitor.profile.dir"] = config.monitor.profile.dir or ""
     if ":" not in (config.data.name or ""):
-        given |= {
+        paths |= {
             f"data.args.{name}": value
             for name, value in config.data.args.items()
             if isinstance(value, str)
         }
     if is_bucket_url(config.checkpoint.resume):
-        del given["checkpoint.resume"]
-    found = (url_as_path(path, key) for key, path in given.items())
-    yield from (one for one in found if one is not None)
+        del paths["checkpoint.resume"]
+    for key, path in paths.items():
+        contradiction = url_as_path(path, key)
+        if contradiction is not None:
+            yield contradiction
 
 
 def _cuts_layers(config: StepConfig) -> bool:
@@ -397,60 +399,53 @@ def _model(config: Config) -> Iterator[Contradiction]:
 
 def _sizes(config: Config) -> Iterator[Contradiction]:
     """Yield contradictions between the sizes and the lengths of a run."""
-    t = config.training
-    if t.max_steps is not None and t.num_train_epochs is not None:
-        what = (
-            f"the run can't end both after {t.max_steps} steps and after {t.num_train_epochs}"
-            " epochs"
+    training = config.training
+    if training.max_steps is not None and training.num_train_epochs is not None:
+        yield Contradiction(
+            ("training.max_steps", "training.num_train_epochs"),
+            f"the run can't end both after {training.max_steps} steps and after"
+            f" {training.num_train_epochs} epochs",
+            "keep one of the two and write null for the other",
         )
-        fix = "keep one of the two and write null for the other"
-        yield Contradiction(("training.max_steps", "training.num_train_epochs"), what, fix)
     # In Python the batch size may still come from a DataLoader; `lockstep.data.adopt` then makes
     # this comparison.
-    from_loader = config.model.name is None and "batch_size" not in t.model_fields_set
-    if t.global_batch_size is not None and t.global_batch_size % t.batch_size and not from_loader:
-        quotient, rest = divmod(t.global_batch_size, t.batch_size)
-        below = f"{quotient * t.batch_size} or " if quotient else ""
-        equation = f"{t.global_batch_size} = {quotient} × {t.batch_size} + {rest}"
-        what = f"global_batch_size is not a multiple of batch_size: {equation}"
-        fix = (
-            f"write global_batch_size {below}{(quotient + 1) * t.batch_size}, or a batch_size that"
-            " divides "
-        )
-        fix += (
-            f"{t.global_batch_size}:"
-            f" {', '.join(map(str, divisors(t.global_batch_size, t.batch_size)))}"
-        )
-        yield Contradiction(("training.global_batch_size", "training.batch_size"), what, fix)
-    elif (
-        t.global_batch_size is not None
-        and t.global_batch_size % (t.batch_size * t.accumulation)
-        and not from_loader
-    ):
-        quotient, rest = divmod(t.global_batch_size, t.batch_size * t.accumulation)
-        what = (
-            f"no number of ranks makes batch_size {t.batch_size} × gradient_accumulation_steps"
-            f" {t.accumulation} × "
-        )
-        what += (
-            f"data-parallel size = global_batch_size {t.global_batch_size}: {t.global_batch_size} ="
-            f" {quotient} × "
-        )
-        what += f"{t.batch_size * t.accumulation} + {rest}"
-        fix = (
-            "leave gradient_accumulation_steps out, since it follows from global_batch_size; or, to"
-            " keep it, write "
-        )
-        fix += "training.global_batch_size=null"
+    from_loader = config.model.name is None and "batch_size" not in training.model_fields_set
+    if training.global_batch_size is not None and not from_loader:
+        yield from _global_batch(training, training.global_batch_size)
+    if training.lr_scaling != "none" and training.base_batch_size is None:
         yield Contradiction(
-            ("training.gradient_accumulation_steps", "training.global_batch_size"), what, fix
+            ("training.lr_scaling", "training.base_batch_size"),
+            f"lr_scaling: {training.lr_scaling} needs the global batch that learning_rate was"
+            " chosen for",
+            "write base_batch_size, or lr_scaling: none",
         )
-    if t.lr_scaling != "none" and t.base_batch_size is None:
-        what = (
-            f"lr_scaling: {t.lr_scaling} needs the global batch that learning_rate was chosen for"
+
+
+def _global_batch(training: TrainingConfig, global_batch: int) -> Iterator[Contradiction]:
+    """Yield what does not divide a step's samples: batch_size, or with it the accumulation."""
+    size = training.batch_size
+    accumulation = training.accumulation
+    if global_batch % size:
+        quotient, rest = divmod(global_batch, size)
+        below = f"{quotient * size} or " if quotient else ""
+        fitting_sizes = ", ".join(map(str, divisors(global_batch, size)))
+        yield Contradiction(
+            ("training.global_batch_size", "training.batch_size"),
+            "global_batch_size is not a multiple of batch_size:"
+            f" {global_batch} = {quotient} × {size} + {rest}",
+            f"write global_batch_size {below}{(quotient + 1) * size}, or a batch_size that divides"
+            f" {global_batch}: {fitting_sizes}",
         )
-        fix = "write base_batch_size, or lr_scaling: none"
-        yield Contradiction(("training.lr_scaling", "training.base_batch_size"), what, fix)
+    elif global_batch % (size * accumulation):
+        quotient, rest = divmod(global_batch, size * accumulation)
+        yield Contradiction(
+            ("training.gradient_accumulation_steps", "training.global_batch_size"),
+            f"no number of ranks makes batch_size {size} × gradient_accumulation_steps"
+            f" {accumulation} × data-parallel size = global_batch_size {global_batch}:"
+            f" {global_batch} = {quotient} × {size * accumulation} + {rest}",
+            "leave gradient_accumulation_steps out, since it follows from global_batch_size; or, to"
+            " keep it, write training.global_batch_size=null",
+        )
 
 
 def require_equation(training: TrainingConfig, ranks: int, batch_size: int | None = None) -> None:
