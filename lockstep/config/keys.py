@@ -347,32 +347,9 @@ def _mistakes(details: ErrorDetails, path: Path, tree: Node) -> list[Mistake]:
         return [Mistake(str(node.origin), f"{key}: {details['msg'].removeprefix('Value error, ')}")]
     beginnings = [dotted_name(path[:end]) for end in range(len(path), 0, -1)]
     info = next((all_keys()[name] for name in beginnings if name in all_keys()), None)
-    if info is not None and info.key == key:
-        takes = info.takes
-    else:
-        words = {
-            "string_type": "text",
-            "dict_type": "a mapping",
-            "list_type": "a list",
-            "int_type": "a whole number",
-        }
-        words["string_pattern_mismatch"] = "package.module:Name"
-        takes = words.get(details["type"]) or (
-            info.takes if info is not None else details["msg"].lower()
-        )
     value = node.plain()
-    fix = advice_for_value(info.key if info is not None else key, value)
-    if key == "distributed.fsdp.auto_wrap_policy":
-        fix = _policy_by_name(value) or fix
-    if fix is None and key == "distributed.device" and str(value)[-1:].isdecimal():
-        # scripts that place ranks write cuda:1
-        fix = "leave it out: each rank takes the device of its local rank"
-    if fix is None and info is not None and info.choices and isinstance(value, str):
-        lowered = {choice.lower(): choice for choice in info.choices}
-        near = difflib.get_close_matches(value.lower(), list(lowered), n=1, cutoff=0.6)
-        fix = f"write {lowered[near[0]]}" if near else None
-    if fix is None and info is not None and value in (None, False) and "none" in info.choices:
-        fix = "write none"
+    takes = _expected(details, key, info)
+    fix = _fix_of_value(key, info, value)
     if details["type"] == "list_type" and not isinstance(value, dict):
         item = fix.removeprefix("write ") if fix is not None else value
         in_python = str(node.origin).startswith("the setting")
@@ -382,6 +359,49 @@ def _mistakes(details: ErrorDetails, path: Path, tree: Node) -> list[Mistake]:
             float(value)
             fix = f"write {value.replace('_', '')} without quotes or underscores"
     return [Mistake(str(node.origin), f"{key} should be {takes}, but is {_show(value)}", fix)]
+
+
+_TYPES = {
+    "string_type": "text",
+    "dict_type": "a mapping",
+    "list_type": "a list",
+    "int_type": "a whole number",
+    "string_pattern_mismatch": "package.module:Name",
+}
+
+
+def _expected(details: ErrorDetails, key: str, info: KeyInfo | None) -> str:
+    """Return in words what a value should be.
+
+    `info` is of the key, or of the nearest one above it that the schema describes.
+    """
+    if info is not None and info.key == key:
+        return info.takes
+    if details["type"] in _TYPES:
+        return _TYPES[details["type"]]
+    return info.takes if info is not None else details["msg"].lower()
+
+
+def _fix_of_value(key: str, info: KeyInfo | None, value: Any) -> str | None:
+    """Return what to write in place of a value: other tools' names for it, or a similar one."""
+    fix = advice_for_value(info.key if info is not None else key, value)
+    if key == "distributed.fsdp.auto_wrap_policy":
+        fix = _policy_by_name(value) or fix
+    if fix is not None:
+        return fix
+    if key == "distributed.device" and str(value)[-1:].isdecimal():
+        # scripts that place ranks write cuda:1
+        return "leave it out: each rank takes the device of its local rank"
+    if info is None:
+        return None
+    if info.choices and isinstance(value, str):
+        by_lower_case = {choice.lower(): choice for choice in info.choices}
+        near = difflib.get_close_matches(value.lower(), list(by_lower_case), n=1, cutoff=0.6)
+        if near:
+            return f"write {by_lower_case[near[0]]}"
+    if value in (None, False) and "none" in info.choices:
+        return "write none"
+    return None
 
 
 def _policy_by_name(policy: Any) -> str | None:
