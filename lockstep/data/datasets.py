@@ -7,7 +7,7 @@ The name is of a data set that ships (text has `text.py`), `hf:NAME`, or `packag
 `lockstep data prepare`.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lockstep.config import DataConfig
@@ -54,8 +55,8 @@ def build_data(data: DataConfig, *, seed: int = 0) -> Data:
     require_arguments(builder, args, name, "data.args")
     if "seed" in (keywords_of(builder) or ()):
         args.setdefault("seed", seed)
-    made: Data = builder(**args)
-    return made
+    built: Data = builder(**args)
+    return built
 
 
 def check_data(data: DataConfig) -> None:
@@ -78,7 +79,7 @@ def _users(builder: Callable[..., Any], args: dict[str, Any], name: str, seed: i
         args.setdefault("seed", seed)
     require_arguments(builder, args, name, "data.args")
     try:
-        made = builder(**args)
+        users_data = builder(**args)
     except LockstepError:
         raise
     except Exception as error:
@@ -86,9 +87,10 @@ def _users(builder: Callable[..., Any], args: dict[str, Any], name: str, seed: i
         raise UsageError(
             f"the data {name} can't be made", where=users_line(error), why=why
         ) from error
-    if isinstance(made, Data):
-        return made
-    train, validation = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if isinstance(users_data, Data):
+        return users_data
+    is_pair = isinstance(users_data, tuple) and len(users_data) == 2
+    train, validation = users_data if is_pair else (users_data, None)
     for part, role in ((train, "training"), (validation, "validation")):
         readable = hasattr(part, "__iter__") or (
             hasattr(part, "__getitem__") and hasattr(part, "__len__")
@@ -128,56 +130,80 @@ def hugging_face(
     becomes that token.
     """
     options = TextOptions(block_size, stride, validation_fraction)
-    loaded = _load(name, config)
-    if split not in loaded:
-        where = "data.args.split"
+    splits = _load(name, config)
+    if split not in splits:
         raise UsageError(
-            f"hf:{name} has no split {split!r}", where=where, fix=f"it has {', '.join(loaded)}"
+            f"hf:{name} has no split {split!r}",
+            where="data.args.split",
+            fix=f"it has {', '.join(splits)}",
         )
-    train = loaded[split]
-    validation = loaded.get(validation_split)
+    train = splits[split]
+    validation = splits.get(validation_split)
     source = f"hf:{name}" + (f" ({config})" if config else "")
-    wanted = [text_field] if columns is None else list(columns)
-    for column in wanted:
-        if column not in train.column_names:
-            what = f"hf:{name} has no column {column!r}"
-            fix = (
-                f"it has {', '.join(train.column_names)}; `columns` takes rows of any of them as"
-                " samples"
-            )
-            raise UsageError(
-                what,
-                where="data.args.text_field" if columns is None else "data.args.columns",
-                fix=fix,
-            )
     if columns is not None:
-        train = train.with_format("torch", columns=wanted)
-        if validation is not None:
-            return Data(train, validation.with_format("torch", columns=wanted), {"source": source})
-        border = options.border(len(train))
-        held_out = train.select(range(border, len(train))) if border < len(train) else None
-        return Data(train.select(range(border)), held_out, {"source": source})
+        _require_columns(name, train, columns, "data.args.columns")
+        return _rows(train, validation, list(columns), options, source)
+    _require_columns(name, train, [text_field], "data.args.text_field")
     chosen = Tokenizer(tokenizer)
     encoder = DocumentEncoder(chosen, special_tokens)
+    texts_of = partial(_texts, text_field=text_field, source=source)
+    encoded = partial(_encoded_documents if documents else _encoded_text, encoder)
+    tokens = encoded(texts_of(train))
+    if validation is None:
+        train_tokens, held_out = options.split(tokens)
+    else:
+        train_tokens = tokens
+        held_out = encoded(texts_of(validation))
+    data = language_data(train_tokens, held_out, options, source, chosen, documents=documents)
+    return replace(data, notices=[*data.notices, *encoder.notices(source)])
 
+
+def _require_columns(name: str, train: Any, columns: Sequence[str], where: str) -> None:
+    """Raise a UsageError for a column that a data set lacks."""
+    for column in columns:
+        if column not in train.column_names:
+            raise UsageError(
+                f"hf:{name} has no column {column!r}",
+                where=where,
+                fix=(
+                    f"it has {', '.join(train.column_names)}; `columns` takes rows of any of them"
+                    " as samples"
+                ),
+            )
+
+
+def _rows(
+    train: Any, validation: Any, columns: list[str], options: TextOptions, source: str
+) -> Data:
+    """Return data whose samples are rows of some columns, as tensors where they are numbers."""
+    facts = {"source": source}
+    train = train.with_format("torch", columns=columns)
+    if validation is not None:
+        return Data(train, validation.with_format("torch", columns=columns), facts)
+    border = options.border(len(train))
+    held_out = train.select(range(border, len(train))) if border < len(train) else None
+    return Data(train.select(range(border)), held_out, facts)
+
+
+def _texts(split: Any, *, text_field: str, source: str) -> Iterator[str]:
+    """Yield the texts of a split's rows; a UsageError for a row that holds none."""
     field = Field(text_field)
+    for number, row in enumerate(split[text_field]):
+        yield content_of({text_field: row}, field, f"{source}, row {number}")
 
-    def encoded(rows: Iterable[Any]) -> Any:
-        texts = (
-            content_of({text_field: row}, field, f"{source}, row {number}")
-            for number, row in enumerate(rows)
-        )
-        if documents:
-            return [encoder.encode(text) for text in texts]
-        lines = (text + "\n" if text and not text.endswith("\n") else text for text in texts)
-        return np.concatenate([np.empty(0, dtype=chosen.dtype), *map(encoder.encode, lines)])
 
-    whole = encoded(train[text_field])
-    first, last = (
-        options.split(whole) if validation is None else (whole, encoded(validation[text_field]))
-    )
-    made = language_data(first, last, options, source, chosen, documents=documents)
-    return replace(made, notices=[*made.notices, *encoder.notices(source)])
+def _encoded_documents(encoder: DocumentEncoder, texts: Iterable[str]) -> list[Any]:
+    """Return the tokens of each text, int [tokens]."""
+    return [encoder.encode(text) for text in texts]
+
+
+def _encoded_text(encoder: DocumentEncoder, texts: Iterable[str]) -> NDArray[Any]:
+    """Return the tokens of all texts in a row, int [tokens]; each text ends its line."""
+    rows = [np.empty(0, dtype=encoder.tokenizer.dtype)]
+    for text in texts:
+        line = text + "\n" if text and not text.endswith("\n") else text
+        rows.append(encoder.encode(line))
+    return np.concatenate(rows)
 
 
 def _load(name: str, config: str | None) -> Any:
@@ -224,8 +250,8 @@ class Images(CollatingDataset):
         return {"image": self.images[index], "label": self.labels[index]}
 
     def collated(self, indices: Sequence[int]) -> dict[str, Tensor]:
-        which = torch.tensor(indices)
-        return {"image": self.images[which], "label": self.labels[which]}
+        samples = torch.tensor(indices)
+        return {"image": self.images[samples], "label": self.labels[samples]}
 
 
 def digits(*, image_size: int = 32, validation_fraction: float = 0.1) -> Data:
