@@ -89,35 +89,34 @@ def prepare(
         with _only_one(temporary, out) as lock:
             draft = _Draft(temporary, begun_with, chosen, filters, has_answers=template is not None)
             encoder = Encoder(chosen, filters, template, special_tokens=special_tokens)
-            _write(
-                draft,
-                partial(encoded, encoder=encoder, workers=workers, lock=lock),
-                files,
-                field,
-                advance,
-                say,
-            )
+            encode = partial(encoded, encoder=encoder, workers=workers, lock=lock)
+            _write(draft, encode, files, field, advance, say)
             for line in [*noted(draft.notes), *told_of_json(files)]:
                 say(line)
-            header = {
-                "format": FORMAT,
-                "dtype": draft.dtype.name,
-                "num_tokens": draft.num_tokens,
-                "vocab_size": chosen.vocab_size,
-                "tokenizer": "bytes" if chosen.file is None else TOKENIZER,
-                "source": str(source) if files else PYTHON_DOCS,
-                "documents": filters.kept,
-                "left_out": dict(filters.left_out),
-                "has_answers": template is not None,
-            }
-            if chosen.file is not None:
-                shutil.copyfile(chosen.file, temporary / TOKENIZER)
-            (temporary / HEADER).write_text(json.dumps(header, indent=2) + "\n")
-            (temporary / PROGRESS).unlink()
+            _complete(draft, chosen, str(source) if files else PYTHON_DOCS)
             temporary.rename(out)
     except OSError as error:
         raise UsageError(f"{out} can't be written", where="--out", why=str(error)) from None
     return draft.num_tokens, chosen.vocab_size
+
+
+def _complete(draft: "_Draft", tokenizer: Tokenizer, source: str) -> None:
+    """Write the header and the tokenizer, with which the folder is complete."""
+    if tokenizer.file is not None:
+        shutil.copyfile(tokenizer.file, draft.folder / TOKENIZER)
+    header = {
+        "format": FORMAT,
+        "dtype": draft.dtype.name,
+        "num_tokens": draft.num_tokens,
+        "vocab_size": tokenizer.vocab_size,
+        "tokenizer": "bytes" if tokenizer.file is None else TOKENIZER,
+        "source": source,
+        "documents": draft.filters.kept,
+        "left_out": dict(draft.filters.left_out),
+        "has_answers": draft.has_answers,
+    }
+    (draft.folder / HEADER).write_text(json.dumps(header, indent=2) + "\n")
+    (draft.folder / PROGRESS).unlink()
 
 
 def _write(
@@ -134,8 +133,8 @@ def _write(
             if draft.filters.kept:
                 say(f"goes on after {draft.filters.kept:,} documents that an earlier process wrote")
             records = _records(files, field, draft.file, draft.record)
-            for number, record, found in encode(records):
-                draft.take(number, record, found)
+            for number, record, tokens in encode(records):
+                draft.take(number, record, tokens)
                 advance(record.size if record is not None else 0)
             draft.save()
         if not draft.num_tokens:
@@ -172,8 +171,8 @@ def _records(
     if not files and record == 0:  # in one piece, like the data set: it is small
         yield 0, Record("\n\n".join(topics()), PYTHON_DOCS, 0)
     for number in range(file, len(files)):
-        for found in records_of(files[number], field, record if number == file else 0):
-            yield number, found
+        for each in records_of(files[number], field, record if number == file else 0):
+            yield number, each
 
 
 @contextmanager
@@ -216,23 +215,23 @@ class _Draft:
         self._begun_with = begun_with
         self.filters = filters
         self._unsaved = 0  # bytes of input
-        found = self._saved()
-        self.file = found.get("file", 0)  # the next record's
-        self.record = found.get("record", 0)
-        self.num_tokens = found.get("num_tokens", 0)  # of documents that have ended
-        filters.go_on_from(found.get("documents", 0), found.get("left_out", {}))
-        self._has_answers = has_answers
-        self.notes: Counter[str] = Counter(found.get("notes", {}))
-        self._gatherer = Gatherer(self, filters, found.get("open_tokens", 0), self.notes)
+        saved = self._saved()
+        self.file = saved.get("file", 0)  # the next record's
+        self.record = saved.get("record", 0)
+        self.num_tokens = saved.get("num_tokens", 0)  # of documents that have ended
+        filters.go_on_from(saved.get("documents", 0), saved.get("left_out", {}))
+        self.has_answers = has_answers
+        self.notes: Counter[str] = Counter(saved.get("notes", {}))
+        self._gatherer = Gatherer(self, filters, saved.get("open_tokens", 0), self.notes)
 
     def _saved(self) -> dict[str, Any]:
         """Return what an earlier process has saved, if it did the same work; else nothing."""
         try:
-            found: dict[str, Any] = json.loads((self.folder / PROGRESS).read_text())
+            saved: dict[str, Any] = json.loads((self.folder / PROGRESS).read_text())
         except (OSError, ValueError):
-            found = {}
-        if found.get("begun_with") == self._begun_with:
-            return found
+            saved = {}
+        if saved.get("begun_with") == self._begun_with:
+            return saved
         for name in (TOKENIZER, HEADER):
             (self.folder / name).unlink(missing_ok=True)
         return {}
@@ -242,7 +241,7 @@ class _Draft:
             self._tokens = stack.enter_context(open(self.folder / TOKENS, "ab"))
             self._ends = stack.enter_context(open(self.folder / DOCUMENTS, "ab"))
             self._files = [self._tokens, self._ends]
-            if self._has_answers:
+            if self.has_answers:
                 self._trained = stack.enter_context(open(self.folder / TRAINED, "ab"))
                 self._trained.truncate(self.num_tokens)
                 self._files.append(self._trained)
@@ -257,10 +256,10 @@ class _Draft:
     def _truncate(self, file: Any, tokens: int) -> None:
         file.truncate(tokens * self.dtype.itemsize)
 
-    def take(self, file: int, record: Record | None, found: Encoded | None) -> None:
+    def take(self, file: int, record: Record | None, tokens: Encoded | None) -> None:
         """Write what a record of a file becomes, and save now and then."""
-        if record is not None and found is not None:
-            self._gatherer.take(found)
+        if record is not None and tokens is not None:
+            self._gatherer.take(tokens)
             self._unsaved += record.size
         self.record = self.record + 1 if file == self.file else 1
         self.file = file
@@ -306,6 +305,54 @@ class _Draft:
 
 def prepare_command(argv: Sequence[str]) -> int:
     """Run `lockstep data prepare SOURCE --out DIR [--tokenizer bytes|FILE]`."""
+    args = _command_parser().parse_args(list(argv))
+    if args.workers is not None and args.workers < 0:
+        raise UsageError(
+            f"--workers {args.workers} is not a number from 0 on",
+            where="--workers",
+            fix="leave it out",
+        )
+    filters = Filters(args.min_tokens, args.max_tokens, args.keep)
+    field = Field(args.text_field)
+    if args.messages_field is not None:
+        field = Field(args.messages_field, holds_messages=True)
+    files = [] if args.source == "python-docs" else files_of(local_path(args.source, "SOURCE"))
+    size = sum(file.stat().st_size for file in files)
+    workers = _workers_for(size, args.tokenizer) if args.workers is None else args.workers
+    with progress_of(f"tokens of {args.source}", size) as advance:
+        num_tokens, vocab_size = prepare(
+            args.source,
+            args.out,
+            args.tokenizer,
+            field=field,
+            filters=filters,
+            special_tokens=args.special_tokens,
+            workers=workers,
+            advance=advance,
+            say=print,
+        )
+    print(f"{args.out}: {num_tokens:,} tokens of {vocab_size:,} kinds, {filters.kept:,} documents")
+    left_out = told(filters.left_out)
+    if left_out:
+        print(left_out)
+    path = str(args.out)
+    if field.holds_messages:
+        print(f"use it with   {as_documents(path)}")
+        return 0
+    print(f"use it with   {line_of_data('tokens', path=path)}")
+    print(f"or packed     {as_documents(path)}")
+    return 0
+
+
+def _workers_for(size: int, tokenizer: str) -> int:
+    """Return the processes that make tokens of so many bytes of input; 0: this one."""
+    # Bytes are tokens already: handing them over would take longer than using them.
+    is_worth_it = size >= LARGE and tokenizer != "bytes"
+    return len(allowed()) if is_worth_it else 0
+
+
+def _command_parser() -> "_Parser":
+    """Return the parser of `lockstep data prepare`."""
     parser = _Parser(
         "lockstep data prepare",
         description="Turn documents into tokens, for the data sets `tokens` and `documents`.",
@@ -339,46 +386,7 @@ def prepare_command(argv: Sequence[str]) -> int:
     parser.add_argument("--keep", metavar="NAME", help=text)
     text = "processes that make tokens (by default, one a core where the source is large)"
     parser.add_argument("--workers", metavar="N", type=int, help=text)
-    given = parser.parse_args(list(argv))
-    if given.workers is not None and given.workers < 0:
-        raise UsageError(
-            f"--workers {given.workers} is not a number from 0 on",
-            where="--workers",
-            fix="leave it out",
-        )
-    filters = Filters(given.min_tokens, given.max_tokens, given.keep)
-    field = Field(given.text_field)
-    if given.messages_field is not None:
-        field = Field(given.messages_field, holds_messages=True)
-    files = [] if given.source == "python-docs" else files_of(local_path(given.source, "SOURCE"))
-    size = sum(file.stat().st_size for file in files)
-    workers = given.workers
-    if workers is None:
-        # Bytes are tokens already: handing them over would take longer than using them.
-        worth_it = size >= LARGE and given.tokenizer != "bytes"
-        workers = len(allowed()) if worth_it else 0
-    with progress_of(f"tokens of {given.source}", size) as advance:
-        num_tokens, vocab_size = prepare(
-            given.source,
-            given.out,
-            given.tokenizer,
-            field=field,
-            filters=filters,
-            special_tokens=given.special_tokens,
-            workers=workers,
-            advance=advance,
-            say=print,
-        )
-    print(f"{given.out}: {num_tokens:,} tokens of {vocab_size:,} kinds, {filters.kept:,} documents")
-    if line := told(filters.left_out):
-        print(line)
-    path = str(given.out)
-    if field.holds_messages:
-        print(f"use it with   {as_documents(path)}")
-        return 0
-    print(f"use it with   {line_of_data('tokens', path=path)}")
-    print(f"or packed     {as_documents(path)}")
-    return 0
+    return parser
 
 
 class _Parser(argparse.ArgumentParser):
