@@ -82,8 +82,8 @@ class FlowRecorder:
         self._inside: list[tuple[str, int]] = []
         self._forward = False
         self._bytes = 0
-        self._unreal: set[int] = set()
-        self._found: list[recorded_flow.Deviation] = []
+        self._dummies: set[int] = set()  # micro-batches that count nothing
+        self._deviations: list[recorded_flow.Deviation] = []
         self._seen: set[Key] = set()  # that deviate
         self._memory = ModelMemory(trainer.placed.parts)
         self._watched = recorded_flow.ObservedOperations(
@@ -94,26 +94,36 @@ class FlowRecorder:
         self._at = placed.random_state.at
         placed.around_passes.append(self._observed)
         placed.random_state.at = self._begin  # type: ignore[method-assign]
-        for part in placed.parts:
+        self._watch_modules()
+        self._watch_parameters()
+
+    def _watch_modules(self) -> None:
+        """Watch each module that has a name, and note how its settings differ."""
+        for part in self._trainer.placed.parts:
             for module in part.modules():
-                if id(module) in names:
-                    name = names[id(module)]
-                    self._hook(module, name)
-                    mine = self.stored.settings[name] = settings_of_module(module)
-                    right = mine if reference is None else reference.settings.get(name, {})
-                    both = [
-                        (key, value, right[key])
-                        for key, value in mine.items()
-                        if right.get(key, value) != value
-                    ]
-                    self.flow.settings.extend(
-                        f"{name}.{key} {a!r} instead of {b!r}" for key, a, b in both
-                    )
-        if placed.layout.shard == placed.layout.pipeline == 1:
-            for name, parameter in placed.parameters.items():
-                if parameter.requires_grad and not isinstance(parameter, DTensor):
-                    hook = parameter.register_hook(partial(self._see_parameter_gradient, name))  # type: ignore[no-untyped-call]
-                    self._opened.callback(hook.remove)
+                name = self._names.get(id(module))
+                if name is None:
+                    continue
+                self._hook(module, name)
+                settings = settings_of_module(module)
+                self.stored.settings[name] = settings
+                if self._reference is None:
+                    continue
+                right = self._reference.settings.get(name, {})
+                for key, value in settings.items():
+                    if right.get(key, value) != value:
+                        text = f"{name}.{key} {value!r} instead of {right[key]!r}"
+                        self.flow.settings.append(text)
+
+    def _watch_parameters(self) -> None:
+        """Watch the gradient of each parameter that is complete on this rank."""
+        placed = self._trainer.placed
+        if placed.layout.shard > 1 or placed.layout.pipeline > 1:
+            return
+        for name, parameter in placed.parameters.items():
+            if parameter.requires_grad and not isinstance(parameter, DTensor):
+                hook = parameter.register_hook(partial(self._see_parameter_gradient, name))  # type: ignore[no-untyped-call]
+                self._opened.callback(hook.remove)
 
     # ---- the step ----
 
@@ -125,7 +135,7 @@ class FlowRecorder:
         factor: float,
     ) -> None:
         """Run a step's passes with each operation and each loss watched."""
-        self._unreal = {micro_batch.index for micro_batch in micro_batches if not micro_batch.real}
+        self._dummies = {micro_batch.index for micro_batch in micro_batches if not micro_batch.real}
         self._calls.clear()
 
         def see(micro_batch: MicroBatch, loss: Loss) -> None:
@@ -161,7 +171,7 @@ class FlowRecorder:
         None outside of one.
         """
         micro_batch = self._trainer.placed.random_state.micro_batch
-        if not self._forward or micro_batch in self._unreal:
+        if not self._forward or micro_batch in self._dummies:
             return micro_batch, None
         return micro_batch, self._inside[-1][0] if self._inside else ""
 
@@ -172,38 +182,42 @@ class FlowRecorder:
 
         def before(_module: nn.Module, args: Any, kwargs: Any) -> Any:
             """Note a call of the module, and return the inputs that it is given instead."""
-            micro_batch, where = self._now()
-            if where is None:
+            micro_batch, running = self._now()
+            if running is None:
                 return None
             number = self._calls.get((micro_batch, name), 0)
             self._calls[micro_batch, name] = number + 1
             self._inside.append((name, number))
-            kinds = sorted({str(p.dtype) for p in module.parameters(recurse=False)})
-            device = self._trainer.device.type
-            autocast = (
-                str(torch.get_autocast_dtype(device))
-                if torch.is_autocast_enabled(device)
-                else "off"
-            )
-            mode = "training" if module.training else "evaluation"
-            state = f"{mode} mode, autocast {autocast}, parameters {', '.join(kinds) or 'none'}"
-            self.stored.state[micro_batch, name, number] = state.replace("torch.", "")
+            self.stored.state[micro_batch, name, number] = self._state_of(module)
             return self._see_tree((args, kwargs), (micro_batch, name, number), "input")
 
         def after(_module: nn.Module, _args: Any, output: Any) -> Any:
-            micro_batch, where = self._now()
-            if not self._inside or where != name:
+            """Return the output that the module is taken to have returned."""
+            micro_batch, running = self._now()
+            if not self._inside or running != name:
                 return None
             return self._see_tree(output, (micro_batch, *self._inside.pop()), "output")
 
         self._opened.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
         self._opened.callback(module.register_forward_hook(after).remove)
 
-    def _see_tree(self, tree: Any, call: tuple[int, str, int], what: str) -> Any:
+    def _state_of(self, module: nn.Module) -> str:
+        """Return a module's mode and dtypes: `training mode, autocast off, parameters float32`."""
+        dtypes = sorted({str(p.dtype) for p in module.parameters(recurse=False)})
+        device = self._trainer.device.type
+        autocast = "off"
+        if torch.is_autocast_enabled(device):
+            autocast = str(torch.get_autocast_dtype(device))
+        mode = "training" if module.training else "evaluation"
+        state = f"{mode} mode, autocast {autocast}, parameters {', '.join(dtypes) or 'none'}"
+        return state.replace("torch.", "")
+
+    def _see_tree(self, tree: Any, call: tuple[int, str, int], side: str) -> Any:
+        """Record the tensors of a call's inputs or outputs; return what takes their place."""
         leaves, spec = tree_flatten(tree)
         positions = [position for position, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         for position in positions:
-            leaves[position] = self._see((*call, f"{what} {position}"), leaves[position])
+            leaves[position] = self._see((*call, f"{side} {position}"), leaves[position])
         return tree_unflatten(leaves, spec) if positions else tree
 
     def _see(self, key: Key, tensor: Tensor) -> Tensor:
@@ -253,7 +267,7 @@ class FlowRecorder:
 
     def _see_parameter_gradient(self, name: str, gradient: Tensor) -> Tensor | None:
         micro_batch = self._trainer.placed.random_state.micro_batch
-        if micro_batch in self._unreal:
+        if micro_batch in self._dummies:
             return None
         key = (micro_batch, name, 0, "gradient")
         if self._reference is not None and key not in self._reference.tensors:
@@ -268,44 +282,40 @@ class FlowRecorder:
         targets = float(loss.targets)
         self.stored.losses[number] = value, targets
         if self._reference is not None and number in self._reference.losses:
+            key = (number, "", 0, "loss")
             right, right_targets = self._reference.losses[number]
             off = abs(value - right) / max(abs(right), 1e-300)
-            key = (number, "", 0, "loss")
             self.stored.bounds[key] = off
+            times = value / right if right else 0.0
             if targets != right_targets:
-                how = Relation(
+                difference = Relation(
                     f"counts {targets:g} targets instead of {right_targets:g}", OTHER_COUNT
                 )
                 # With another count alone, either the sum or the mean is the reference's.
-                as_mean = abs(value * right_targets - right * targets) <= LEAST * abs(
-                    right * targets
-                )
-                if off > self._bound(key) and not as_mean:
-                    how = Relation(
-                        f"is {in_words(value / right) if right else value} the reference, and {how}"
-                    )
-                self._deviates(LOSS, key, max(off, LEAST), how)
+                mean_is_off = abs(value * right_targets - right * targets)
+                is_same_mean = mean_is_off <= LEAST * abs(right * targets)
+                if off > self._bound(key) and not is_same_mean:
+                    size = in_words(times) if right else value
+                    difference = Relation(f"is {size} the reference, and {difference}")
+                self._deviates(LOSS, key, max(off, LEAST), difference)
             elif off > self._bound(key):
-                times = value / right if right else 0.0
                 self._deviates(LOSS, key, off, Relation(f"is {in_words(times)} the reference"))
-
-        def began(gradient: Tensor) -> Tensor | None:
-            """Compare the gradient with which a backward pass begins; go on with the right one."""
-            self.stored.units[number] = float(gradient)
-            right_unit = None if self._reference is None else self._reference.units.get(number)
-            if not right_unit:
-                return None
-            unit = self._unit(number)
-            times = float(gradient) / right_unit / unit
-            if abs(times - 1) > LEAST and (number, "", 0, "loss") not in self._seen:
-                how = Relation(f"is {in_words(times)} the reference")
-                self._deviates(
-                    LOSS, (number, "", 0, "weight in the backward pass"), abs(times - 1), how
-                )
-            return torch.full_like(gradient, right_unit * unit)
-
         if loss.value.requires_grad:
-            loss.value.register_hook(began)  # type: ignore[no-untyped-call]
+            loss.value.register_hook(partial(self._see_begin_of_backward, number))  # type: ignore[no-untyped-call]
+
+    def _see_begin_of_backward(self, number: int, gradient: Tensor) -> Tensor | None:
+        """Compare the gradient with which a backward pass begins; go on with the right one."""
+        self.stored.units[number] = float(gradient)
+        right = None if self._reference is None else self._reference.units.get(number)
+        if not right:
+            return None
+        unit = self._unit(number)
+        times = float(gradient) / right / unit
+        if abs(times - 1) > LEAST and (number, "", 0, "loss") not in self._seen:
+            key = (number, "", 0, "weight in the backward pass")
+            difference = Relation(f"is {in_words(times)} the reference")
+            self._deviates(LOSS, key, abs(times - 1), difference)
+        return torch.full_like(gradient, right * unit)
 
     def _unit(self, micro_batch: int) -> float:
         """Return the factor between this rank's gradients and the reference's.
@@ -334,30 +344,38 @@ class FlowRecorder:
         reduction.
         """
         assert self._reference is not None
-        mine = sorted(
-            {key[0] for key in self._reference.tensors if key[3] == "gradient"}
-            & set(self.stored.units)
-        )
-        every = sorted({key[0] for key in self._reference.tensors if key[3] == "gradient"})
+        every = {key[0] for key in self._reference.tensors if key[3] == "gradient"}
+        micro_batches = sorted(every)
+        on_this_rank = sorted(every & set(self.stored.units))
+        unit = self._unit(on_this_rank[0]) if on_this_rank else 1.0
         for name, gradient in gradients.items():
             expected = stored.get(GRADIENT, name)
-            if expected is not None:
-                expected = shard_like(expected, gradient)
-                gradient = local(gradient).cpu()
-            if expected is None or gradient.shape != expected.shape:
+            if expected is None:
+                continue
+            expected = shard_like(expected, gradient)
+            gradient = local(gradient).cpu()
+            if gradient.shape != expected.shape:
                 continue
             key = (-1, name, 0, "reduced gradient")
             off = distance(gradient, expected)
             self.stored.bounds[key] = off
             self.flow.count_part()
-            bounds = [self._reference.bounds.get((m, name, 0, "gradient"), 0.0) for m in every]
-            if off > max(LEAST, SLACK * max([self._reference.bounds.get(key, 0.0), *bounds])):
-                unit = self._unit(mine[0]) if mine else 1.0
-                terms = self._reference.terms(name, every, expected)
-                how = reduced_relation(
-                    gradient, expected, terms, mine, self._trainer.layout.world_size, unit, scale
+            bounds = [
+                self._reference.bounds.get((number, name, 0, "gradient"), 0.0)
+                for number in micro_batches
+            ]
+            largest = max([self._reference.bounds.get(key, 0.0), *bounds])
+            if off > max(LEAST, SLACK * largest):
+                difference = reduced_relation(
+                    gradient,
+                    expected,
+                    self._reference.terms(name, micro_batches, expected),
+                    on_this_rank,
+                    self._trainer.layout.world_size,
+                    unit,
+                    scale,
                 )
-                self._deviates(REDUCTION, key, off, how)
+                self._deviates(REDUCTION, key, off, difference)
 
     def _store(self, key: Key, tensor: Tensor) -> None:
         self._bytes += tensor.numel() * tensor.element_size()
@@ -382,47 +400,53 @@ class FlowRecorder:
             self.flow.unjudged.append(f"{key[1] or 'the model'}, {key[3]}")
             return
         others = [
-            (Relation(f"is the reference of micro-batch {m}"), tensor)
-            for (m, *rest), tensor in self._reference.tensors.items()
-            if tuple(rest) == key[1:] and m != key[0] and tensor.shape == mine.shape
+            (Relation(f"is the reference of micro-batch {other[0]}"), tensor)
+            for other, tensor in self._reference.tensors.items()
+            if other[1:] == key[1:] and other[0] != key[0] and tensor.shape == mine.shape
         ]
-        self._deviates(
-            stage, key, off, relation(mine, right, others if len(others) < _MOST_OTHERS else ())
-        )
+        if len(others) >= _MOST_OTHERS:
+            others = []
+        self._deviates(stage, key, off, relation(mine, right, others))
 
     def _bound(self, key: Key) -> float:
+        """Return how far a part may deviate, relatively; whole numbers have to be the same."""
         assert self._reference is not None
-        least = (
-            LEAST if self._reference.tensors.get(key, torch.empty(0)).is_floating_point() else 0.0
-        )
-        return max(least, SLACK * self._reference.bounds.get(key, 0.0))
+        tensor = self._reference.tensors.get(key)  # None: a loss
+        is_float = tensor is None or tensor.is_floating_point()
+        return max(LEAST if is_float else 0.0, SLACK * self._reference.bounds.get(key, 0.0))
 
-    def _deviates(self, stage: str, key: Key, relative: float, how: Relation) -> None:
+    def _deviates(self, stage: str, key: Key, off: float, difference: Relation) -> None:
         """Note that a part deviates, and how the module's mode and types differ."""
         assert self._reference is not None
-        micro_batch, name, number, what = key
+        micro_batch, name, call, part = key
         note = ""
-        state = self.stored.state.get((micro_batch, name, number))
-        right_state = self._reference.state.get((micro_batch, name, number))
+        state = self.stored.state.get((micro_batch, name, call))
+        right_state = self._reference.state.get((micro_batch, name, call))
         if state is not None and right_state is not None and state != right_state:
             pairs = zip(state.split(", ", 2), right_state.split(", ", 2), strict=True)
-            note = "; ".join(f"{a} instead of {b}" for a, b in pairs if a != b)
+            note = "; ".join(f"{mine} instead of {right}" for mine, right in pairs if mine != right)
         self._seen.add(key)
-        modules = (m for part in self._trainer.placed.parts for m in part.modules())
-        of_module = stage in (FORWARD, BACKWARD)
-        cls = next(
-            (type(m).__name__ for m in modules if of_module and self._names.get(id(m)) == name), ""
-        )
+        module_class = self._class_of(name) if stage in (FORWARD, BACKWARD) else ""
         rank = self._trainer.state.cluster.facts.rank
-        self._found.append(
-            recorded_flow.Deviation(stage, rank, micro_batch, name, what, relative, how, note, cls)
+        self._deviations.append(
+            recorded_flow.Deviation(
+                stage, rank, micro_batch, name, part, off, difference, note, module_class
+            )
         )
+
+    def _class_of(self, name: str) -> str:
+        """Return the name of a module's class; empty if this rank has no such module."""
+        for part in self._trainer.placed.parts:
+            for module in part.modules():
+                if self._names.get(id(module)) == name:
+                    return type(module).__name__
+        return ""
 
     def finish(self) -> RankFlow:
         """Return what was found; the recorder is of no use afterwards."""
         self._opened.close()
         self.flow.deviations[:] = sorted(
-            self._found, key=lambda deviation: recorded_flow.STAGES.index(deviation.stage)
+            self._deviations, key=lambda deviation: recorded_flow.STAGES.index(deviation.stage)
         )
         if self._reference is not None and self.flow.deviations:
             first = self.flow.deviations[0]
