@@ -431,8 +431,8 @@ def _global_batch(training: TrainingConfig, global_batch: int) -> Iterator[Contr
         fitting_sizes = ", ".join(map(str, divisors(global_batch, size)))
         yield Contradiction(
             ("training.global_batch_size", "training.batch_size"),
-            "global_batch_size is not a multiple of batch_size:"
-            f" {global_batch} = {quotient} × {size} + {rest}",
+            f"global_batch_size is not a multiple of batch_size: {global_batch} = {quotient} ×"
+            f" {size} + {rest}",
             f"write global_batch_size {below}{(quotient + 1) * size}, or a batch_size that divides"
             f" {global_batch}: {fitting_sizes}",
         )

@@ -228,8 +228,8 @@ def note_of_special(special_tokens: bool) -> str:
     if special_tokens:
         return "texts hold the text of a special token, which becomes that token"
     return (
-        "texts hold the text of a special token, which is encoded as text"
-        " (special_tokens: true makes it that token)"
+        "texts hold the text of a special token, which is encoded as text (special_tokens: true"
+        " makes it that token)"
     )
 
 

@@ -81,13 +81,11 @@ def run_segment(
             )
             why = (
                 "the first segment gets the arguments of the model's forward pass, which a batch's"
-                " keys name; each "
-                "further one the result of the segment before it"
+                " keys name; each further one the result of the segment before it"
             )
             fix = (
                 "name the first segment's arguments like the batch's keys, or give the model a"
-                " method "
-                "inputs(batch) that returns (arguments, keyword arguments)"
+                " method inputs(batch) that returns (arguments, keyword arguments)"
             )
             raise UsageError(what, where="segments() of the model", why=why, fix=fix) from error
         raise

@@ -351,8 +351,8 @@ def _check_latent(latent_bits: int, split_layer: int, n_layer: int, n_embd: int)
     require_positive(latent_bits=latent_bits)
     if latent_bits > MAX_LATENT_BITS:
         what = (
-            f"latent_bits={latent_bits} makes 2^{latent_bits} = {2**latent_bits:,} codes; at most "
-            f"{MAX_LATENT_BITS} bits are allowed"
+            f"latent_bits={latent_bits} makes 2^{latent_bits} = {2**latent_bits:,} codes; at most"
+            f" {MAX_LATENT_BITS} bits are allowed"
         )
         why = f"each code has a vector of {n_embd}: {2**latent_bits * n_embd:,} parameters"
         raise UsageError(

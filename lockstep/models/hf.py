@@ -311,8 +311,7 @@ def _require_equal_chain(config: Any) -> None:
     if differ:
         what = (
             f"transformers {transformers.__version__} computes something else for a"
-            f" {config.model_type} of this "
-            "config than its chain of segments"
+            f" {config.model_type} of this config than its chain of segments"
         )
         fix = "install another version, or hand transformers' own object to lockstep.Trainer"
         raise UsageError(what, where="model.name", why="another model would be trained", fix=fix)

@@ -263,8 +263,7 @@ class MixtureModel(CausalModel):
                 )
                 fix = (
                     "leave it out, and experts are not balanced; or hand the library's model to"
-                    " lockstep.Trainer "
-                    "with batches of input_ids and labels"
+                    " lockstep.Trainer with batches of input_ids and labels"
                 )
                 raise UsageError(what, where="model.args.output_router_logits", fix=fix)
             self._takes_targets_as_they_are = True

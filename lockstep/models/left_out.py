@@ -19,8 +19,7 @@ def refuse_uneven(divisors: tuple[int, ...]) -> None:
     """
     what = (
         f"the loss has {len(divisors)} terms that leave out different targets of a micro-batch:"
-        " they are means over "
-        f"{', '.join(map(str, divisors[:-1]))} and {divisors[-1]}"
+        f" they are means over {', '.join(map(str, divisors[:-1]))} and {divisors[-1]}"
     )
     why = (
         "each term would need the number of its own targets in the whole step: no one number weighs"
@@ -28,9 +27,8 @@ def refuse_uneven(divisors: tuple[int, ...]) -> None:
     )
     fix = (
         "let all terms leave out the same targets (of answers in texts: drop those of which one end"
-        " lies outside); or "
-        "take a step of one micro-batch; or give the model count(batch), by which all terms are to"
-        " be weighed"
+        " lies outside); or take a step of one micro-batch; or give the model count(batch), by"
+        " which all terms are to be weighed"
     )
     raise UsageError(what, where="the loss", why=why, fix=fix)
 

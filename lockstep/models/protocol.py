@@ -285,8 +285,8 @@ def _refuse_arguments(
             what = f"no loss_fn was given, and {what}"
             fix = (
                 "pass one, such as loss_fn=torch.nn.CrossEntropyLoss(): it gets the batch's last"
-                " member, and forward "
-                "the others; or let forward take all of them, and return the loss"
+                " member, and forward the others; or let forward take all of them, and return the"
+                " loss"
             )
         raise UsageError(what, where="the samples and the model", why=str(error), fix=fix) from None
 
@@ -476,8 +476,8 @@ def no_chain(model: nn.Module) -> UsageError:
     what = f"{type(model).__name__} can't be cut into stages"
     why = "a pipeline needs the forward pass as a chain of modules"
     fix = (
-        "give the model a method segments() -> [(name, module)], each taking what the one"
-        " before it returns; or make it an nn.Sequential; or let torch trace it:"
+        "give the model a method segments() -> [(name, module)], each taking what the one before it"
+        " returns; or make it an nn.Sequential; or let torch trace it:"
         " lockstep.models.traced.trace(model, example inputs)"
     )
     return UsageError(what, where="distributed.strategy: pipeline", why=why, fix=fix)
@@ -606,8 +606,8 @@ def _too_many(
     """
     what = (
         f"a batch is a {type(batch).__name__} of {len(batch)}, which gives"
-        f" {type(model).__name__}.forward {count} "
-        f"arguments, and it takes {len(positional)}: {', '.join(positional)}"
+        f" {type(model).__name__}.forward {count} arguments, and it takes {len(positional)}:"
+        f" {', '.join(positional)}"
     )
     why = (
         "the items of a batch are the model's arguments, and with a loss_fn the last are the"
@@ -641,9 +641,8 @@ def _with_documents(model: nn.Module, inputs: Inputs) -> Inputs:
             why = "it would let the documents of a sequence see each other"
             fix = (
                 f"leave {DOCUMENTS} out of the samples, or let the model's forward take it and hand"
-                " it to its "
-                "attention: self.attend(q, k, v, document_ids), self.attend.positions(length,"
-                " device, document_ids)"
+                " it to its attention: self.attend(q, k, v, document_ids),"
+                " self.attend.positions(length, device, document_ids)"
             )
             raise UsageError(what, where="the data set", why=why, fix=fix)
         return args, kwargs

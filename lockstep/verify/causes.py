@@ -241,8 +241,7 @@ def _memory(e: Evidence) -> Cause | None:
     which = "which" if len(moved) == 1 else "at least one of which"
     text = (
         f"a forward pass changes {listed(moved)}, {which} a later micro-batch reads: each rank sees"
-        " its own ones "
-        "only"
+        " its own ones only"
     )
     return Cause("memory", text + located(e), [experiments.MEMORY])
 
@@ -279,8 +278,7 @@ def _positions(e: Evidence) -> Cause | None:
     if not where:
         text = (
             "the step agrees where each rank computes whole sequences: what differs is between the"
-            " parts of a "
-            "sequence"
+            " parts of a sequence"
         )
         return Cause("context", text, [experiments.COMPLETE])
     if e.tried[experiments.COMPLETE].numbers:

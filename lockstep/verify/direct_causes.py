@@ -73,8 +73,7 @@ def nondeterminism(e: Evidence) -> Cause | None:
         module = next((a[0] for a, b in pairs if a != b), "the model")
         text = (
             f"{module or 'the model'} returns something else each time: an operation that is not"
-            " deterministic, or "
-            "random numbers from outside torch's generator"
+            " deterministic, or random numbers from outside torch's generator"
         )
         return Cause(kind, text, ["the same step twice in one process"])
     first = e.tried.get(experiments.AGAIN)
@@ -167,8 +166,7 @@ def left_over(e: Evidence) -> Cause | None:
         )
     text = (
         "the step agrees where a new process takes it from the same state: an earlier step of the"
-        " same process "
-        f"leaves something behind that no checkpoint holds; {first_seen(e)}"
+        f" same process leaves something behind that no checkpoint holds; {first_seen(e)}"
     )
     return Cause("earlier steps", text, [experiments.AGAIN])
 

@@ -484,9 +484,8 @@ def _judge_second(name: str, second: _SecondStep) -> Check:
     if not second.update <= AGREES:
         fault = "a checkpoint does not hold all of" if name == LOADED else "an evaluation changes"
         text = (
-            "the next step's gradients are the same, and its update of"
-            f" {second.worst_update} differs by {second.update:.1e}: {fault} what the optimizer"
-            " keeps"
+            f"the next step's gradients are the same, and its update of {second.worst_update}"
+            f" differs by {second.update:.1e}: {fault} what the optimizer keeps"
         )
         return Check(title, passed=False, kind="optimizer state", text=text, relative=second.update)
     return Check(title, passed=True, relative=second.gradient)

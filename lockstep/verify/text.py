@@ -226,8 +226,8 @@ def losses_text(names: tuple[str, str], losses: PairedLosses, given: Sequence[st
             f"A: {names[0]}",
             f"B: {names[1]}",
             "",
-            f"loss over {len(losses.mine)} steps: A {fmean(losses.right):.6g},"
-            f" B {fmean(losses.mine):.6g}",
+            f"loss over {len(losses.mine)} steps: A {fmean(losses.right):.6g}, B"
+            f" {fmean(losses.mine):.6g}",
             f"B − A, paired: {losses.difference:+.3g} ± {losses.error:.2g} (mean and its standard"
             f" error; unpaired the error is {losses.unpaired_error:.2g})",
             f"  B was given A's {listed(list(given))}" if given else "  B had what A had by itself",

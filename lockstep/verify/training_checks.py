@@ -221,8 +221,7 @@ class TrainingChecks:
             if id(model) in inside:
                 text = (
                     f"{type(model).__name__} is called beside the DistributedDataParallel that"
-                    " wraps it: "
-                    "its gradients are not reduced"
+                    " wraps it: its gradients are not reduced"
                 )
                 fix = "call the wrapper, and not what it wraps"
                 self.find("gradient synchronisation", text, fix, own_line())
@@ -250,8 +249,7 @@ class TrainingChecks:
         if self._clipped is not None:
             text = (
                 "a backward pass adds to the gradients after they are clipped, so that the step is"
-                " longer "
-                "than the norm allows"
+                " longer than the norm allows"
             )
             fix = "clip once, when all gradients are there"
             self.find("clipping", text, fix, self._clipped_at)
@@ -289,8 +287,7 @@ class TrainingChecks:
         if self.looks and self._clipped is None:
             text = (
                 "gradients are clipped where there are none: before the backward pass, or of a"
-                " model that "
-                "is not trained"
+                " model that is not trained"
             )
             fix = "clip between loss.backward() and optimizer.step()"
             self.find("clipping", text, fix, self._clipped_at)
@@ -323,8 +320,8 @@ class TrainingChecks:
         trained = [p for p in own if p.requires_grad]
         if trained and not any(p.grad is not None for p in trained):
             text = (
-                "the optimizer's parameters get no gradient: it was made for another model, or "
-                "before the model was converted or wrapped"
+                "the optimizer's parameters get no gradient: it was made for another model, or"
+                " before the model was converted or wrapped"
             )
             fix = "make the optimizer from the model that is called"
             self.find("stale optimizer", text, fix, self._made_at.get(optimizer, ""))
@@ -358,8 +355,8 @@ class TrainingChecks:
             and abs(float(local(parameter.grad).norm()) - norm) <= 1e-6 * norm
         ):
             text = (
-                f"a step adds up the gradients of {self._passes} micro-batches, and nothing "
-                f"divides their mean losses: it is {self._passes} × as long as that of one batch"
+                f"a step adds up the gradients of {self._passes} micro-batches, and nothing divides"
+                f" their mean losses: it is {self._passes} × as long as that of one batch"
             )
             fix = f"(loss / {self._passes}).backward()"
             self.find("gradient accumulation", text, fix, self._backward_at)
@@ -598,8 +595,8 @@ class TrainingChecks:
         """Look at the result of `load_state_dict(strict=False)`."""
         if missing and unexpected and 2 * len(missing) > len(list(model.state_dict())):
             text = (
-                f"load_state_dict(strict=False) left out {len(missing)} tensors, such as "
-                f"{missing[0]}, and did not know {len(unexpected)}, such as {unexpected[0]}"
+                f"load_state_dict(strict=False) left out {len(missing)} tensors, such as"
+                f" {missing[0]}, and did not know {len(unexpected)}, such as {unexpected[0]}"
             )
             fix = "give the names of the checkpoint the prefix of the model's"
             self.find("checkpoint not loaded", text, fix, own_line())

@@ -105,8 +105,7 @@ def weighing_cause(evidence: GradientEvidence) -> Cause | None:
     if abs(total - 1) < _NEARLY:
         text = (
             "each rank's loss is a mean over its own targets, and ranks have unequal numbers of"
-            " them: one process "
-            f"weighs the ranks' samples by {said}, and their average by"
+            f" them: one process weighs the ranks' samples by {said}, and their average by"
             f" {', '.join([f'{1 / ranks:.3f}'] * ranks)}"
         )
         return script_cause(NORMALISATION, text, by, evidence.framework)
@@ -118,8 +117,7 @@ def weighing_cause(evidence: GradientEvidence) -> Cause | None:
         if abs(total - ranks) < _NEARLY * ranks:
             text = (
                 f"the gradient is {1 / total:.3g} × that of one process: each rank's loss is a sum"
-                " over its "
-                f"samples, and averaging over ranks divides it by {ranks}"
+                f" over its samples, and averaging over ranks divides it by {ranks}"
             )
         return script_cause(SUM, text, by, evidence.framework)
     wrong = [rank for rank, weight in enumerate(weights) if abs(weight * ranks - 1) > _NEARLY]
@@ -240,9 +238,8 @@ def coupling_cause(evidence: GradientEvidence, alone: Sequence[Values]) -> Cause
         return None
     text = (
         "the loss of the whole batch is no mean of the losses of its parts: it couples samples"
-        " (negatives or a "
-        "balance over the batch, statistics of the batch), or has terms that are divided by"
-        " different counts"
+        " (negatives or a balance over the batch, statistics of the batch), or has terms that are"
+        " divided by different counts"
     )
     by = (
         "one process on each rank's samples alone: the mean of these gradients is the ranks'"
@@ -269,9 +266,8 @@ def accumulation_cause(
     said = ", ".join(f"{weight:.3f}" for weight in weights)
     text = (
         "the step is a mean of its micro-batches' means, which have unequal numbers of targets: the"
-        " whole batch "
-        f"weighs them by {said}; so the step depends on how its samples are cut, on one"
-        " process, too"
+        f" whole batch weighs them by {said}; so the step depends on how its samples are cut, on"
+        " one process, too"
     )
     by = (
         f"the step's samples in one batch: weighed by {said}, the micro-batches' gradients are its"
@@ -314,8 +310,7 @@ def shared_cause(evidence: GradientEvidence) -> Cause | None:
     if partial:
         text = (
             f"the gradient of {listed(partial, 5)} is not summed over the ranks that share the"
-            " model: each "
-            "has the part that comes through its own part of the layers"
+            " model: each has the part that comes through its own part of the layers"
         )
         return script_cause(NOT_SYNCHRONISED, text, by, evidence.framework, parameters=partial)
     if scaled:

@@ -422,9 +422,8 @@ class _Judgement(ScriptComparison):
             reference = self.alone("given the ranks' gradients for its updates", [self.feed])[0]
             text = (
                 f"left to itself, one process has {first.aspect} in step {first.step + 1} that"
-                " differ by "
-                f"{first.relative:.0e}: its optimizer was given the ranks' gradients, and its own"
-                " were compared"
+                f" differ by {first.relative:.0e}: its optimizer was given the ranks' gradients,"
+                " and its own were compared"
             )
             self.outcome.notices.append(text)
             first, rounding = self.first_difference(reference, limits)

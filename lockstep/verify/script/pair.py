@@ -311,8 +311,8 @@ class _Pair(ScriptComparison):
                     if group[key] != other[key]:
                         name = "the learning rate" if key == "lr" else key
                         return (
-                            f"{name} is {group[key]} in B and {other[key]} in A,"
-                            f" in step {number + 1}"
+                            f"{name} is {group[key]} in B and {other[key]} in A, in step"
+                            f" {number + 1}"
                         )
         return ""
 

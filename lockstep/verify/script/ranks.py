@@ -84,10 +84,8 @@ def _same_draws(world: World) -> Cause | None:
     if alike:
         text = (
             f"dropout, or what else draws from {listed(sorted(alike))}'s generator in a forward"
-            " pass, is drawn "
-            "alike on all ranks: samples at the same place of a batch get the same mask, and each"
-            " its own in one "
-            "process"
+            " pass, is drawn alike on all ranks: samples at the same place of a batch get the same"
+            " mask, and each its own in one process"
         )
         by = (
             "the generators' states before a forward pass, and after it has moved them, are the"
@@ -96,8 +94,8 @@ def _same_draws(world: World) -> Cause | None:
         return script_cause(kind, text, by, framework)
     text = (
         f"dropout, or what else draws from {listed(drawn)}'s generator in a forward pass, is drawn"
-        " by each rank on "
-        "its own: one process draws other numbers, so the step is equal only up to them"
+        " by each rank on its own: one process draws other numbers, so the step is equal only up to"
+        " them"
     )
     return Cause(kind, text, ["the generators' states"], is_error=False, column=kind)
 

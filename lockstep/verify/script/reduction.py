@@ -114,8 +114,7 @@ def _mistake_of_each(final: Sequence[Values], own: Sequence[Values], mean: Value
         if what == OWN and times == 1 / ranks:
             text = (
                 "the gradient{which} is not synchronised, and divided by the number of ranks: each"
-                " rank's "
-                "optimizer uses its own"
+                " rank's optimizer uses its own"
             )
         elif (what, times) != (OWN, 1.0):
             known = next(sum_ for sum_ in left if sum_ is not None)
