@@ -428,27 +428,28 @@ class _Judgement(ScriptComparison):
             self.outcome.notices.append(text)
             first, rounding = self.first_difference(reference, limits)
         if first is not None and first.relative <= CEILING:
-            nudged = self.alone("with other last bits in its weights", [self.feed], nudged=True)[0]
-            moved = [
-                self.distances(number, World([nudged]), reference)
-                for number in range(len(nudged.steps))
-            ]
-            if max(moved[first.step]) > CEILING / NUDGES and first.relative <= NUDGES * max(
-                moved[first.step]
-            ):
-                text = (
-                    f"{first.aspect} of step {first.step + 1} differ by {first.relative:.0e}, and"
-                    " changed last bits "
-                )
+            moved = self._moved_by_last_bits(reference)
+            most_moved = max(moved[first.step])
+            if most_moved > CEILING / NUDGES and first.relative <= NUDGES * most_moved:
                 self.outcome.leave_open(
-                    f"{text}move those of one process by {max(moved[first.step]):.0e}"
+                    f"{first.aspect} of step {first.step + 1} differ by {first.relative:.0e}, and"
+                    f" changed last bits move those of one process by {most_moved:.0e}"
                 )
                 return
-            limits = [(max(ROUNDING, NUDGES * g), max(ROUNDING * 50, NUDGES * w)) for g, w in moved]
+            limits = [
+                (max(ROUNDING, NUDGES * of_gradients), max(ROUNDING * 50, NUDGES * of_updates))
+                for of_gradients, of_updates in moved
+            ]
             first, rounding = self.first_difference(reference, limits)
         self.outcome.compare(first, rounding)
         if first is not None:
             explain(self, first, reference)
+
+    def _moved_by_last_bits(self, reference: ScriptRecord) -> list[tuple[float, float]]:
+        """Return how far changed last bits of weights move gradients and updates, step by step."""
+        nudged = self.alone("with other last bits in its weights", [self.feed], nudged=True)[0]
+        world = World([nudged])
+        return [self.distances(number, world, reference) for number in range(len(nudged.steps))]
 
     def _say_draws(self, reference: ScriptRecord) -> None:
         """Say what the loop draws on each rank, and that one process was given it."""

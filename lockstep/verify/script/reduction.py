@@ -72,7 +72,7 @@ def reduction_cause(evidence: GradientEvidence) -> Cause | None:
     apart.pop(_UNEXPLAINED, None)
     if not apart:
         return None
-    mistake = max(apart, key=lambda known: len(apart[known]))
+    mistake = max(apart, key=lambda each: len(apart[each]))
     names = apart[mistake]
     which = "" if len(names) == len(evidence.sizes) else f" of {listed(names, 5)}"
     by = f"{BY_PARTS}: added up so, they are the ranks' gradient"
@@ -97,14 +97,15 @@ def _mistake_of_each(final: Sequence[Values], own: Sequence[Values], mean: Value
     """Return how ranks, which step with different gradients, come to theirs."""
     ranks = len(own)
     parts = [gradient / ranks for gradient in own]
-    wrong = [
-        {(left.what, left.times): left for left in wrong_sums(parts, [rank], ranks, unit=ranks)}
+    # of each rank: (what is summed, how many times) → the wrong sum that it may have been left with
+    sums_of_ranks = [
+        {(sum_.what, sum_.times): sum_ for sum_ in wrong_sums(parts, [rank], ranks, unit=ranks)}
         for rank in range(ranks)
     ]
-    for what, times in dict.fromkeys(key for sums in wrong for key in sums):
-        left = [sums.get((what, times)) for sums in wrong]
+    for what, times in dict.fromkeys(key for sums in sums_of_ranks for key in sums):
+        candidates = [sums.get((what, times)) for sums in sums_of_ranks]
         # A sum that is 0 on a rank is not among those that may be left there.
-        values = [np.zeros_like(mean) if sum_ is None else sum_.value for sum_ in left]
+        values = [np.zeros_like(mean) if sum_ is None else sum_.value for sum_ in candidates]
         if not all(map(is_same, final, values)):
             continue
         text = (
@@ -117,9 +118,9 @@ def _mistake_of_each(final: Sequence[Values], own: Sequence[Values], mean: Value
                 " rank's optimizer uses its own"
             )
         elif (what, times) != (OWN, 1.0):
-            known = next(sum_ for sum_ in left if sum_ is not None)
+            first = next(sum_ for sum_ in candidates if sum_ is not None)
             text = (
-                f"the gradient{{which}} on each rank {known.relation}, and not the mean over ranks"
+                f"the gradient{{which}} on each rank {first.relation}, and not the mean over ranks"
             )
         return _Mistake(NOT_SYNCHRONISED, text)
     apart = [rank for rank, gradient in enumerate(final) if not is_same(gradient, mean)]
@@ -133,9 +134,9 @@ def _mistake_of_each(final: Sequence[Values], own: Sequence[Values], mean: Value
         return _UNEXPLAINED
     text = (
         f"the gradient{{which}} on rank {listed(list(map(str, apart)))} is not the mean over ranks,"
-        " and on the "
+        " and on the others it is"
     )
-    return _Mistake(NOT_SYNCHRONISED, text + "others it is")
+    return _Mistake(NOT_SYNCHRONISED, text)
 
 
 def _mistake_of_all(final: Values, own: Sequence[Values], mean: Values) -> _Mistake:
@@ -162,9 +163,9 @@ def _mistake_of_all(final: Values, own: Sequence[Values], mean: Values) -> _Mist
     times = factor(final, mean)
     if distance(final, times * mean) <= ADDS_UP:
         return _Mistake(SUM, f"the gradient{{which}} is {times:.3g} × the mean over ranks")
-    found = weighted_sum(own, final)
-    if not found.is_unique or found.residual > ADDS_UP:
+    fitted = weighted_sum(own, final)
+    if not fitted.is_unique or fitted.residual > ADDS_UP:
         return _UNEXPLAINED
-    weights = ", ".join(f"{weight:.3g}" for weight in np.round(found.weights, 6) + 0.0)
+    weights = ", ".join(f"{weight:.3g}" for weight in np.round(fitted.weights, 6) + 0.0)
     text = f"the ranks' gradients{{which}} count {weights}, and 1/{ranks} each in a mean"
     return _Mistake("weights of ranks", text)
