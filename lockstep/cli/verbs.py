@@ -71,9 +71,8 @@ def new_model(argv: list[str]) -> int:
     """Run `lockstep new-model NAME`."""
     text = (
         "Write a language model of your own to change, a config that trains it, and a test that it"
-        " takes the same "
+        " takes the same steps on two ranks as in one process."
     )
-    text += "steps on two ranks as in one process."
     parser = Parser(
         "new-model", text, ["lockstep new-model my_model && lockstep train my_model.yaml"]
     )

@@ -103,16 +103,12 @@ def require_same_data(
         elif difference is not None:
             why = (
                 "every rank is to have all data, because Lockstep shares them out: what is cut by"
-                " rank beforehand is "
+                " rank beforehand is cut twice, and most samples are never seen"
             )
-            why += "cut twice, and most samples are never seen"
             fix = (
                 f"delete {_cut_of(data) or _ANY_CUT} and hand over all data. Where each rank's are"
-                " its own on purpose, "
-            )
-            fix += (
-                "say so: data.rank_sharded = True; where they come from random numbers, seed these"
-                " alike on all ranks"
+                " its own on purpose, say so: data.rank_sharded = True; where they come from random"
+                " numbers, seed these alike on all ranks"
             )
             raise UsageError(difference, where="the training or validation data", why=why, fix=fix)
 

@@ -54,16 +54,13 @@ def reason(error: BaseException) -> str:
 _FULL = "unable to allocate shared memory"  # of torch, in the worker that sends a batch
 _MORE = (
     "give /dev/shm more space (containers get 64 MB: docker run --shm-size=8g, or --ipc=host; in"
-    " Kubernetes an "
+    " Kubernetes an emptyDir of medium Memory on /dev/shm), or set data.num_workers: 0"
 )
-_MORE += "emptyDir of medium Memory on /dev/shm), or set data.num_workers: 0"
 
 _UNEQUAL = "equal size"  # of `default_collate`
 _PAD = (
-    "pad or cut them to one size in the dataset, or give a DataLoader with a collate_fn that pads: "
-)
-_PAD += (
-    "torch.nn.utils.rnn.pad_sequence, transformers.DataCollatorWithPadding(tokenizer); or use"
+    "pad or cut them to one size in the dataset, or give a DataLoader with a collate_fn that pads:"
+    " torch.nn.utils.rnn.pad_sequence, transformers.DataCollatorWithPadding(tokenizer); or use"
     " batch_size: 1"
 )
 _SAME_KINDS = (

@@ -57,9 +57,9 @@ def check_batch_sizes(batch_size: int, global_batch_size: int) -> None:
     if rest:
         near = sorted({max(1, whole) * batch_size, (whole + 1) * batch_size})
         what = (
-            f"global_batch_size {global_batch_size} is not a multiple of batch_size {batch_size}: "
+            f"global_batch_size {global_batch_size} is not a multiple of batch_size {batch_size}:"
+            f" {global_batch_size} = {whole} × {batch_size} + {rest}"
         )
-        what += f"{global_batch_size} = {whole} × {batch_size} + {rest}"
         why = "a step is made of whole micro-batches of batch_size samples"
         fix = (
             f"set global_batch_size to {' or '.join(map(str, near))}, or batch_size to a number"

@@ -94,12 +94,11 @@ def advice_for_object(model: nn.Module, axis: str) -> str | None:
     kind = getattr(config, "model_type", "")
     if not type(model).__name__.endswith(CAUSAL) or not kind:
         return None
-    by_name = 'let Lockstep build it by name: model.save_pretrained("folder"), then '
-    by_name += (
-        'lockstep.models.get_model("hf:folder")(), or model.name: hf:folder in a config; a batch'
-        " then has input_ids, "
+    by_name = (
+        'let Lockstep build it by name: model.save_pretrained("folder"), then'
+        ' lockstep.models.get_model("hf:folder")(), or model.name: hf:folder in a config; a batch'
+        " then has input_ids, and targets that are shifted already"
     )
-    by_name += "and targets that are shifted already"
     if axis == "context":
         known = ", ".join(f"hf:{name}" for name in ATTENDING)
         return by_name if kind in ATTENDING else f"write context_size: 1, or use one of {known}"

@@ -618,9 +618,8 @@ def _too_many(
     key = positional[0] if positional else "x"
     fix = (
         f'let the collate function return {{"{key}": …, "targets": …}}, with lists where shapes'
-        " differ, or give the "
+        " differ, or give the model a method inputs(batch) that returns its positional arguments"
     )
-    fix += "model a method inputs(batch) that returns its positional arguments"
     return UsageError(what, where="the training or validation data", why=why, fix=fix)
 
 
