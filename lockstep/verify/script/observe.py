@@ -1,20 +1,23 @@
 """Runs a training script unchanged, and records what flows through its steps.
 
 It calls no collective of its own, so it neither hangs a script nor repairs one. Loaders read
-samples in the same process. A thread in each rank looks whether the rank computes: when none has
-used the processor for a while, no collective will end any more, and each rank writes what it has
-recorded, and where its main thread is.
+samples in the same process. What is recorded is a `ScriptRecord` (record.py), to which a
+`RecordedStep` is added with each step of the optimizer:
+
+    forward     hooks of all modules: samples, generators, the names of a model at its first call
+    backward    what the pass starts from, each rank's own gradients
+    clipping    the gradients before it
+    update      gradients and settings before it, values after it
+
+`ScriptHangWatch` (hangs.py) ends a rank that waits for others in vain.
 
 Tests: tests/verify/test_script.py, tests/verify/test_watch.py
 """
 
 import atexit
 import gc
-import json
 import os
 import random
-import sys
-import threading
 import time
 import traceback
 import weakref
@@ -43,7 +46,6 @@ from lockstep.launch.script import run_script
 from lockstep.launch.worker import mark_done
 from lockstep.output import flush_both
 from lockstep.paths import RUNS
-from lockstep.processes import descendants, is_running, wants_processor
 from lockstep.tensors import local, with_other_last_bits
 from lockstep.torch_compat import script_patches
 from lockstep.torch_compat.pytree import tree_leaves
@@ -57,6 +59,7 @@ from lockstep.verify.places import (
 from lockstep.verify.script import values
 from lockstep.verify.script.broadcasts import watch_losses
 from lockstep.verify.script.draws import BatchKey, ObservedDraws
+from lockstep.verify.script.hangs import ScriptHangWatch
 from lockstep.verify.script.operations import BACKWARD, FORWARD, UPDATE, TracedOperations
 from lockstep.verify.script.record import (
     CLIP,
@@ -71,10 +74,8 @@ from lockstep.verify.script.values import ObservedLoaders
 from lockstep.verify.training_checks import Nesting, TrainingChecks, plain_name
 from lockstep.verify.watch import verified_part
 
-_WAIT = 60.0  # seconds to wait for the other ranks to finish their last step; longer than _PATIENCE
-_PATIENCE = 15.0  # seconds for which no rank may compute; longer than a script sleeps on purpose
-_POLL = 0.5
-_BUSY = 0.05  # share of the processor from which on a rank computes
+# seconds to wait for the other ranks to finish their last step; longer than `ScriptHangWatch` does
+_WAIT = 60.0
 _MOST_COLLECTIVES = 10_000
 _STATISTICS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
@@ -113,6 +114,8 @@ def observe_command(folder: str) -> None:
 
 
 class _ScriptObserver:
+    """Records one rank's steps, and gives the script what its task names, as samples and values."""
+
     def __init__(self, task: ScriptTask, rank: int, world: int) -> None:
         self.task = task
         self.rank = rank
@@ -141,10 +144,8 @@ class _ScriptObserver:
         self._modules_made: dict[int, tuple[weakref.ref[nn.Module], str]] = {}
         self._seeds_pass = False  # whether this observer gives seeds itself
         self._has_passed = False  # whether the last batch of the step has passed backward
-        self._watched = False
-        self._finished = False  # nothing of the script is left to run
         self._checks = TrainingChecks(
-            task.steps, 1, lambda found: self.record.findings.append(vars(found))
+            task.steps, 1, lambda finding: self.record.findings.append(vars(finding))
         )
         self._loaders = ObservedLoaders(task, self.record, rank, self._batch_read)
         self._draws = ObservedDraws(
@@ -159,6 +160,16 @@ class _ScriptObserver:
         )
         # settings of the parameter groups to put back after the step
         self._own: list[list[dict[str, Any]]] = []
+        self._hang_watch = ScriptHangWatch(task, rank, world, self.record)
+        self._watch_calls()
+        verified_part.append((partial(setattr, self, "active", True), self.finish))
+        # A command's script is not known; it is observed whole until a part begins.
+        with suppress(OSError):
+            text = Path(self.task.script).read_text(errors="replace")
+            self.active = "lockstep.observe(" not in text
+
+    def _watch_calls(self) -> None:
+        """Let the calls of torch that make up a step come by here, for the rest of the process."""
         register_module_forward_pre_hook(self._before_forward)
         register_module_forward_hook(self._after_forward, with_kwargs=True, always_call=True)
         register_optimizer_step_pre_hook(self._before_step)
@@ -176,91 +187,29 @@ class _ScriptObserver:
         script_patches.patch_schedules(self._schedule_stepped)
         script_patches.patch_seeds(self._seeded)
         watch_losses(self._broadcast)
-        if task.traced:  # what is made before a step, too, to the end of the process
+        if self.task.traced:  # what is made before a step, too
             traced = TracedOperations(
                 self._place, lambda operation: self._step.operations.append(operation)
             )
             traced.__enter__()  # type: ignore[no-untyped-call]
-        verified_part.append((partial(setattr, self, "active", True), self.finish))
-        # A command's script is not known; it is observed whole until a part begins.
-        with suppress(OSError):
-            self.active = "lockstep.observe(" not in Path(self.task.script).read_text(
-                errors="replace"
-            )
 
     def watch(self) -> None:
         """End this process when all ranks wait for each other."""
-        if not self._watched:
-            self._watched = True
-            threading.Thread(
-                target=self._end_if_hanging, args=(threading.get_ident(),), daemon=True
-            ).start()
-
-    def _end_if_hanging(self, main: int) -> None:
-        """End the process once no rank has computed for a while, and write where it waits.
-
-        No rank ends before all have written: the end of one is an error in the others.
-        """
-        while True:
-            self._wait_until_all_idle()
-            self.task.write_record(self.rank, self.record)
-            hung = self.task.hang_file(self.rank)
-            hung.write_text(json.dumps(self._location(main)))
-            while self._are_idle():
-                if all(map(self._has_written, range(self.world))):
-                    os._exit(0)
-                time.sleep(_POLL / 10)
-            hung.unlink()  # one computes after all
-
-    def _wait_until_all_idle(self) -> None:
-        """Mark this rank as idle while it has not computed for a while, until all ranks are."""
-        mark = self.task.idle_file(self.rank)
-        since = time.monotonic()
-        used = time.process_time()
-        while not self._are_idle():
-            time.sleep(_POLL)
-            now = time.process_time()
-            is_busy = now - used > _BUSY * _POLL or wants_processor(threading.get_native_id())
-            if is_busy or any(map(is_running, descendants(os.getpid()))):
-                since = time.monotonic()
-                mark.unlink(missing_ok=True)
-            elif time.monotonic() - since > _PATIENCE and not mark.exists():
-                mark.write_text(str(os.getpid()))
-            used = now
-
-    def _are_idle(self) -> bool:
-        return all(self.task.idle_file(rank).exists() for rank in range(self.world))
-
-    def _has_written(self, rank: int) -> bool:
-        """Return whether a rank has written where it waits, or has ended."""
-        process = ""
-        with suppress(FileNotFoundError):  # it computes again
-            process = self.task.idle_file(rank).read_text()
-        has_ended = bool(process) and not is_running(int(process))
-        return has_ended or self.task.hang_file(rank).exists()
-
-    def _location(self, main: int) -> str:
-        """Return the script's own line at which the main thread waits; empty if none is left."""
-        frames = traceback.extract_stack(sys._current_frames()[main])
-        # the innermost is where it waits
-        own = [frame for frame in frames if is_own(frame.filename)]
-        if not own or self._finished:
-            return ""
-        return f"{short_path(own[-1].filename)}:{own[-1].lineno}: {own[-1].line}"
+        self._hang_watch.start()
 
     def finish(self) -> None:
         """Write the record, wait for the other ranks, and end this process.
 
         The rest of the script does not run.
         """
-        self._finished = True
+        self._hang_watch.script_has_ended()
         flush_both()
         task = self.task
         task.write_record(self.rank, self.record)
         deadline = time.monotonic() + _WAIT
         while time.monotonic() < deadline and not read_all(task.folder):  # the failures of others
             if any(task.hang_file(rank).exists() for rank in range(self.world)):
-                time.sleep(_WAIT)  # `_end_if_hanging` ends this process
+                time.sleep(_WAIT)  # `ScriptHangWatch` ends this process
             if all(task.record_file(rank).exists() for rank in range(self.world)):
                 break
             time.sleep(0.01)
@@ -357,7 +306,7 @@ class _ScriptObserver:
             if self._states is None:  # it is evaluated, with gradients that nobody uses
                 self._loaders.note_evaluation()
             return
-        if not any(module is known for known in self._models):
+        if not any(module is model for model in self._models):
             self._begin_with(module)
         self._note_call(module)
         if self.task.fixed_statistics:
@@ -385,7 +334,7 @@ class _ScriptObserver:
 
     def _note_call(self, model: nn.Module) -> None:
         """Note where a model of the script is called, and whether a wrapper reduces for it."""
-        number = next(at for at, known in enumerate(self._models) if known is model)
+        number = next(at for at, each in enumerate(self._models) if each is model)
         prefix = self._prefixes.get(number)
         if prefix is None:
             return
@@ -428,7 +377,7 @@ class _ScriptObserver:
         name = self._modules.get(id(module))
         if name is not None:
             self._step.flow.append((name, *values.two_numbers(output)))
-        if self._depth == 0 and any(module is known for known in self._models):
+        if self._depth == 0 and any(module is model for model in self._models):
             self._step.add_inputs(values.rows((args, kwargs)), values.elements((args, kwargs)))
 
     def _begin_with(self, model: nn.Module) -> None:
@@ -436,47 +385,54 @@ class _ScriptObserver:
         self.watch()
         parameters = dict(model.named_parameters())
         is_new = not any(id(parameter) in self._names for parameter in parameters.values())
-        number = f"{len(self._models)}:" if self._models and is_new else ""
+        prefix = f"{len(self._models)}:" if self._models and is_new else ""
         if is_new or not self._models:
-            self._prefixes[len(self._models)] = number
-            self.record.places.made[number] = self._line_that_made(model)
+            self._prefixes[len(self._models)] = prefix
+            self.record.places.made[prefix] = self._line_that_made(model)
         self._models.append(model)
-        kinds = {kind.__name__ for inner in model.modules() for kind in type(inner).__mro__}
-        if any(isinstance(inner, _STATISTICS) for inner in model.modules()):
+        modules = list(model.modules())
+        if any(isinstance(module, _STATISTICS) for module in modules):
             self.record.note_statistics()
-        generator = torch.Generator().manual_seed(0)
+        classes = {cls.__name__ for module in modules for cls in type(module).__mro__}
+        is_flat = "FullyShardedDataParallel" in classes
         for name, module in model.named_modules():
-            self._modules.setdefault(id(module), self._name_of_module(number + plain_name(name)))
+            self._modules.setdefault(id(module), self._name_of_module(prefix + plain_name(name)))
+        generator = torch.Generator().manual_seed(0)
         for name, parameter in parameters.items():
             if id(parameter) in self._names:  # a part of a model that was called before, or around
                 continue
-            plain = number + plain_name(name)
+            plain = prefix + plain_name(name)
             plain = self.task.names.get(plain, plain)
-            if "FullyShardedDataParallel" in kinds:
-                self._flat.add(id(parameter))
-            elif parameter.requires_grad and not isinstance(parameter, DTensor):
-                parameter.register_hook(partial(self._own_gradient, plain))  # type: ignore[no-untyped-call]
-            self._names[id(parameter)] = plain
-            self.record.first[plain] = self._piece(parameter)
-            given = self.task.for_rank(self.task.first.get(plain, ()), self.rank)
-            with torch.no_grad():
-                if given:
-                    joined = values.give(parameter, given)
-                    if joined is not None:
-                        self.record.joined[plain] = joined
-                if (
-                    self.task.nudged
-                    and parameter.is_floating_point()
-                    and not isinstance(parameter, DTensor)
-                ):
+            self._begin_with_parameter(plain, parameter, is_flat=is_flat)
+            can_be_nudged = parameter.is_floating_point() and not isinstance(parameter, DTensor)
+            if self.task.nudged and can_be_nudged:
+                with torch.no_grad():
                     parameter.copy_(with_other_last_bits(parameter, generator))
+
+    def _begin_with_parameter(self, name: str, parameter: nn.Parameter, *, is_flat: bool) -> None:
+        """Record a parameter's first value, and give it that of the task; watch its gradient.
+
+        `is_flat`: FSDP1 has put it into one flat parameter with others, and has its gradients.
+        """
+        if is_flat:
+            self._flat.add(id(parameter))
+        elif parameter.requires_grad and not isinstance(parameter, DTensor):
+            parameter.register_hook(partial(self._own_gradient, name))  # type: ignore[no-untyped-call]
+        self._names[id(parameter)] = name
+        self.record.first[name] = self._piece(parameter)
+        given = self.task.for_rank(self.task.first.get(name, ()), self.rank)
+        if given:
+            with torch.no_grad():
+                joined = values.give(parameter, given)
+            if joined is not None:
+                self.record.joined[name] = joined
 
     def _line_that_made(self, model: nn.Module) -> str:
         """Return the line that made the innermost of a model's modules; empty if none is known."""
         lines = []
         for part in model.modules():
-            known, line = self._modules_made.get(id(part), (None, ""))
-            if known is not None and known() is part and line:
+            reference, line = self._modules_made.get(id(part), (None, ""))
+            if reference is not None and reference() is part and line:
                 lines.append(line)
         return lines[-1] if lines else ""
 
@@ -510,7 +466,6 @@ class _ScriptObserver:
 
     def _around_schedule(self, call: Any, schedule: Any) -> Any:
         """Take a pipeline's step, with the passes of all its micro-batches, as one pass."""
-        # A pipeline's step, with the passes of all its micro-batches, is taken as one pass.
         loss = script_patches.loss_of_schedule(schedule)
         self.record.places.note_loss(line_of_definition(loss))
         self._step.calls.append((BACKWARD, own_line()))
@@ -555,10 +510,11 @@ class _ScriptObserver:
         self._passes += 1
 
     def _own_gradient(self, name: str, gradient: Tensor) -> None:
+        """Add what a backward pass computes of a gradient, before ranks are reduced."""
         piece = values.piece_of(gradient)
-        known = self._step.own.setdefault(name, piece)
-        if known is not piece:
-            known.add(piece)
+        of_step = self._step.own.setdefault(name, piece)
+        if of_step is not piece:
+            of_step.add(piece)
 
     def _around_clipping(self, call: Any, parameters: Any) -> Any:
         tensors = [parameters] if isinstance(parameters, Tensor) else list(parameters)
@@ -609,29 +565,39 @@ class _ScriptObserver:
             [schedule.last_epoch for schedule in schedules_alive()],
             type(optimizer).__name__,
         )
+        self._give_gradients(parameters)
+        self._own.append(self._give_settings(optimizer))
+
+    def _give_gradients(self, parameters: list[Tensor]) -> None:
+        """Put the task's gradients of this step in place of the script's."""
         number = len(self.record.steps)
-        if number < len(self.task.gradients):
-            given = self.task.gradients[number]
-            for parameter in parameters:
-                ranks = self.task.for_rank(given.get(self._names[id(parameter)], ()), self.rank)
-                if ranks and parameter.grad is not None and not parameter.grad.is_sparse:
-                    values.give(parameter.grad, ranks)
-        self._own.append([])
-        if number < len(self.task.settings):
-            for group, given in zip(
-                optimizer.param_groups, self.task.settings[number], strict=False
-            ):
-                self._own[-1].append({key: group[key] for key in given if key in group})
-                group.update({key: value for key, value in given.items() if key in group})
+        if number >= len(self.task.gradients):
+            return
+        of_step = self.task.gradients[number]
+        for parameter in parameters:
+            given = self.task.for_rank(of_step.get(self._names[id(parameter)], ()), self.rank)
+            if given and parameter.grad is not None and not parameter.grad.is_sparse:
+                values.give(parameter.grad, given)
+
+    def _give_settings(self, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+        """Give the parameter groups the task's settings of this step; return the script's own."""
+        number = len(self.record.steps)
+        if number >= len(self.task.settings):
+            return []
+        own = []
+        groups = zip(optimizer.param_groups, self.task.settings[number], strict=False)
+        for group, given in groups:
+            own.append({key: group[key] for key in given if key in group})
+            group.update({key: value for key, value in given.items() if key in group})
+        return own
 
     def _after_step(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         """Record the updated parameters; end the process after the task's last step."""
         if not self.active or not self._nesting.ends(optimizer):
             return
-        for group, own in zip(
-            optimizer.param_groups, self._own.pop() if self._own else [], strict=False
-        ):
-            group.update(own)
+        own_settings = self._own.pop() if self._own else []
+        for group, settings in zip(optimizer.param_groups, own_settings, strict=False):
+            group.update(settings)
         self._checks.end_update(optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._step.end_update(
@@ -644,17 +610,18 @@ class _ScriptObserver:
             self.finish()
 
     def _gradients(self, parameters: list[Tensor]) -> dict[str, TensorPiece]:
-        found = [(parameter, parameter.grad) for parameter in parameters]
-        return {
-            self._names.get(id(p), f"parameter {i}"): self._piece(grad, of=p)
-            for i, (p, grad) in enumerate(found)
-            if grad is not None
-        }
+        """Return this rank's pieces of the gradients, by the names of their parameters."""
+        pieces = {}
+        for position, parameter in enumerate(parameters):
+            if parameter.grad is not None:
+                name = self._names.get(id(parameter), f"parameter {position}")
+                pieces[name] = self._piece(parameter.grad, parameter)
+        return pieces
 
-    def _piece(self, tensor: Tensor, of: Tensor | None = None) -> TensorPiece:
-        return values.piece_of(
-            tensor, flat=self.world > 1 and id(tensor if of is None else of) in self._flat
-        )
+    def _piece(self, tensor: Tensor, parameter: Tensor | None = None) -> TensorPiece:
+        """Return this rank's piece of a parameter, or of its gradient."""
+        is_flat = id(tensor if parameter is None else parameter) in self._flat
+        return values.piece_of(tensor, flat=self.world > 1 and is_flat)
 
 
 def schedules_alive() -> list[LRScheduler]:
