@@ -104,14 +104,14 @@ class TracedOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _inputs(self, tree: Any) -> tuple[tuple[float, str], ...]:
         """Return the magnitude of each tensor of a tree, and the line that made it."""
-        found = []
+        inputs = []
         for leaf in tree_leaves(tree):
             if _is_plain(leaf):
                 magnitude = _magnitude(leaf)
-                known, line = self._made.get(_memory(leaf), (0.0, ""))
+                when_made, line = self._made.get(_memory(leaf), (0.0, ""))
                 # Another tensor may lie where one was.
-                found.append((magnitude, line if known == magnitude else ""))
-        return tuple(found)
+                inputs.append((magnitude, line if when_made == magnitude else ""))
+        return tuple(inputs)
 
     def _note_result(
         self,
@@ -174,22 +174,26 @@ def first_operation(
     wrapper's, are left out. Between a backward pass and the update ranks have other gradients, so
     that only the names are compared there.
     """
-    found = _differences(mine, right, other)
-    return next((difference for key, difference in found if key not in excused), None)
+    for key, difference in _differences(mine, right, other):
+        if key not in excused:
+            return difference
+    return None
 
 
 def earliest(
-    found: Mapping[int, OperationDifference | None],
+    first_of_rank: Mapping[int, OperationDifference | None],
 ) -> tuple[int, OperationDifference] | None:
     """Return the rank that parts first from one process, and its first difference.
 
     What it does otherwise may be given to other ranks, which part later.
     """
-    differing = [(one.position, rank, one) for rank, one in found.items() if one is not None]
+    differing = {
+        rank: difference for rank, difference in first_of_rank.items() if difference is not None
+    }
     if not differing:
         return None
-    _, rank, difference = min(differing, key=lambda each: each[:2])
-    return rank, difference
+    rank = min(differing, key=lambda rank: (differing[rank].position, rank))
+    return rank, differing[rank]
 
 
 def first_operation_of_part(
@@ -200,15 +204,24 @@ def first_operation_of_part(
     Stages of a pipeline take their passes in other orders than one process, and do not compute
     what others do: the forward pass of each module is compared by itself.
     """
-    found: list[tuple[int, OperationDifference]] = []
+    first_of_module: list[tuple[int, OperationDifference]] = []  # with its position in `mine`
     for module in dict.fromkeys(operation.module for operation in mine):
-        here = [at for at, one in enumerate(mine) if (one.module, one.phase) == (module, FORWARD)]
-        there = [one for one in right if (one.module, one.phase) == (module, FORWARD)]
-        known = _differences([mine[at] for at in here], there, "one process")
-        differing = next((one for key, one in known if key[0]), None)
-        if there and differing is not None:
-            found.append((here[min(differing.position, len(here) - 1)], differing))
-    return min(found, key=lambda one: one[0])[1] if found else None
+        positions = [at for at, operation in enumerate(mine) if _is_forward(operation, module)]
+        right_forward = [operation for operation in right if _is_forward(operation, module)]
+        differences = _differences([mine[at] for at in positions], right_forward, "one process")
+        difference = next((each for key, each in differences if key[0]), None)
+        if right_forward and difference is not None:
+            at = positions[min(difference.position, len(positions) - 1)]
+            first_of_module.append((at, difference))
+    if not first_of_module:
+        return None
+    _, first = min(first_of_module, key=lambda each: each[0])
+    return first
+
+
+def _is_forward(operation: TracedOperation, module: str) -> bool:
+    """Return whether an operation is of a module's forward pass."""
+    return operation.module == module and operation.phase == FORWARD
 
 
 def line_that_couples(
@@ -219,15 +232,14 @@ def line_that_couples(
     What it returns for all samples is neither the sum nor the mean of what it returns for each
     part of them. Empty if there is none, or operations are not the same.
     """
-    for whole, *each in zip(*([together, *parts]), strict=False):
-        if whole.phase != FORWARD or any(one.name != whole.name for one in each):
+    for of_all, *of_parts in zip(together, *parts, strict=False):
+        if of_all.phase != FORWARD or any(part.name != of_all.name for part in of_parts):
             return ""
-        total = sum(one.returned for one in each)
-        is_made_of_parts = any(
-            not _differ(times * total, whole.returned) for times in (1.0, 1 / len(each))
-        )
-        if whole.inputs and not is_made_of_parts:
-            line: str = whole.own
+        total = sum(part.returned for part in of_parts)
+        is_sum = not _differ(total, of_all.returned)
+        is_mean = not _differ(1 / len(of_parts) * total, of_all.returned)
+        if of_all.inputs and not is_sum and not is_mean:
+            line: str = of_all.own
             return line
     return ""
 
@@ -242,53 +254,73 @@ def difference_keys(
 def _differences(
     mine: Sequence[TracedOperation], right: Sequence[TracedOperation], other: str
 ) -> Iterator[tuple[DifferenceKey, OperationDifference]]:
-    """Yield the differences, in order, and go on behind each of them where both agree again."""
-    both = {operation.module for operation in mine} & {operation.module for operation in right}
-    mine = [operation for operation in mine if operation.module in both]
-    right = [operation for operation in right if operation.module in both]
-    at = 0
-    there_at = 0
-    while at < len(mine) and there_at < len(right):
-        here = mine[at]
-        there = right[there_at]
-        if here.name != there.name:
-            ahead = mine[at : at + _AHEAD]
-            steps = _steps_to_agreement(ahead, right[there_at : there_at + _AHEAD])
-            mine_alone, right_alone = steps or (len(mine) - at, len(right) - there_at)
-            passed = list(
-                _of_one_side(
-                    mine[at : at + mine_alone], right[there_at : there_at + right_alone], other
-                )
-            )
-            text = f"{here.name} where {other} calls {there.name}"
-            yield passed[0][0], _difference(here, text, there_at)
-            for key, difference in passed[1:]:
-                yield key, replace(difference, position=there_at)
-            at += mine_alone
-            there_at += right_alone
+    """Yield the differences, in order, and go on behind each of them where both agree again.
+
+    In order, with `mine` on the left and `right`, of one process, beside it:
+
+        linear    linear
+        mul       sum       mul where one process calls sum; sum is left out
+                  neg       neg is left out
+        add       add       they agree again, and go on to be compared
+    """
+    modules = {operation.module for operation in mine} & {operation.module for operation in right}
+    mine = [operation for operation in mine if operation.module in modules]
+    right = [operation for operation in right if operation.module in modules]
+    at = 0  # in `mine`
+    right_at = 0
+    while at < len(mine) and right_at < len(right):
+        operation = mine[at]
+        right_operation = right[right_at]
+        if operation.name == right_operation.name:
+            if _have_other_results(operation, right_operation):
+                key = (operation.name, operation.line, right_operation.name)
+                yield key, _difference_of_values(operation, right_operation, right_at)
+            at += 1
+            right_at += 1
             continue
-        is_compared = here.phase != UPDATE and here.bits != there.bits
-        if is_compared and _differ(here.returned, there.returned):
-            difference = _difference_of_values(here, there, there_at)
-            yield (here.name, here.line, there.name), difference
-        at += 1
-        there_at += 1
-    for key, difference in _of_one_side(mine[at:], right[there_at:], other):
-        yield key, replace(difference, position=there_at)
+
+        ahead = mine[at : at + _AHEAD]
+        right_ahead = right[right_at : right_at + _AHEAD]
+        steps = _steps_to_agreement(ahead, right_ahead)
+        alone, right_alone = steps or (len(mine) - at, len(right) - right_at)
+        of_one_side = list(
+            _of_one_side(mine[at : at + alone], right[right_at : right_at + right_alone], other)
+        )
+        first_key, _ = of_one_side[0]
+        text = f"{operation.name} where {other} calls {right_operation.name}"
+        yield first_key, _difference(operation, text, right_at)
+        for key, difference in of_one_side[1:]:
+            yield key, replace(difference, position=right_at)
+        at += alone
+        right_at += right_alone
+    for key, difference in _of_one_side(mine[at:], right[right_at:], other):
+        yield key, replace(difference, position=right_at)
+
+
+def _have_other_results(operation: TracedOperation, right: TracedOperation) -> bool:
+    """Return whether an operation returns more than rounding away from what the other returns."""
+    is_compared = operation.phase != UPDATE and operation.bits != right.bits
+    return is_compared and _differ(operation.returned, right.returned)
 
 
 def _difference_of_values(
-    here: TracedOperation, there: TracedOperation, position: int
+    operation: TracedOperation, right: TracedOperation, position: int
 ) -> OperationDifference:
     """Return the difference of an operation that both sides call, with other values."""
-    if not _differ(here.given, there.given):
-        return _difference(here, f"{here.name} returns something else", position)
-    pairs = zip(here.inputs, there.inputs, strict=False)
-    made = [line for (mine, line), (right, _) in pairs if line and _differ(mine, right)]
-    if not made or made[0] == here.own:
-        return _difference(here, f"{here.name} is given something else, made before", position)
-    text = f"{here.name} is given something else, made at {made[0]}"
-    return replace(_difference(here, text, position), line=made[0])
+    if not _differ(operation.given, right.given):
+        return _difference(operation, f"{operation.name} returns something else", position)
+    inputs = zip(operation.inputs, right.inputs, strict=False)
+    # the lines that made the inputs which differ
+    lines = [
+        line
+        for (magnitude, line), (right_magnitude, _) in inputs
+        if line and _differ(magnitude, right_magnitude)
+    ]
+    if not lines or lines[0] == operation.own:
+        text = f"{operation.name} is given something else, made before"
+        return _difference(operation, text, position)
+    text = f"{operation.name} is given something else, made at {lines[0]}"
+    return replace(_difference(operation, text, position), line=lines[0])
 
 
 def _of_one_side(
@@ -307,11 +339,14 @@ def _steps_to_agreement(
     mine: Sequence[TracedOperation], right: Sequence[TracedOperation]
 ) -> tuple[int, int] | None:
     """Return how many operations of each side to pass over until both call the same at a line."""
-    here = [(operation.name, operation.line) for operation in mine]
-    there = [(operation.name, operation.line) for operation in right]
-    for total in range(1, len(here) + len(there) - 1):
-        for passed in range(max(0, total - len(there) + 1), min(total, len(here) - 1) + 1):
-            if here[passed] == there[total - passed]:
+    calls = [(operation.name, operation.line) for operation in mine]
+    right_calls = [(operation.name, operation.line) for operation in right]
+    # The fewest operations in all come first; of these, the fewest of `mine`.
+    for total in range(1, len(calls) + len(right_calls) - 1):
+        fewest = max(0, total - len(right_calls) + 1)
+        most = min(total, len(calls) - 1)
+        for passed in range(fewest, most + 1):
+            if calls[passed] == right_calls[total - passed]:
                 return passed, total - passed
     return None
 
@@ -323,9 +358,17 @@ def line_of_loss(operations: Sequence[TracedOperation], loss: Tensor) -> str:
     """
     memory = _memory(loss) if _is_plain(loss) else 0
     forward = [operation for operation in operations if operation.phase == FORWARD]
-    made = [at for at, one in enumerate(forward) if one.memory == memory and one.name != "detach"]
-    before = forward[: made[-1] + 1] if memory and made else []
-    return next((one.own for one in reversed(before) if one.own and one.own == one.line), "")
+    made_at = [
+        at
+        for at, operation in enumerate(forward)
+        if memory and operation.memory == memory and operation.name != "detach"
+    ]
+    if not made_at:
+        return ""
+    for operation in reversed(forward[: made_at[-1] + 1]):
+        if operation.own and operation.own == operation.line:
+            return operation.own
+    return ""
 
 
 def _difference(operation: TracedOperation, text: str, position: int = 0) -> OperationDifference:
