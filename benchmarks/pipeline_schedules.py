@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from benchmarks.page import RESULTS, machine, page, tell
 from lockstep.config import config_from
 from lockstep.data.batches import MicroBatch
-from lockstep.models.protocol import Objective
+from lockstep.models.objective import Objective
 from lockstep.parallel.facts import facts_of
 from lockstep.parallel.loss_accumulator import LossAccumulator
 from lockstep.parallel.pipeline.schedules import (

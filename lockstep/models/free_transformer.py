@@ -38,7 +38,7 @@ from lockstep.models.language import (
     split_documents,
     with_carried,
 )
-from lockstep.models.protocol import IGNORED_TARGET
+from lockstep.models.objective import IGNORED_TARGET
 from lockstep.models.transformer import (
     INIT_STD,
     NORM_EPS,

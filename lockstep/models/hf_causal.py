@@ -30,8 +30,8 @@ from lockstep.models.hf_decoder import FAMILIES
 from lockstep.models.hf_layers import ATTENDING
 from lockstep.models.hf_stored import fill_buffers
 from lockstep.models.language import LanguageModel, NextLogits, TokenLosses, TokenTable
+from lockstep.models.objective import DOCUMENTS, IGNORED_TARGET
 from lockstep.models.observed import LossCalls
-from lockstep.models.protocol import DOCUMENTS, IGNORED_TARGET
 from lockstep.torch_compat.module_copy import with_own_children
 
 # With these kinds of rotary positions the angles do not depend on the length of the text.

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lockstep.errors import UsageError
 from lockstep.models.chain import lent, run_segment
-from lockstep.models.protocol import logits_of
+from lockstep.models.objective import logits_of
 from lockstep.parallel.buffers import restored, restored_attributes
 from lockstep.parallel.facts import ModelFacts, Named
 from lockstep.randomness import preserve_states

@@ -39,7 +39,7 @@ from torch import Tensor, nn
 from lockstep.errors import UsageError
 from lockstep.models.attention import Attend, SequenceBernoulli, SequenceMean
 from lockstep.models.language import TokenLosses
-from lockstep.models.protocol import Objective
+from lockstep.models.objective import Objective
 from lockstep.parallel.changes import replace_method
 from lockstep.parallel.context_attention import SequenceCut, cut_attention
 from lockstep.parallel.facts import ModelFacts

@@ -23,7 +23,7 @@ from lockstep.config import DistributedConfig, StepConfig
 from lockstep.data.batches import assign_contiguous
 from lockstep.errors import Contradiction, UsageError
 from lockstep.layout import Layout
-from lockstep.models.protocol import Objective
+from lockstep.models.objective import Objective
 from lockstep.parallel.axes.axis import Axis
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parallel.placement import AppliedStrategy, placed_in_order

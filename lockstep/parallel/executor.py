@@ -29,7 +29,7 @@ from torch import Tensor
 from lockstep.costs.steps import ScheduledPass
 from lockstep.data.batches import MicroBatch
 from lockstep.heartbeat.writer import recorder_of_work
-from lockstep.models.protocol import Objective
+from lockstep.models.objective import Objective
 from lockstep.parallel.backward import Gradients, backward, first_half, whole_second_half
 from lockstep.parallel.loss_accumulator import Loss, LossAccumulator
 from lockstep.parallel.passes import AroundMicroBatch, MicroBatchPass

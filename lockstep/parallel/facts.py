@@ -22,7 +22,8 @@ from torch.nn.parameter import is_lazy
 
 from lockstep.models.hf_decoder import decoder_segments
 from lockstep.models.loss_modules import LossModule, read_loss
-from lockstep.models.protocol import Borrowed, Objective, no_chain, offers_of
+from lockstep.models.objective import Objective
+from lockstep.models.protocol import Borrowed, no_chain, offers_of
 from lockstep.parallel.state_form import StateForm
 from lockstep.parallel.tensor_plan import TensorPlan, checked_plan
 from lockstep.torch_compat.module_state import registered_state

@@ -29,8 +29,8 @@ import torch
 from torch import Tensor
 
 from lockstep.models.language import logits_in
+from lockstep.models.objective import IGNORED_TARGET, Objective
 from lockstep.models.out_of_range import TargetOutOfBoundsError
-from lockstep.models.protocol import IGNORED_TARGET, Objective
 from lockstep.models.sums import logsumexp_in_order, sum_in_order
 from lockstep.parallel.tensor_blocks import LayerCut, in_blocks
 from lockstep.torch_compat.fake_tensors import FakeTensor

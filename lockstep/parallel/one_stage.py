@@ -12,7 +12,7 @@ from torch import nn
 
 from lockstep.data.batches import MicroBatch
 from lockstep.heartbeat.writer import went_forward
-from lockstep.models.protocol import Objective
+from lockstep.models.objective import Objective
 from lockstep.parallel.loss_accumulator import Loss, LossAccumulator
 from lockstep.precision import Precision
 from lockstep.randomness import RandomState

@@ -25,7 +25,7 @@ from lockstep import accelerator
 from lockstep.data.batches import MicroBatch
 from lockstep.errors import UsageError, listed
 from lockstep.layout import Layout
-from lockstep.models.protocol import Objective
+from lockstep.models.objective import Objective
 from lockstep.parallel.changes import ModuleChange, changes_of
 from lockstep.parallel.context_attention import SequenceCut
 from lockstep.parallel.loss_accumulator import (

@@ -15,7 +15,7 @@ from torch import nn
 
 from lockstep.data.batches import AssignAnyRank, assign_contiguous, assign_strided
 from lockstep.errors import UsageError
-from lockstep.models.protocol import Objective
+from lockstep.models.objective import Objective
 from lockstep.parallel.axes.axis import PartOfModel
 from lockstep.parallel.axes.rows import RowsAxis
 from lockstep.parallel.comm.compression import Compression

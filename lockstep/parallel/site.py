@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lockstep.config import DDPConfig, StepConfig
 from lockstep.layout import Layout
 from lockstep.mesh import data_parallel_group
-from lockstep.models.protocol import Objective
+from lockstep.models.objective import Objective
 from lockstep.parallel.buffers import RunningBuffers
 from lockstep.parallel.combined_buffers import BufferWays
 from lockstep.parallel.facts import ModelFacts, on_meta

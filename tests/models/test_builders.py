@@ -10,7 +10,8 @@ from torch import nn
 
 from lockstep.errors import UsageError
 from lockstep.models import build_model, get_model
-from lockstep.models.protocol import num_samples, objective_of
+from lockstep.models.objective import num_samples
+from lockstep.models.protocol import objective_of
 from tests.models.samples import SMALL
 
 

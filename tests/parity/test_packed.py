@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from lockstep.config import DataConfig, config_from
 from lockstep.data import build_data
 from lockstep.data.prepare import prepare
-from lockstep.models.protocol import DOCUMENTS, objective_of, require_segments
+from lockstep.models.objective import DOCUMENTS
+from lockstep.models.protocol import objective_of, require_segments
 from lockstep.strategy import parse_topology
 from lockstep.trainer import Trainer
 from tests.data.chats import write_rows, write_tokenizer

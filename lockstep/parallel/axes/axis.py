@@ -40,7 +40,7 @@ from lockstep.costs.steps import ModelSize, Pieces, Sent, StepTime, all_reduced
 from lockstep.data.batches import AssignAnyRank
 from lockstep.errors import Contradiction, UsageError
 from lockstep.layout import Layout
-from lockstep.models.protocol import Objective
+from lockstep.models.objective import Objective
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parallel.passes import AroundMicroBatch
 from lockstep.parallel.site import Site as Site  # which `Strategy.place` is given, too

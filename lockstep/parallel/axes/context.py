@@ -18,7 +18,7 @@ from lockstep.errors import UsageError, listed
 from lockstep.layout import Layout
 from lockstep.models.attention import Attend
 from lockstep.models.hf_layers import advice_for_object
-from lockstep.models.protocol import Objective
+from lockstep.models.objective import Objective
 from lockstep.parallel.axes.axis import Axis
 from lockstep.parallel.context import apply_context, cut_objective
 from lockstep.parallel.context_attention import SequenceCut

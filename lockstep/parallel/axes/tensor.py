@@ -20,7 +20,7 @@ from lockstep.costs.hardware import GpuCluster
 from lockstep.costs.steps import Sent, parts_sent
 from lockstep.errors import Contradiction, UsageError
 from lockstep.layout import Layout
-from lockstep.models.protocol import Objective
+from lockstep.models.objective import Objective
 from lockstep.parallel.axes.axis import Axis
 from lockstep.parallel.axes.context import ContextAxis
 from lockstep.parallel.loss_parallel import with_whole_logits

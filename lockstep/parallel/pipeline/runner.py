@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from lockstep.data.batches import MicroBatch
+from lockstep.models.objective import Objective
 from lockstep.models.observed import LossCalls
-from lockstep.models.protocol import Objective
 from lockstep.parallel.buffers import restored
 from lockstep.parallel.executor import Executor, Stage
 from lockstep.parallel.loss_accumulator import Loss, LossAccumulator
