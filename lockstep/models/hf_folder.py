@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -69,13 +69,13 @@ def description_of(model: nn.Module) -> dict[str, Any] | None:
         return None
     # `fully_shard` and the protocol put subclasses of their own in place of the library's class.
     ours = ("lockstep.", "torch.")
-    own = next(kind for kind in type(model).__mro__ if not kind.__module__.startswith(ours))
-    if getattr(library, own.__name__, None) is not own:
+    model_class = next(cls for cls in type(model).__mro__ if not cls.__module__.startswith(ours))
+    if getattr(library, model_class.__name__, None) is not model_class:
         return None
     generation = getattr(model, "generation_config", None)
     adapters = getattr(model, "peft_config", None) or {}
     return {
-        "class": own.__name__,
+        "class": model_class.__name__,
         "config": _plain(model.config.to_dict()),
         "generation": None if generation is None else _plain(generation.to_diff_dict()),
         "source": model.name_or_path or None,
@@ -86,10 +86,10 @@ def description_of(model: nn.Module) -> dict[str, Any] | None:
 def _plain(value: Any) -> Any:
     """Return a value of a config with JSON's types alone."""
 
-    def other(it: Any) -> Any:
-        return sorted(it) if isinstance(it, set) else str(it)
+    def in_json(item: Any) -> Any:
+        return sorted(item) if isinstance(item, set) else str(item)
 
-    return json.loads(json.dumps(value, default=other))
+    return json.loads(json.dumps(value, default=in_json))
 
 
 def write_folder(
@@ -185,25 +185,26 @@ def _write_weights(model: Any, values: Callable[[str], Tensor], folder: Path) ->
     state = {name: each for name, each in model.state_dict().items() if name not in ignored}
     state = remove_tied_weights_from_state_dict(state, model)
     on_disk = revert_weight_conversion(model, dict(state))
-    source = {name: group for group in _groups(model, state, on_disk) for name in group[1]}
+    groups = _groups(model, state, on_disk)
+    group_of = {name: group for group in groups for name in group.on_disk}
     split = split_torch_state_dict_into_shards(
         on_disk, filename_pattern="model{suffix}.safetensors", max_shard_size=_SHARD
     )
-    held: dict[str, Tensor] = {}  # what the latest group has made
+    converted: dict[str, Tensor] = {}  # of the latest group, what is not written yet
 
     def read(name: str) -> Tensor:
         """Return a tensor on disk, made of those in memory."""
-        if name not in held:
-            held.clear()
-            read_in = {each: values(each) for each in source[name][0]}
-            held.update(revert_weight_conversion(model, read_in))
-        return held.pop(name)
+        if name not in converted:
+            converted.clear()
+            in_memory = {each: values(each) for each in group_of[name].in_memory}
+            converted.update(revert_weight_conversion(model, in_memory))
+        return converted.pop(name)
 
     for file, names in split.filename_to_tensors.items():
         with (folder / file).open("xb") as opened:
             forms = {name: on_disk[name] for name in names}
             write_tensors(opened, forms, read, {"format": "pt"})
-        held.clear()
+        converted.clear()
     if split.is_sharded:
         metadata = {"total_parameters": model.num_parameters(), **split.metadata}
         index = {"metadata": metadata, "weight_map": split.tensor_to_filename}
@@ -211,48 +212,53 @@ def _write_weights(model: Any, values: Callable[[str], Tensor], folder: Path) ->
         (folder / "model.safetensors.index.json").write_text(text + "\n", encoding="utf-8")
 
 
-Group = tuple[list[str], list[str]]
-"""Names in memory, and the names on disk that are made of them."""
+class _Group(NamedTuple):
+    """Weights that are converted together."""
+
+    in_memory: list[str]  # their names in the model
+    on_disk: list[str]  # the names of what is made of them
 
 
-def _groups(model: Any, state: Mapping[str, Tensor], on_disk: Mapping[str, Tensor]) -> list[Group]:
+def _groups(model: Any, state: Mapping[str, Tensor], on_disk: Mapping[str, Tensor]) -> list[_Group]:
     """Return which tensors in memory make which on disk: one alone, those of a layer, or all.
 
-    A group is right if the library makes of it alone what it makes of it among all.
+    A group is right if the library makes of it alone what it makes of it among all. A norm is
+    written as it is; the experts of a layer, stacked in memory, are a weight each on disk.
     """
-    found: list[Group] = []
-    left = list(state)
+    groups: list[_Group] = []
+    remaining = list(state)
     shapes = {name: tensor.shape for name, tensor in on_disk.items()}
     for key_of in (str, _layer_of, lambda _name: ""):
-        groups: dict[str, list[str]] = {}
-        for name in left:
-            groups.setdefault(key_of(name), []).append(name)
-        left = []
-        for names in groups.values():
-            made = _made_alone(model, {name: state[name] for name in names})
-            if made and all(shapes.get(key) == shape for key, shape in made.items()):
-                found.append((names, list(made)))
+        candidates: dict[str, list[str]] = {}
+        for name in remaining:
+            candidates.setdefault(key_of(name), []).append(name)
+        remaining = []
+        for names in candidates.values():
+            converted = _convert_alone(model, {name: state[name] for name in names})
+            if converted and all(shapes.get(name) == size for name, size in converted.items()):
+                groups.append(_Group(names, list(converted)))
             else:
-                left += names
-    assert {name for _, those in found for name in those} == set(on_disk), "a weight is left out"
-    return found
+                remaining += names
+    written = {name for group in groups for name in group.on_disk}
+    assert written == set(on_disk), "a weight is left out"
+    return groups
 
 
 def _layer_of(name: str) -> str:
     """Return the beginning of a name that its layer has: `model.layers.3.`; else nothing."""
-    found = re.match(r".*?\.\d+\.", name)
-    return "" if found is None else found[0]
+    beginning = re.match(r".*?\.\d+\.", name)
+    return "" if beginning is None else beginning[0]
 
 
-def _made_alone(model: Any, tensors: dict[str, Tensor]) -> dict[str, torch.Size]:
+def _convert_alone(model: Any, tensors: dict[str, Tensor]) -> dict[str, torch.Size]:
     """Return the shapes of what the library makes of tensors on meta; empty: they are too few."""
     from transformers.core_model_loading import revert_weight_conversion
 
     try:
-        made = revert_weight_conversion(model, tensors)
+        converted = revert_weight_conversion(model, tensors)
     except Exception:  # whatever an operation says of a part of its tensors
         return {}
-    return {name: tensor.shape for name, tensor in made.items()}
+    return {name: tensor.shape for name, tensor in converted.items()}
 
 
 def _merges_layer_by_layer(model: Any) -> bool:
@@ -290,14 +296,14 @@ class _Merged:
 
     def read(self, name: str) -> Tensor:
         """Return a weight by its name in the model without adapters."""
-        layer, _, own = name.rpartition(".")
+        layer, _, inner_name = name.rpartition(".")
         if layer not in self._layers:
             return self._weights.read(name)
         if layer != self._latest:
             self._merged = {}
             self._latest = layer
             self._merged = self._merge(layer)
-        return self._merged[own]
+        return self._merged[inner_name]
 
     def _merge(self, name: str) -> dict[str, Tensor]:
         layer: Any = copy.deepcopy(self._layers[name])
