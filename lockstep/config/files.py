@@ -46,8 +46,8 @@ def find(path: str | Path) -> ResolvedFile:
     """
     _require_no_null(str(path), None)
     given = local_path(path, "the config")
-    found = ResolvedFile(given.resolve(), str(path))
-    return found if given.is_absolute() or os.path.exists(given) else _shipped(str(path)) or found
+    file = ResolvedFile(given.resolve(), str(path))
+    return file if given.is_absolute() or os.path.exists(given) else _shipped(str(path)) or file
 
 
 def parent_file(name: str, child: ResolvedFile, where: str) -> ResolvedFile:

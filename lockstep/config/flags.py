@@ -74,16 +74,16 @@ def apply_flags(settings: Mapping[str, Any], where: str = "the settings") -> dic
     Raises UsageError: a name is none of these, with the nearest one; or two names of one key are
     given.
     """
-    found: dict[str, Any] = {}
-    given: dict[str, str] = {}
+    by_key: dict[str, Any] = {}
+    names: dict[str, str] = {}
     for name, value in settings.items():
         key = _key(name.replace("-", "_"), where)
-        if key in found:
-            fix = f"leave {given[key]} or {name} out"
-            raise UsageError(f"{given[key]} and {name} are both {key}", where=where, fix=fix)
-        found[key] = value
-        given[key] = name
-    return found
+        if key in by_key:
+            fix = f"leave {names[key]} or {name} out"
+            raise UsageError(f"{names[key]} and {name} are both {key}", where=where, fix=fix)
+        by_key[key] = value
+        names[key] = name
+    return by_key
 
 
 def as_overrides(dotted: Mapping[str, Any]) -> list[str]:
@@ -173,6 +173,6 @@ def _advice_on(name: str) -> str:
 
 def shallowest(keys: Iterable[str]) -> list[str]:
     """Return the keys nearest to the root, so that `strategy` means `distributed.strategy`."""
-    found = list(keys)
-    depth = min((key.count(".") for key in found), default=0)
-    return [key for key in found if key.count(".") == depth]
+    names = list(keys)
+    depth = min((key.count(".") for key in names), default=0)
+    return [key for key in names if key.count(".") == depth]

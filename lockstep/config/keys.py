@@ -69,8 +69,8 @@ def keys_named(name: str) -> list[str]:
 
     Sections are left out.
     """
-    found = [info.key for info in all_keys().values() if info.name == name and not info.is_section]
-    return sorted(found, key=lambda key: key.count("."))
+    keys = [info.key for info in all_keys().values() if info.name == name and not info.is_section]
+    return sorted(keys, key=lambda key: key.count("."))
 
 
 def near_keys(name: str, section: str) -> list[str]:
@@ -221,16 +221,16 @@ def usage_error(mistakes: Sequence[Mistake], source: str) -> UsageError:
 
 def from_validation(error: ValidationError, tree: Node) -> list[Mistake]:
     """Return pydantic's errors as mistakes, without its names of classes, unions and URLs."""
-    found: dict[Path, list[Mistake]] = {}
+    by_path: dict[Path, list[Mistake]] = {}
     for details in error.errors(include_url=False, include_context=False):
         path = _path_in_file(details["loc"], tree)
-        if path not in found:
-            found[path] = _mistakes(details, path, tree)
+        if path not in by_path:
+            by_path[path] = _mistakes(details, path, tree)
     order = {path: number for number, (path, _) in enumerate(tree.walk())}  # as in the file
     return [
         mistake
-        for path in sorted(found, key=lambda path: order.get(path, 0))
-        for mistake in found[path]
+        for path in sorted(by_path, key=lambda path: order.get(path, 0))
+        for mistake in by_path[path]
     ]
 
 

@@ -188,13 +188,13 @@ def _config(tree: Node, source: str) -> Config:
         config = Config.model_validate(tree.plain())
     except ValidationError as error:
         raise usage_error(from_validation(error, tree), source) from None
-    found = list(contradictions(config))
-    paths = {key: tuple(key.split(".")) for one in found for key in one.keys}
+    all_contradictions = list(contradictions(config))
+    paths = {key: tuple(key.split(".")) for one in all_contradictions for key in one.keys}
     origins = {
         key: tree.find(path).origin if tree.has(path) else "unset" for key, path in paths.items()
     }
     mistakes = []
-    for one in found:
+    for one in all_contradictions:
         where = ", ".join(f"{key} ({origins[key]})" for key in one.keys)
         mistakes.append(Mistake(where, one.what + (f" ({one.why})" if one.why else ""), one.fix))
     if mistakes:

@@ -124,12 +124,12 @@ def advice_for_keyword(name: str, written: Callable[[str, str], str]) -> str | N
 
 def advice_for_method(name: str) -> str | None:
     """Return what to write instead of another trainer's method, such as `prepare`."""
-    found = [
+    rows = [
         row
         for row in table()
         if row.kind == "python" and row.theirs.partition("(")[0].endswith(f".{name}")
     ]
-    return _joined(_advice(row, "{ours}") for row in found)
+    return _joined(_advice(row, "{ours}") for row in rows)
 
 
 def foreign_key(name: str) -> str | None:

@@ -134,7 +134,7 @@ def _blocks(lines: list[str], shown: str) -> list[TemplateBlock]:
 
     Raises UsageError: a statement is wrong.
     """
-    found: list[TemplateBlock] = []
+    blocks: list[TemplateBlock] = []
     open_blocks: list[TemplateBlock] = []
     for number, line in enumerate(lines):
         match = _STATEMENT.match(line)
@@ -154,7 +154,7 @@ def _blocks(lines: list[str], shown: str) -> list[TemplateBlock]:
                     "`-- block` needs a name", where=where, fix="write -- block trainer_args"
                 )
             block = TemplateBlock(rest.split()[0], number, open_blocks[-1] if open_blocks else None)
-            found.append(block)
+            blocks.append(block)
             open_blocks.append(block)
         elif word == "endblock":
             if not open_blocks:
@@ -173,7 +173,7 @@ def _blocks(lines: list[str], shown: str) -> list[TemplateBlock]:
         raise UsageError(
             f"the block {block.name} has no end", where=f"{shown}:{block.start + 1}", fix=fix
         )
-    return found
+    return blocks
 
 
 def _spaces(line: str) -> int:
@@ -224,9 +224,9 @@ def _rewrite(lines: list[str], blocks: list[TemplateBlock], index: int) -> list[
 
 
 def _pending(line: str, pending: str) -> str:
-    for found in _DELIMITER.findall(line):
+    for delimiter in _DELIMITER.findall(line):
         if pending:
-            pending = "" if found == pending else pending
-        elif found in _CLOSES:
-            pending = _CLOSES[found]
+            pending = "" if delimiter == pending else pending
+        elif delimiter in _CLOSES:
+            pending = _CLOSES[delimiter]
     return pending

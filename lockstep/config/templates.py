@@ -129,9 +129,9 @@ class _Environment(SandboxedEnvironment):
 
     def join_path(self, template: str, parent: str) -> str:
         child = self.library.by_path.get(parent) or self.library.files[0]
-        found = parent_file(template, child, child.shown)
-        self.library.add(found)
-        return str(found.path)
+        base = parent_file(template, child, child.shown)
+        self.library.add(base)
+        return str(base.path)
 
 
 class _TemplateFiles:
@@ -176,17 +176,17 @@ class _TemplateFiles:
         parsed = _checked(
             self, lambda: self.environment.parse(prepared.source, filename=str(file.path)), file
         )
-        found = parsed.find(nodes.Extends)
-        if found is None:
+        extends = parsed.find(nodes.Extends)
+        if extends is None:
             return None
-        where = f"{file.shown}:{found.lineno}"
-        if not isinstance(found.template, nodes.Const):
+        where = f"{file.shown}:{extends.lineno}"
+        if not isinstance(extends.template, nodes.Const):
             raise UsageError(
                 "`extends` takes a quoted name",
                 where=where,
                 fix="write -- extends 'trainers/fsdp.yaml'",
             )
-        return parent_file(str(found.template.value), file, where)
+        return parent_file(str(extends.template.value), file, where)
 
 
 def _check_blocks(chain: list[ResolvedFile], library: _TemplateFiles) -> None:

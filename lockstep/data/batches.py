@@ -186,5 +186,5 @@ def _first_tensor(batch: Any) -> torch.Tensor | None:
         children = batch
     else:
         return None
-    found = (_first_tensor(child) for child in children)
-    return next((tensor for tensor in found if tensor is not None), None)
+    tensors = (_first_tensor(child) for child in children)
+    return next((tensor for tensor in tensors if tensor is not None), None)

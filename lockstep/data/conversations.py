@@ -121,17 +121,17 @@ class ChatTemplate:
 
     def _without_specials(self, message: dict[str, Any]) -> dict[str, Any]:
         """Return a message with marks in what would be read as special tokens."""
-        found = {
+        marked = {
             key: value if key == "role" else self._with_marks(value)
             for key, value in message.items()
         }
-        if found != message:
+        if marked != message:
             self.notes[_AS_TEXT] += 1
-        return found
+        return marked
 
     def _with_marks(self, value: Any) -> Any:
         if isinstance(value, str):
-            return self._special.sub(lambda found: found[0][:1] + _MARK + found[0][1:], value)
+            return self._special.sub(lambda match: match[0][:1] + _MARK + match[0][1:], value)
         if isinstance(value, Mapping):
             return {key: self._with_marks(each) for key, each in value.items()}
         return [self._with_marks(each) for each in value] if isinstance(value, list) else value
@@ -196,10 +196,10 @@ class ChatTemplate:
             self._tokenizer.require_its_own(text, f"the conversation of {where}", [lacked[0]])
 
         # Without the marks, and where what they marked is then.
-        marks = [found.start() + 1 for found in self._marked.finditer(text)]
+        marks = [match.start() + 1 for match in self._marked.finditer(text)]
         texts = [
-            (found.start() - number, found.end() - number - 1)
-            for number, found in enumerate(self._marked.finditer(text))
+            (match.start() - number, match.end() - number - 1)
+            for number, match in enumerate(self._marked.finditer(text))
         ]
         spans = [(a - bisect_left(marks, a), b - bisect_left(marks, b)) for a, b in spans]
         text = "".join(text[a:b] for a, b in _between(marks, len(text)))
@@ -251,15 +251,15 @@ def _library_tokenizer(tokenizer: Tokenizer) -> Any:
     kind: Any = transformers.AutoTokenizer
     folder = Path(tokenizer.name)
     try:
-        found = kind.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        of_library = kind.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # of many kinds
         what = f"transformers can't load the tokenizer of {folder}"
         raise UsageError(what, where=where, why=first_line(error)) from None
-    if not found.chat_template:
+    if not of_library.chat_template:
         what = f"the tokenizer of {folder} has no chat template"
         fix = "put a chat_template.jinja beside its tokenizer.json, or use a chat model's folder"
         raise UsageError(what, where=where, fix=fix)
-    return found
+    return of_library
 
 
 def _lacking(tokenizer: Tokenizer, library: Any) -> list[str]:

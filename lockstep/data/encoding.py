@@ -116,8 +116,8 @@ class Encoder:
 def _half_of_a_pair(record: Record) -> str | None:
     """Return half of a surrogate pair in a record, which JSON may hold, escaped; None without."""
     read = [record.content, record.row]
-    found = re.search("[\ud800-\udfff]", json.dumps(read, ensure_ascii=False, default=str))
-    return None if found is None else ascii(found[0]).strip("'")
+    half = re.search("[\ud800-\udfff]", json.dumps(read, ensure_ascii=False, default=str))
+    return None if half is None else ascii(half[0]).strip("'")
 
 
 Numbered = tuple[int, Record | None]  # the number of its file, and a record; None: a blank line
@@ -176,10 +176,10 @@ def _results(
     batch: Sequence[Numbered], future: "Future[list[Any]]"
 ) -> Iterator[tuple[int, Record | None, Encoded | None]]:
     """Yield the results of a batch; raise the error of its first bad record at its place."""
-    for (number, record), found in zip(batch, future.result(), strict=False):
-        if isinstance(found, BaseException):
-            raise found
-        yield number, record, found
+    for (number, record), outcome in zip(batch, future.result(), strict=False):
+        if isinstance(outcome, BaseException):
+            raise outcome
+        yield number, record, outcome
 
 
 def _batches(records: Iterable[Numbered]) -> Iterator[list[Numbered]]:
@@ -238,6 +238,6 @@ def _encode(records: Sequence[Record | None]) -> list[Any]:
 
 def in_one_process(records: Iterable[Record | None], encoder: Encoder) -> Iterator[Encoded]:
     """Yield what each record becomes, without blank lines."""
-    for _, _, found in encoded(zip(repeat(0), records, strict=False), encoder, 0):
-        if found is not None:
-            yield found
+    for _, _, document in encoded(zip(repeat(0), records, strict=False), encoder, 0):
+        if document is not None:
+            yield document

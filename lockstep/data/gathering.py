@@ -51,19 +51,19 @@ class Gathered:
 
     def documents(self) -> list[Piece]:
         """Return the documents that have ended, and forget them."""
-        found: list[Piece] = []
+        pieces: list[Piece] = []
         begin = 0
         tokens = np.concatenate(self._pieces[: self._kept]) if self._kept else None
         trained = np.concatenate(self._trained) if self._trained else None
         for end in self._ends[1:]:
             assert tokens is not None
-            found.append((tokens[begin:end], None if trained is None else trained[begin:end]))
+            pieces.append((tokens[begin:end], None if trained is None else trained[begin:end]))
             begin = end
         del self._pieces[: self._kept]
         self._trained.clear()
         self._kept = 0
         self._ends = [0]
-        return found
+        return pieces
 
     def tokens(self, dtype: np.dtype[Any]) -> NDArray[Any]:
         return np.concatenate([np.empty(0, dtype), *self._pieces])
@@ -96,22 +96,22 @@ class Gatherer:
         self._notes = Counter() if notes is None else notes
         self.open_tokens = open_tokens  # of the document that has not ended
 
-    def take(self, found: Encoded) -> None:
+    def take(self, encoded: Encoded) -> None:
         """Add a record to its document, and decide about that where it ends."""
-        self._notes.update(found.notes)
-        if found.refused:
+        self._notes.update(encoded.notes)
+        if encoded.refused:
             self._filters.refuse()
             return
-        if found.is_conversation and not found.pieces:
+        if encoded.is_conversation and not encoded.pieces:
             self._filters.left_out["without an answer"] += 1
-        for tokens, trained in found.pieces:
-            if found.is_conversation and not self._filters.fits(len(tokens)):
+        for tokens, trained in encoded.pieces:
+            if encoded.is_conversation and not self._filters.fits(len(tokens)):
                 continue  # each answer decides for itself
             self._sink.add(tokens, trained)
             self.open_tokens += len(tokens)
-            if found.is_conversation:
+            if encoded.is_conversation:
                 self._end()
-        if not found.is_conversation and found.ends:
+        if not encoded.is_conversation and encoded.ends:
             if self._filters.fits(self.open_tokens):
                 self._end()
             else:

@@ -41,7 +41,7 @@ def generators_of(root: Any) -> dict[str, Generator]:
 
     Not the global ones.
     """
-    found: dict[str, Generator] = {}
+    generators: dict[str, Generator] = {}
     seen: dict[int, Any] = {}  # the objects are kept alive, so that their ids are not used again
     waiting = deque([("", root)])
     while waiting and len(seen) < _MOST_OBJECTS:
@@ -52,10 +52,10 @@ def generators_of(root: Any) -> dict[str, Generator]:
         if isinstance(value, Generator):
             if not any(value is one for one in _GLOBALS):
                 # an attribute of the class, hidden by the object's
-                found[name + "'" * (name in found)] = value
+                generators[name + "'" * (name in generators)] = value
         else:
             waiting += [(f"{name}.{part}".strip("."), its) for part, its in _parts(value)]
-    return found
+    return generators
 
 
 def can_be_seeded(generator: Generator) -> bool:
@@ -63,9 +63,9 @@ def can_be_seeded(generator: Generator) -> bool:
     return not isinstance(generator, random.SystemRandom)
 
 
-def seed_generators(found: Mapping[str, Generator], *parts: object) -> None:
+def seed_generators(generators: Mapping[str, Generator], *parts: object) -> None:
     """Seed generators from `parts` and their names."""
-    for name, generator in found.items():
+    for name, generator in generators.items():
         key = derive_key(*parts, name)
         if isinstance(generator, torch.Generator):
             generator.manual_seed(key)
@@ -78,23 +78,23 @@ def seed_generators(found: Mapping[str, Generator], *parts: object) -> None:
 
 
 @contextmanager
-def preserve(found: Mapping[str, Generator]) -> Iterator[None]:
+def preserve(generators: Mapping[str, Generator]) -> Iterator[None]:
     """Restore the states of generators after the block: a model may share one of them."""
-    states = states_of(found)
+    states = states_of(generators)
     try:
         yield
     finally:
-        restore(found, states)
+        restore(generators, states)
 
 
-def states_of(found: Mapping[str, Generator]) -> list[Any]:
+def states_of(generators: Mapping[str, Generator]) -> list[Any]:
     """Return the states of generators, for `restore`."""
-    return [_state_of(generator) for generator in found.values()]
+    return [_state_of(generator) for generator in generators.values()]
 
 
-def restore(found: Mapping[str, Generator], states: list[Any]) -> None:
+def restore(generators: Mapping[str, Generator], states: list[Any]) -> None:
     """Restore what `states_of` returned."""
-    for generator, state in zip(found.values(), states, strict=True):
+    for generator, state in zip(generators.values(), states, strict=True):
         _set_state(generator, state)
 
 

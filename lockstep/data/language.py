@@ -112,11 +112,13 @@ class Tokenizer:
             where: what holds the text.
             lacking: such tokens; unset: those that the files beside tokenizer.json name.
         """
-        found = [token for token in self._lacking if token in text] if lacking is None else lacking
-        if not found:
+        unknown = (
+            [token for token in self._lacking if token in text] if lacking is None else lacking
+        )
+        if not unknown:
             return
         folder = str(Path(self.name) if self.file is None else self.file.parent)
-        what = f"the tokenizer.json of {folder} has no token {found[0]!r}"
+        what = f"the tokenizer.json of {folder} has no token {unknown[0]!r}"
         why = (
             f"tokenizer_config.json names it, and {where} has it: its letters would be trained in"
             " its place"
@@ -210,7 +212,7 @@ def _load(path: Path) -> Any:
         fix = "pip install tokenizers, or use tokenizer: bytes"
         raise UsageError(what, where="data.args.tokenizer", fix=fix) from None
     try:
-        found = tokenizers.Tokenizer.from_file(str(path))
+        tokenizer = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the package raises bare Exception
         where = "data.args.tokenizer"
         raise UsageError(
@@ -218,9 +220,9 @@ def _load(path: Path) -> Any:
         ) from None
     # A file keeps the length to which its last user truncated or padded batches; here documents
     # are encoded in full.
-    found.no_truncation()
-    found.no_padding()
-    return found
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def note_of_special(special_tokens: bool) -> str:

@@ -138,8 +138,8 @@ def _misfit(values: Sequence[Any], names: Sequence[str], path: str) -> str | Non
         return None
     else:
         return f"{here} is {_form(values[0])}, which can't be stacked"
-    found = (_misfit(column, names, path + part) for part, column in parts.items())
-    return next((misfit for misfit in found if misfit is not None), None)
+    misfits = (_misfit(column, names, path + part) for part, column in parts.items())
+    return next((misfit for misfit in misfits if misfit is not None), None)
 
 
 def _form(value: Any) -> str:

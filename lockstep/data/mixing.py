@@ -55,12 +55,12 @@ class MixedOrder(ComputedOrder):
             places[here] = self._permuted(block, places[here])
         sources = np.searchsorted(self._bounds, places, side="right") - 1
 
-        found = np.empty_like(positions)
+        samples = np.empty_like(positions)
         for source in np.unique(sources).tolist():
             here = sources == source
             draws = blocks[here] * self._draws[source] + places[here] - self._bounds[source]
-            found[here] = self._firsts[source] + self._drawn(source, draws)
-        return found
+            samples[here] = self._firsts[source] + self._drawn(source, draws)
+        return samples
 
     def _permuted(self, block: int, places: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return which draw of the block comes at some places; draws of a source are neighbours."""

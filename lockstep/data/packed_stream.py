@@ -144,11 +144,11 @@ class StreamSource:
 
     def begin(self, state: Mapping[str, Any] | None) -> None:
         """Go to where a state was taken; None: before everything."""
-        found = state or {"position": None, "passes": 0, "tokens": 0, "found": 0}
-        self._reader.go_to(found["position"])
-        self.passes: int = found["passes"]  # how often it has ended
-        self.tokens: int = found["tokens"]  # that were taken of it in this epoch
-        self._found: int = found["found"]  # documents of this pass
+        begin = state or {"position": None, "passes": 0, "tokens": 0, "found": 0}
+        self._reader.go_to(begin["position"])
+        self.passes: int = begin["passes"]  # how often it has ended
+        self.tokens: int = begin["tokens"]  # that were taken of it in this epoch
+        self._found: int = begin["found"]  # documents of this pass
 
     def state(self) -> dict[str, Any]:
         return {
@@ -180,9 +180,9 @@ class StreamSource:
                 self.passes += 1
                 self._found = 0
                 return []
-            found = self._encoder.encode(record)
-            self._tell(found.notes, record.where)
-            gatherer.take(found)
+            encoded = self._encoder.encode(record)
+            self._tell(encoded.notes, record.where)
+            gatherer.take(encoded)
             pieces = kept.documents() if record.ends else []
             if pieces:
                 self._found += len(pieces)

@@ -140,9 +140,9 @@ class PackingPlan:
         to_position = stops - numbers - 1 - self._begin
         skipped = np.maximum(start - from_position, 0)  # positions that are in another window
         lengths = np.minimum(to_position, stop) - from_position - skipped
-        found = zip(numbers.tolist(), (starts + skipped).tolist(), lengths.tolist(), strict=True)
+        pieces = zip(numbers.tolist(), (starts + skipped).tolist(), lengths.tolist(), strict=True)
         # A document of one token has nothing to predict.
-        return [Piece(*piece) for piece in found if piece[2] > 0]
+        return [Piece(*piece) for piece in pieces if piece[2] > 0]
 
 
 class WholePlan:

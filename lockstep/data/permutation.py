@@ -71,8 +71,8 @@ class ListedOrder:
             # A NumPy array is sliced in a third of the time.
             self._list = epoch_permutation(self.num_samples, self._seed, epoch).numpy()
             self._epoch = epoch
-        found: list[int] = self._list[positions.start : positions.stop : positions.step].tolist()
-        return found
+        samples: list[int] = self._list[positions.start : positions.stop : positions.step].tolist()
+        return samples
 
 
 class ComputedOrder(ABC):
@@ -105,8 +105,8 @@ class ComputedOrder(ABC):
 
     def _list(self, epoch: int, positions: range) -> list[int]:
         places = np.arange(positions.start, positions.stop, positions.step)
-        found: list[int] = self.computed(epoch, places).tolist()
-        return found
+        samples: list[int] = self.computed(epoch, places).tolist()
+        return samples
 
 
 class KeyedOrder(ComputedOrder):
@@ -151,14 +151,17 @@ def permuted(positions: NDArray[np.int64], size: int, keys: list[int]) -> NDArra
     """Return the numbers at some positions of a keyed permutation of 0 … size − 1.
 
     Each position is from 0 to below `size`.
+
+    The network permutes a power of two: 0 … 15 for a size of 11. A number from 11 on is permuted
+    again, until it is below: no two positions come to one number, since none leaves its cycle.
     """
     bits = max(2, (size - 1).bit_length())
-    found = _network(positions.astype(np.uint64), bits, keys)
-    outside = np.flatnonzero(found >= size)
+    numbers = _network(positions.astype(np.uint64), bits, keys)
+    outside = np.flatnonzero(numbers >= size)
     while len(outside):
-        found[outside] = _network(found[outside], bits, keys)
-        outside = outside[found[outside] >= size]
-    return found.astype(np.int64)
+        numbers[outside] = _network(numbers[outside], bits, keys)
+        outside = outside[numbers[outside] >= size]
+    return numbers.astype(np.int64)
 
 
 def _network(numbers: NDArray[np.uint64], bits: int, keys: list[int]) -> NDArray[np.uint64]:

@@ -37,15 +37,17 @@ def show(path: Path, overrides: Sequence[str], samples: int) -> str:
 def shown(data: Data, samples: int, marks: tuple[str, str], where: str) -> list[str]:
     """Return a paragraph for each of the first samples, and one that says what is marked."""
     decode = data.decode_special or data.decode
-    found = [data.train[index] for index in range(min(samples, len(data.train)))]
-    if decode is None or not all({"input_ids", "targets"} <= sample.keys() for sample in found):
+    shown_samples = [data.train[index] for index in range(min(samples, len(data.train)))]
+    if decode is None or not all(
+        {"input_ids", "targets"} <= sample.keys() for sample in shown_samples
+    ):
         what = "the samples of this data set are not text"
         fix = "show data whose samples are tokens: documents, tokens, text"
         raise UsageError(what, where=where, fix=fix)
     parts = [f"Trained is what stands between {marks[0]} and {marks[1]}."]
     if marks == COLOURS:
         parts = [f"Trained is what is {marks[0]}green{marks[1]}."]
-    for index, sample in enumerate(found):
+    for index, sample in enumerate(shown_samples):
         documents = _documents(sample)
         trained = int((sample["targets"] != IGNORED).sum())
         several = f"{len(documents)} document{'s' * (len(documents) != 1)}"
@@ -62,12 +64,12 @@ def _documents(sample: dict[str, Tensor]) -> list[tuple[list[int], list[int]]]:
     numbers = sample.get("document_ids")
     if numbers is None:
         return [(ids.tolist(), targets.tolist())]
-    found = []
+    documents = []
     for number in range(int(numbers.max()) + 1):
         here = numbers == number
         if ids[here].any() or (targets[here] != IGNORED).any():
-            found.append((ids[here].tolist(), targets[here].tolist()))
-    return found
+            documents.append((ids[here].tolist(), targets[here].tolist()))
+    return documents
 
 
 def _text(

@@ -179,8 +179,8 @@ def opened(source: DescribedSource, tokenizer: str | None) -> Source:
     # every rank tokenizes
     with progress_of(f"tokens of {path}", size, shows=rank_facts().is_main) as advance:
         for file in files:
-            for found in in_one_process(records_of(file, field), encoder):
-                gatherer.take(found)
+            for document in in_one_process(records_of(file, field), encoder):
+                gatherer.take(document)
             advance(file.stat().st_size)
     tokens = gathered.tokens(chosen.dtype)
     left_out = told(filters.left_out)

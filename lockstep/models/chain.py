@@ -107,9 +107,9 @@ def lent(owner: nn.Module, names: Mapping[str, str]) -> dict[str, Tensor]:
 
 def look_up(owner: nn.Module, name: str) -> Tensor:
     """Return the tensor that is registered in `owner` under a dotted name."""
-    found: Any = owner
+    member: Any = owner
     # not get_parameter(): a replica or a leaf may hold a plain tensor instead
     for part in name.split("."):
-        found = getattr(found, part)
-    assert isinstance(found, Tensor), name
-    return found
+        member = getattr(member, part)
+    assert isinstance(member, Tensor), name
+    return member

@@ -373,7 +373,7 @@ def _loaded(folder: Path, described: DescribedModel) -> tuple[Any, list[str]]:
     Raises UsageError: the weights leave out anything else.
     """
     with _errors_of(described.config.model_type), _quiet(), torch.device("cpu"):
-        model, found = getattr(transformers, described.auto).from_pretrained(
+        model, loading_info = getattr(transformers, described.auto).from_pretrained(
             folder,
             config=described.config,
             local_files_only=True,
@@ -383,7 +383,9 @@ def _loaded(folder: Path, described: DescribedModel) -> tuple[Any, list[str]]:
             **_attention(described),
         )
     missing = [
-        str(key) for kind in ("missing_keys", "mismatched_keys") for key in sorted(found[kind])
+        str(key)
+        for kind in ("missing_keys", "mismatched_keys")
+        for key in sorted(loading_info[kind])
     ]
     new: list[str] = []
     if not described.own_head and missing:

@@ -25,8 +25,8 @@ _LAST = "AutoModelForPreTraining"
 def auto_classes() -> tuple[str, ...]:
     """Return the names of the library's Auto classes of models with a head, causal ones first."""
     # not `dir(transformers)`: it looks up every module of the library, a third of a second
-    found = [name for name in modeling_auto.__all__ if name.startswith("AutoModelFor")]
-    rest = sorted(name for name in found if name not in (CAUSAL_LM, _LAST))
+    names = [name for name in modeling_auto.__all__ if name.startswith("AutoModelFor")]
+    rest = sorted(name for name in names if name not in (CAUSAL_LM, _LAST))
     return (CAUSAL_LM, *rest, _LAST)
 
 
@@ -39,8 +39,8 @@ def _classes(auto: str, config: Any) -> tuple[Any, ...]:
     """Return the classes of a table for a config; importing them takes the library a while."""
     if type(config) not in _table(auto):
         return ()
-    found = _table(auto)[type(config)]
-    return tuple(found) if isinstance(found, list | tuple) else (found,)
+    classes = _table(auto)[type(config)]
+    return tuple(classes) if isinstance(classes, list | tuple) else (classes,)
 
 
 def auto_of(config: Any, name: str) -> str:

@@ -136,10 +136,10 @@ class CausalModel(LanguageModel):
         def logits_of(hidden: Tensor) -> Tensor:
             decoder.states = hidden
             try:
-                found = super(LanguageModel, part).forward(inputs_embeds=hidden, use_cache=False)
+                outputs = super(LanguageModel, part).forward(inputs_embeds=hidden, use_cache=False)
             finally:
                 decoder.states = None
-            logits: Tensor = found.logits
+            logits: Tensor = outputs.logits
             return logits
 
         return logits_of
@@ -154,11 +154,11 @@ class CausalModel(LanguageModel):
             """Return the logits of the next ids; of all, from a model that keeps nothing."""
             nonlocal past, seen
             seen = torch.cat((seen.to(ids.device), ids), 1)
-            found = super(LanguageModel, self).forward(
+            outputs = super(LanguageModel, self).forward(
                 input_ids=seen if past is None else ids, past_key_values=past, use_cache=True
             )
-            past = getattr(found, "past_key_values", None)
-            logits: Tensor = found.logits
+            past = getattr(outputs, "past_key_values", None)
+            logits: Tensor = outputs.logits
             return logits
 
         yield next_logits
@@ -247,7 +247,7 @@ class MixtureModel(CausalModel):
         if targets is None:
             return super().forward(ids, **arguments)
         with LossCalls() as calls:
-            found = super(LanguageModel, self).forward(
+            outputs = super(LanguageModel, self).forward(
                 input_ids=ids,
                 labels=targets,
                 shift_labels=targets,
@@ -267,7 +267,7 @@ class MixtureModel(CausalModel):
                 )
                 raise UsageError(what, where="model.args.output_router_logits", fix=fix)
             self._takes_targets_as_they_are = True
-        return found.logits, found.loss.float()
+        return outputs.logits, outputs.loss.float()
 
     def inputs(self, batch: Mapping[str, Tensor]) -> Any:
         return batch["input_ids"], batch["targets"]

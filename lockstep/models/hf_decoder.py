@@ -146,19 +146,19 @@ def _segments_of(model: nn.Module, family: Family, path: str) -> list[tuple[str,
     by_documents = getattr(model, "takes_documents", False)
     key = str(getattr(model, "random_key", ""))
     first = Inputs(key, _before_the_layers(decoder, family), by_documents=by_documents)
-    found: list[tuple[str, nn.Module]] = [("inputs", first)]
+    segments: list[tuple[str, nn.Module]] = [("inputs", first)]
     for position, (index, layer) in enumerate(layers.items()):
         name = f"{prefix}.{index}"
         door = Door(layer)
         part = _with_layer(decoder, family, door, position)
-        found.append((name, Layer(name, part, door, by_documents=by_documents)))
+        segments.append((name, Layer(name, part, door, by_documents=by_documents)))
     head = with_own_children(model)
     door = Door(getattr(decoder, family.norm))
     head.__dict__.pop(_CACHE, None)
     setattr(head, family.decoder, _after_the_layers(decoder, family, door))
-    last = Outputs(f"{found[-1][0]}/after", head, door, by_documents=by_documents)
-    found.append(("outputs", last))
-    return found
+    last = Outputs(f"{segments[-1][0]}/after", head, door, by_documents=by_documents)
+    segments.append(("outputs", last))
+    return segments
 
 
 def _require_all(model: nn.Module, segments: list[tuple[str, nn.Module]]) -> None:

@@ -347,8 +347,8 @@ def _filled(description: Mapping[str, Any], weights: Mapping[str, Tensor]) -> An
                 model = _wrapped(kind(config), description)
     (model.get_base_model() if prefix else model).name_or_path = description["source"] or ""
     named = {prefix + name: tensor for name, tensor in weights.items()}
-    found = model.load_state_dict(named, strict=False, assign=True)
-    wrong = [*found.missing_keys, *found.unexpected_keys]
+    loaded = model.load_state_dict(named, strict=False, assign=True)
+    wrong = [*loaded.missing_keys, *loaded.unexpected_keys]
     if wrong:
         raise UsageError(
             f"the tensors are not those of a {description['class']}: {listed(wrong)}",
@@ -387,11 +387,11 @@ def _wrapped(model: nn.Module, description: Mapping[str, Any]) -> Any:
 def _copy_inputs(source: str | None, folder: Path) -> list[str]:
     """Copy tokenizers and the like; return a line if there are none."""
     given = Path(source) if source else None
-    found = []
+    files = []
     if given is not None and given.is_dir():
-        found = [path for pattern in _INPUTS for path in given.glob(pattern) if path.is_file()]
-    for path in found:
+        files = [path for pattern in _INPUTS for path in given.glob(pattern) if path.is_file()]
+    for path in files:
         shutil.copyfile(path, folder / path.name)
-    if found:
+    if files:
         return []
     return [f"no tokenizer: there is none in {source or 'a folder of its own'}"]

@@ -37,7 +37,7 @@ def local_copy(name: str) -> Path:
     except Exception:
         pass  # not in the cache, which the library says by several kinds of errors
     try:
-        found = Path(snapshot_download(name, allow_patterns=_FILES))
+        folder = Path(snapshot_download(name, allow_patterns=_FILES))
     except Exception as error:
         raise UsageError(
             f"{name} is neither a folder here nor a model that the hub gives",
@@ -45,11 +45,11 @@ def local_copy(name: str) -> Path:
             why=first_line(error),
             fix="write the path of a folder; or check the name, and the network of this machine",
         ) from error
-    if not any(found.glob(_WEIGHTS)):
+    if not any(folder.glob(_WEIGHTS)):
         raise UsageError(
             f"{name} has no weights in safetensors, neither in the hub's cache nor on the hub",
             where="model.name",
             why="values would be drawn at random; and pickles can run code when they are read",
             fix="convert them to safetensors, and write the path of the folder",
         )
-    return found
+    return folder

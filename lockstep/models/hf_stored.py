@@ -64,10 +64,10 @@ def stored_weights(model: Any, folder: Path) -> tuple[StoredWeights, list[str]]:
     counted = BytesRead()
     parts = dict(_in_files(files_of_weights(folder), counted))
     wanted = model.state_dict()
-    found: dict[str, ReadablePart] = {}
+    weights: dict[str, ReadablePart] = {}
     for target in _stored_of(model, parts, wanted):
-        found |= target.parts(model)
-    for name, part in found.items():
+        weights |= target.parts(model)
+    for name, part in weights.items():
         if name in wanted and tuple(wanted[name].shape) != tuple(part.shape):
             what = f"{name} has the shape {list(part.shape)} in {folder}"
             why = f"the model has {list(wanted[name].shape)}"
@@ -79,12 +79,12 @@ def stored_weights(model: Any, folder: Path) -> tuple[StoredWeights, list[str]]:
         aliases.setdefault(id(tensor), []).append(name)
     missing = []
     for names in aliases.values():  # a tied weight lies in the files under one name, or under both
-        stored = next((name for name in names if name in found), None)
+        stored = next((name for name in names if name in weights), None)
         if stored is None:
             missing.append(names[0])
         else:
-            found |= {name: found[stored] for name in names if name not in found}
-    return StoredWeights(found, counted), missing
+            weights |= {name: weights[stored] for name in names if name not in weights}
+    return StoredWeights(weights, counted), missing
 
 
 def _in_files(files: Sequence[Path], counted: BytesRead) -> Iterator[tuple[str, ReadablePart]]:
@@ -164,8 +164,8 @@ class _StoredWeight:
                 held = {key: [SwappedPart(p, dims) for p in parts] for key, parts in held.items()}
             else:
                 return None
-        found = [part for parts in held.values() for part in parts]
-        return found[0] if len(found) == 1 else None
+        made = [part for parts in held.values() for part in parts]
+        return made[0] if len(made) == 1 else None
 
 
 def _same(tensor: Tensor) -> Tensor:
@@ -188,7 +188,7 @@ def _stored_of(
         base_model_prefix=model.base_model_prefix,
         meta_state_dict=wanted,
     )
-    found: dict[str, _StoredWeight] = {}
+    weights: dict[str, _StoredWeight] = {}
     for key in sorted(parts, key=core_model_loading.dot_natural_key):
         name, pattern = rename(key, renamings, converters)
         if name not in wanted and key in wanted:
@@ -196,9 +196,9 @@ def _stored_of(
         if name not in wanted:
             continue  # of another head, or of an earlier version of the library
         converter = None if pattern is None else by_pattern[pattern]
-        target = found.setdefault(name, _StoredWeight(name, converter))
+        target = weights.setdefault(name, _StoredWeight(name, converter))
         target.sources.setdefault(pattern or "", []).append(parts[key])
-    return iter(found.values())
+    return iter(weights.values())
 
 
 def fill_buffers(model: nn.Module) -> None:

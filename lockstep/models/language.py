@@ -250,26 +250,26 @@ class TokenLosses(nn.Module):
         def losses(chunk: Tensor, chosen: Tensor, *weights: Tensor) -> Tensor:
             # A copy: the strides of a slice would depend on the ranks.
             flat = chunk.flatten(1, 2).contiguous()
-            found: Tensor = self(logits_of(flat, *weights), chosen.flatten(1))
-            return found.view(chosen.shape)
+            of_chunk: Tensor = self(logits_of(flat, *weights), chosen.flatten(1))
+            return of_chunk.view(chosen.shape)
 
         run = (
             partial(checkpoint, losses, use_reentrant=False, preserve_rng_state=False)
             if torch.is_grad_enabled()
             else losses
         )
-        found = [
+        chunks = [
             run(chunk, chosen, *weights)
             for chunk, chosen in zip(rows.split(size, 2), wanted.split(size, 2), strict=True)
         ]
-        return torch.cat(found, 2).flatten(1)
+        return torch.cat(chunks, 2).flatten(1)
 
     def of(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return each target's loss, [B·T], from a model's logits, or from losses [B, T]."""
         if outputs.ndim == 2:
             return outputs.flatten()
-        found: Tensor = self(outputs, targets)
-        return found
+        losses: Tensor = self(outputs, targets)
+        return losses
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Return each target's loss in nats, with the terms of training while the module trains."""

@@ -64,10 +64,10 @@ def explain_index(
     if reading is None:
         return None
     for number, batch in batches:
-        found = _place_of(reading, batch)
-        if found is None:
+        place = _place_of(reading, batch)
+        if place is None:
             continue
-        row, where = found
+        row, where = place
         sample = f"sample {row} of micro-batch {number}"
         if samples is not None and number < len(samples) and row < len(samples[number]):
             sample += f", number {samples[number][row]} of the data"

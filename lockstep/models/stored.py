@@ -59,12 +59,12 @@ class FilePart:
 
         with safe_open(str(self.file), framework="pt", device="cpu") as opened:
             if not self.shape:
-                found: Tensor = opened.get_tensor(self.key)
+                value: Tensor = opened.get_tensor(self.key)
             else:
                 where = tuple(slice(each.start, each.stop) for each in ranges)
-                found = opened.get_slice(self.key)[where]
-            self.counted.total += found.numel() * found.element_size()
-            return found.clone()  # not a view of the file
+                value = opened.get_slice(self.key)[where]
+            self.counted.total += value.numel() * value.element_size()
+            return value.clone()  # not a view of the file
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class JoinedPart:
         """Read of each part what is wanted of it, if anything is."""
         wanted = ranges[self.dim]
         begin = 0
-        found: Tensor | None = None
+        joined: Tensor | None = None
         for part in self.parts:
             end = begin + part.shape[self.dim]
             here = range(max(wanted.start, begin), min(wanted.stop, end))
@@ -92,11 +92,11 @@ class JoinedPart:
                 its = list(ranges)
                 its[self.dim] = range(here.start - begin, here.stop - begin)
                 value = part.read(its)
-                if found is None:
-                    found = value.new_empty([len(each) for each in ranges])
-                found.narrow(self.dim, here.start - wanted.start, len(here)).copy_(value)
+                if joined is None:
+                    joined = value.new_empty([len(each) for each in ranges])
+                joined.narrow(self.dim, here.start - wanted.start, len(here)).copy_(value)
             begin = end
-        return _nothing(self.parts[0], ranges) if found is None else found
+        return _nothing(self.parts[0], ranges) if joined is None else joined
 
 
 @dataclass(frozen=True)
@@ -114,15 +114,15 @@ class StackedPart:
     def read(self, ranges: Ranges) -> Tensor:
         """Read those parts that are wanted, and of each what is wanted of it."""
         inner = [*ranges[: self.dim], *ranges[self.dim + 1 :]]
-        found: Tensor | None = None
+        stacked: Tensor | None = None
         for number, which in enumerate(ranges[self.dim]):
             value = self.parts[which].read(inner)
-            if found is None:
-                found = value.new_empty([len(each) for each in ranges])
-            found.select(self.dim, number).copy_(value)
-        if found is None:
+            if stacked is None:
+                stacked = value.new_empty([len(each) for each in ranges])
+            stacked.select(self.dim, number).copy_(value)
+        if stacked is None:
             return _nothing(self.parts[0], inner).unsqueeze(self.dim).narrow(self.dim, 0, 0)
-        return found
+        return stacked
 
 
 @dataclass(frozen=True)
@@ -133,11 +133,11 @@ class SwappedPart:
     dims: tuple[int, int]
 
     def _swapped(self, values: Sequence[Any]) -> list[Any]:
-        found = list(values)
+        swapped = list(values)
         one, other = self.dims
-        found[one] = values[other]
-        found[other] = values[one]
-        return found
+        swapped[one] = values[other]
+        swapped[other] = values[one]
+        return swapped
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -155,10 +155,10 @@ class ComputedPart:
     shape: tuple[int, ...]
 
     def read(self, ranges: Ranges) -> Tensor:
-        found = self.make()
+        tensor = self.make()
         for dim, wanted in enumerate(ranges):
-            found = found.narrow(dim, wanted.start, len(wanted))
-        return found.clone()
+            tensor = tensor.narrow(dim, wanted.start, len(wanted))
+        return tensor.clone()
 
 
 def _nothing(part: ReadablePart, ranges: Ranges) -> Tensor:

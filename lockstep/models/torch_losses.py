@@ -61,17 +61,17 @@ def as_object(loss_fn: Any) -> Any:
     made = (
         loss_fn if isinstance(loss_fn, partial) else partial(loss_fn) if callable(loss_fn) else None
     )
-    found = class_of(made.func) if made is not None else None
-    if made is None or found is None:
+    loss_class = class_of(made.func) if made is not None else None
+    if made is None or loss_class is None:
         return loss_fn
     function = made.func.__name__
     try:
         if made.args:
             raise TypeError("its first arguments are the outputs and the targets")
-        return found(**made.keywords)
+        return loss_class(**made.keywords)
     except TypeError as error:
         fix = (
-            f"name what nn.{found.__name__} takes, as in functools.partial(F.{function},"
+            f"name what nn.{loss_class.__name__} takes, as in functools.partial(F.{function},"
             " reduction='mean')"
         )
         what = f"functools.partial of {function} has arguments that do not belong to it"

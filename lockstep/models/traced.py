@@ -415,8 +415,8 @@ def _inner_graph(module: fx.GraphModule, node: fx.Node) -> fx.GraphModule | None
 
     None if it names a tensor, or nothing.
     """
-    found = getattr(module, str(node.target), None) if node.op == "get_attr" else None
-    return found if isinstance(found, fx.GraphModule) else None
+    member = getattr(module, str(node.target), None) if node.op == "get_attr" else None
+    return member if isinstance(member, fx.GraphModule) else None
 
 
 def _same_size(
