@@ -73,8 +73,8 @@ def values_of(tensor: Tensor) -> Values:
     tensor = tensor.detach().cpu()
     if tensor.dtype == torch.bfloat16:  # NumPy does not have it
         tensor = tensor.float()
-    found: Any = tensor.numpy()
-    values: Values = found if tensor.is_complex() else found.astype(np.float64)
+    array: Any = tensor.numpy()
+    values: Values = array if tensor.is_complex() else array.astype(np.float64)
     return values
 
 
@@ -246,10 +246,10 @@ def explaining_weights(parts: Sequence[Values], value: Values) -> Values | None:
 
     None without any.
     """
-    found = weighted_sum(parts, value)
-    if not found.is_unique or found.residual > ADDS_UP or min(found.weights) < 0:
+    fitted = weighted_sum(parts, value)
+    if not fitted.is_unique or fitted.residual > ADDS_UP or min(fitted.weights) < 0:
         return None
-    return found.weights if found.residual <= 0.1 * distance(mean_of(parts), value) else None
+    return fitted.weights if fitted.residual <= 0.1 * distance(mean_of(parts), value) else None
 
 
 OWN = "this rank's own sum"
@@ -329,9 +329,9 @@ def reduced_relation(
         times = factor(values_of(right), sum(parts, np.zeros_like(parts[0])))
         scaled = [part * times for part in parts]
         wrong = wrong_sums(scaled, [numbers.index(number) for number in mine], ranks, unit)
-    found = relation(gradient, right, ((each.relation, each.value) for each in wrong))
-    if found.kind != UNRELATED:
-        return found
+    related = relation(gradient, right, ((each.relation, each.value) for each in wrong))
+    if related.kind != UNRELATED:
+        return related
     before = values_of(gradient) / scale
     for dtype in (torch.bfloat16, torch.float16) if gradient.is_floating_point() else ():
         if distance(_round_to(dtype, before), before) <= _SCALED:
@@ -343,9 +343,9 @@ def reduced_relation(
             _weighed(
                 values_of(gradient), values_of(right), dict(zip(numbers, parts, strict=True)), mine
             )
-            or found
+            or related
         )
-    return found
+    return related
 
 
 def _weighed(

@@ -24,7 +24,7 @@ LOW_ROUNDING = 8 * 2.0**-8
 
 def is_clear(e: Evidence) -> bool:
     """Return whether a cause can be named without further experiments."""
-    if e.found.has("samples", "start"):
+    if e.main.has("samples", "start"):
         return any(rule(e) is not None for rule in DIRECT)
     if direct_causes.update_experiments(e):
         return False
@@ -40,17 +40,17 @@ def is_clear(e: Evidence) -> bool:
 def wanted_experiments(e: Evidence, topology: str) -> list[str]:
     """Return the experiments that may undo the difference, from what was seen."""
     values, ranks = parse_topology(topology)
-    found = e.deviations
+    deviations = e.deviations
     undoes = direct_causes.update_experiments(e)
-    if e.found.has("samples", "start"):
-        return [experiments.SAMPLES if e.found.has("samples") else experiments.START]
-    if undoes and not e.found.has("gradient"):
+    if e.main.has("samples", "start"):
+        return [experiments.SAMPLES if e.main.has("samples") else experiments.START]
+    if undoes and not e.main.has("gradient"):
         return undoes
     off = experiments.switched_off(e.config)
-    if experiments.RECOMPUTATION in off and not e.found.has("loss"):
+    if experiments.RECOMPUTATION in off and not e.main.has("loss"):
         # part by part, nothing is recomputed
         undoes += [experiments.RECOMPUTATION, experiments.SAME_DRAWS]
-    if e.flows and not found:
+    if e.flows and not deviations:
         undoes += [experiments.SETTINGS] if any(flow.settings for flow in e.flows) else []
         undoes += [
             experiments.PERTURB,
@@ -60,10 +60,10 @@ def wanted_experiments(e: Evidence, topology: str) -> list[str]:
         ]
         return [*undoes, experiments.MEMORY, experiments.ONE_EACH, *off]
     wanted = [*undoes, experiments.ONE_EACH] if e.not_reduced else undoes
-    if e.flows and all(d.stage == REDUCTION for d in found):
+    if e.flows and all(d.stage == REDUCTION for d in deviations):
         return wanted
-    stages = {d.stage for d in found}
-    notes = " ".join(f"{d.note} {d.relation}" for d in found)
+    stages = {d.stage for d in deviations}
+    notes = " ".join(f"{d.note} {d.relation}" for d in deviations)
     if any(flow.draws for flow in e.flows) or not e.flows:
         wanted += [experiments.SEEDS, experiments.SAME_DRAWS]
     if any(flow.moved for flow in e.flows) or not e.flows:
@@ -105,10 +105,10 @@ def cause_of(evidence: Evidence) -> Cause:
 
 
 def _record_only(e: Evidence) -> Cause | None:
-    if e.found.has("gradient", "value"):
+    if e.main.has("gradient", "value"):
         return None
     for aspect, kind in (("loss", "loss"), ("norm", "clip norm")):
-        if e.found.has(aspect):
+        if e.main.has(aspect):
             return Cause(
                 kind,
                 f"the {aspect} is another one, gradients and updated values are not",
@@ -122,9 +122,7 @@ def _rounds(e: Evidence) -> Cause | None:
 
     Its rounding is measured against float64, or by changing the last bits of parameters.
     """
-    if e.all_deviations or (
-        e.found.has("samples", "start", "loss") and not e.found.has("gradient")
-    ):
+    if e.all_deviations or (e.main.has("samples", "start", "loss") and not e.main.has("gradient")):
         return None
     for name, text in (
         (
@@ -137,7 +135,7 @@ def _rounds(e: Evidence) -> Cause | None:
         ),
     ):
         result = e.tried.get(name)
-        if e.found.has("gradient") and result is not None and not result.has("gradient"):
+        if e.main.has("gradient") and result is not None and not result.has("gradient"):
             return Cause(ROUNDING, text.format(result.rounding), [name], False)
     return None
 
@@ -169,15 +167,15 @@ def _chaos(e: Evidence) -> Cause | None:
 def _not_synchronized(e: Evidence) -> Cause | None:
     """Return a cause if replicas step with gradients of their own."""
     # Where the norm differs, clipping makes all gradients differ; part by part, nothing is clipped.
-    seen = e.tried.get(experiments.FORCED, e.found)
+    forced = e.tried.get(experiments.FORCED, e.main)
     own = e.not_reduced
-    unsynchronized = seen.unsynchronized
+    unsynchronized = forced.unsynchronized
     if not own or not unsynchronized:
         return None
     first = next(d for d in e.deviations if d.stage == REDUCTION and d.module in own)
     how = f" ({first.module} {first.relation} on rank {first.rank})"
     compared = "gradients compared between ranks"
-    everything = len(unsynchronized) == len(seen.fingerprints)
+    everything = len(unsynchronized) == len(forced.fingerprints)
     if everything and e.agrees(experiments.ONE_EACH):
         text = (
             "gradients of some micro-batches are not reduced: the reducing backward pass is not the"
@@ -247,7 +245,7 @@ def _memory(e: Evidence) -> Cause | None:
 
 
 def _random(e: Evidence) -> Cause | None:
-    odd = sorted(rank for rank, seed in e.found.seeds.items() if seed != e.config.training.seed)
+    odd = sorted(rank for rank, seed in e.main.seeds.items() if seed != e.config.training.seed)
     if e.agrees(experiments.SEEDS):
         has = "has" if len(odd) == 1 else "have"
         text = f"{name_ranks(odd)} {has} another seed" if odd else "keys of random numbers"
@@ -297,15 +295,13 @@ def _positions(e: Evidence) -> Cause | None:
 def _clip(e: Evidence) -> Cause | None:
     if e.deviations or not e.agrees(experiments.CLIP):
         return None
-    norms = [d for d in e.found.differences if d.aspect == "norm"]
+    norms = [d for d in e.main.differences if d.aspect == "norm"]
     how = (
         f"by another norm: {norms[0].name} on {name_ranks(norms[0].ranks)}"
         if norms
         else "from the same norm"
     )
-    ranks = sorted(
-        {rank for d in e.found.differences if d.aspect == "gradient" for rank in d.ranks}
-    )
+    ranks = sorted({rank for d in e.main.differences if d.aspect == "gradient" for rank in d.ranks})
     where = f"; clipped, they differ on {name_ranks(ranks)}" if ranks else ""
     return Cause(
         "clip norm", f"gradients are right until they are clipped, {how}{where}", [experiments.CLIP]
@@ -317,7 +313,7 @@ def _low_precision(e: Evidence) -> Cause | None:
     if e.deviations:
         return None
     if e.agrees(experiments.FLOAT32):
-        if e.found.distance("gradient") <= LOW_ROUNDING:
+        if e.main.distance("gradient") <= LOW_ROUNDING:
             text = "low precision rounds differently here; in float32 the steps agree"
             return Cause(ROUNDING, text, [experiments.FLOAT32], False)
         text = "more than rounding goes wrong in low precision, and not in float32"
@@ -356,10 +352,10 @@ def _place(e: Evidence) -> Cause | None:
 
     With the reference's value there, everything else agrees.
     """
-    found = e.deviations
-    if not found:
+    deviations = e.deviations
+    if not deviations:
         return None
-    first = found[0]
+    first = deviations[0]
     if first.stage == REDUCTION and first.relation.kind == WRONG_REFERENCE:
         text = (
             f"the gradient of {first.module} is not the sum over a step's micro-batches:"
@@ -374,10 +370,10 @@ def _by_themselves(e: Evidence) -> Cause | None:
 
     Then neither the loss nor what flows back through layers differs.
     """
-    seen = e.tried.get(experiments.CLIP, e.found)
-    wrong = [d for d in seen.differences if d.aspect == "gradient"]
-    few = 0 < 2 * len(wrong) <= len(seen.fingerprints)
-    if e.flows or not few or seen.has("start", "samples", "loss"):
+    without_clipping = e.tried.get(experiments.CLIP, e.main)
+    wrong = [d for d in without_clipping.differences if d.aspect == "gradient"]
+    few = 0 < 2 * len(wrong) <= len(without_clipping.fingerprints)
+    if e.flows or not few or without_clipping.has("start", "samples", "loss"):
         return None
     # The first are those of which it is known how they relate to the reference's.
     first, *others = sorted(wrong, key=lambda d: d.relation is None or d.relation.kind == UNRELATED)

@@ -103,10 +103,10 @@ def _causes(
         tried.append(key)
         jobs.append(VerifyJob(spec, SINGLE, own, (main,)))
     # One launch holds them all.
-    found = outcomes_of(jobs, start) if jobs else []
+    outcomes = outcomes_of(jobs, start) if jobs else []
     wrong = [
         key
-        for key, outcome in zip(tried, found, strict=True)
+        for key, outcome in zip(tried, outcomes, strict=True)
         if outcome.failed or outcome.first is not None
     ]
     by_itself = bool(wrong) and _is_undone(right, mine, keys, wrong, folder, main, start)
@@ -147,7 +147,7 @@ def _is_undone(
 def other_keys(a: Config, b: Config) -> dict[str, tuple[Any, Any]]:
     """Return the keys of training whose values differ: key → A's value, B's value."""
     trees = [config.model_dump(by_alias=True) for config in (a, b)]
-    found = {}
+    differing = {}
     for key, info in all_keys().items():
         if info.is_section or any(
             key == left or key.startswith(f"{left}.") for left in _NOT_TRAINED
@@ -155,8 +155,8 @@ def other_keys(a: Config, b: Config) -> dict[str, tuple[Any, Any]]:
             continue
         values = [_value(tree, key) for tree in trees]
         if values[0] != values[1]:
-            found[key] = (values[0], values[1])
-    return found
+            differing[key] = (values[0], values[1])
+    return differing
 
 
 def _value(tree: Any, key: str) -> Any:

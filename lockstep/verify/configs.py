@@ -126,8 +126,8 @@ def _results(job: VerifyJob, name: str) -> list[StepResult] | str:
     path = job.results_of(case)
     if not path.exists():
         return f"{name}: a process of it ended without a word"
-    found: list[StepResult] | str = pickle.loads(path.read_bytes())
-    return found
+    results: list[StepResult] | str = pickle.loads(path.read_bytes())
+    return results
 
 
 # ---- one topology ----
@@ -138,20 +138,20 @@ class _Topology:
     """Steps of one topology, until each difference has a cause."""
 
     job: VerifyJob
-    found: list[StepResult] | str  # one result per step, or why there are none
+    steps: list[StepResult] | str  # one result per step, or why there are none
     outcome: Outcome = field(init=False)
     examined: StepResult | None = None  # the step whose difference is explained now, or was last
     deviations: list[Deviation] = field(default_factory=list)  # parts of that step, in its order
 
     def __post_init__(self) -> None:
         self.outcome = Outcome(self.job.topology, self.job.ranks)
-        if isinstance(self.found, str):
-            self.outcome.fail(self.found)
+        if isinstance(self.steps, str):
+            self.outcome.fail(self.steps)
 
     @property
     def results(self) -> list[StepResult]:
         """The results of the steps; empty if the topology could not be run."""
-        return [] if isinstance(self.found, str) else self.found
+        return [] if isinstance(self.steps, str) else self.steps
 
     def next_difference(self) -> StepResult | None:
         """Return the next step whose difference needs a cause, which is examined from now on.
@@ -217,33 +217,36 @@ def _find_causes(different: Sequence[_Topology], start: Start) -> None:
 
     They are made in the steps that are examined.
     """
-    evidence = []
+    first: list[tuple[VerifyJob, Evidence]] = []
     for topology in different:
         job = topology.job
-        found = topology.examined
-        assert found is not None
-        cases = tuple(first_experiments(job.spec, job.topology, found.step))
-        evidence.append(
-            (replace(job, cases=cases), Evidence(found, {}, {}, job.folder, job.spec.config))
+        examined = topology.examined
+        assert examined is not None
+        cases = tuple(first_experiments(job.spec, job.topology, examined.step))
+        evidence = Evidence(examined, {}, {}, job.folder, job.spec.config)
+        first.append((replace(job, cases=cases), evidence))
+    _experiment(first, start)
+
+    further: list[tuple[VerifyJob, Evidence]] = []
+    for job, evidence in first:
+        if is_clear(evidence):
+            continue
+        _, subject = job.spec.build({})
+        names = wanted_experiments(evidence, job.topology)
+        cases = tuple(
+            further_experiments(job.spec, job.topology, evidence.main.step, names, subject.data)
         )
-    _experiment(evidence, start)
-    further = []
-    for job, known in evidence:
-        if not is_clear(known):
-            _, subject = job.spec.build({})
-            wanted = wanted_experiments(known, job.topology)
-            cases = tuple(
-                further_experiments(job.spec, job.topology, known.found.step, wanted, subject.data)
-            )
-            subject.close()
-            further.append((replace(job, cases=cases), known))
-    _experiment([(job, known) for job, known in further if job.cases], start)
-    for topology, (job, known) in zip(different, evidence, strict=True):
-        cause = cause_of(known)
+        subject.close()
+        if cases:
+            further.append((replace(job, cases=cases), evidence))
+    _experiment(further, start)
+
+    for topology, (job, evidence) in zip(different, first, strict=True):
+        cause = cause_of(evidence)
         # If every bit must be equal, rounding is an error.
         is_error = cause.is_error or job.spec.exact
         topology.outcome.causes[:] = [replace(cause, is_error=is_error)]
-        topology.deviations = known.deviations
+        topology.deviations = evidence.deviations
 
 
 def _experiment(wanted: Sequence[tuple[VerifyJob, Evidence]], start: Start) -> None:

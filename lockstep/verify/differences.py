@@ -330,7 +330,7 @@ GONE = 1e-2  # an experiment that leaves less than this fraction of a difference
 class Evidence:
     """All that is known about one topology's difference."""
 
-    found: StepResult  # the first step that differs, in the main run
+    main: StepResult  # the first step that differs, in the case `main`
     tried: dict[str, StepResult]  # experiment → the topology's result
     left_out: dict[str, str]  # experiment that could not be made → reason
     folder: Path  # of the reference's traces
@@ -352,8 +352,8 @@ class Evidence:
         result = self.tried.get(name)
         if result is None or result.has("start"):
             return False
-        gradient = min(1.0, self.found.distance("gradient"))
-        if self.found.has("gradient") and result.rounding > GONE * gradient:
+        gradient = min(1.0, self.main.distance("gradient"))
+        if self.main.has("gradient") and result.rounding > GONE * gradient:
             return False
         result = replace(
             result,
@@ -364,9 +364,9 @@ class Evidence:
             ],
         )
         aspects: tuple[str, ...] = ("loss", "gradient", "value", "buffer")
-        if not self.found.has(*aspects):
+        if not self.main.has(*aspects):
             aspects = ("norm",)
-        if not any(self.found.distance(aspect) for aspect in aspects):
+        if not any(self.main.distance(aspect) for aspect in aspects):
             return False
         return all(self._is_gone(aspect, result) for aspect in aspects)
 
@@ -376,14 +376,14 @@ class Evidence:
         A gradient that is off by 0.3 is explained if 0.003 are left at most; one that is off by 50,
         if 0.01 are. A loss may keep its rounding.
         """
-        limit = GONE * min(1.0, self.found.distance(aspect))
+        limit = GONE * min(1.0, self.main.distance(aspect))
         if aspect == "loss":
             limit = max(limit, 4 * SCALAR_TOLERANCE)
         return result.distance(aspect) <= limit
 
     def facts(self, name: str) -> StepFacts | None:
         """Return the reference's facts of an experiment; None if it was not made."""
-        step = self.tried[name].step if name in self.tried else self.found.step
+        step = self.tried[name].step if name in self.tried else self.main.step
         try:
             return Trace(self.folder / name).facts(step)
         except FileNotFoundError:
@@ -409,7 +409,7 @@ class Evidence:
         One in a forward pass or in a loss makes another loss: it is not the cause where losses
         agree.
         """
-        if self.found.has("loss"):
+        if self.main.has("loss"):
             return self.all_deviations
         return [d for d in self.all_deviations if d.stage not in (FORWARD, LOSS)]
 
@@ -425,9 +425,9 @@ class Evidence:
 
 def first_seen(e: Evidence) -> str:
     """Return a clause on what differs first in the step, and on which ranks."""
-    first = e.found.first
+    first = e.main.first
     assert first is not None
-    others = [a for a in ASPECTS if a != first.aspect and e.found.has(a)]
+    others = [a for a in ASPECTS if a != first.aspect and e.main.has(a)]
     how = f" {first.relation}" if first.relation is not None else f" on {name_ranks(first.ranks)}"
     text = f"the first that differs is the {first.aspect} ({first.name}){how}"
     return text + (f", and so do {listed(others)}" if others else "")

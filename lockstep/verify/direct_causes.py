@@ -18,7 +18,7 @@ from lockstep.verify.trace import UpdateFacts
 
 def data(e: Evidence) -> Cause | None:
     """Return a cause if ranks train on other samples; with the reference's, the step agrees."""
-    seen = [d.name for d in e.found.differences if d.aspect == "samples"]
+    seen = [d.name for d in e.main.differences if d.aspect == "samples"]
     return (
         _undone(e, experiments.SAMPLES, "data order", f"ranks train on other data: {seen[0]}")
         if seen
@@ -28,7 +28,7 @@ def data(e: Evidence) -> Cause | None:
 
 def start(e: Evidence) -> Cause | None:
     """Return a cause if ranks start from other values; with the reference's, the step agrees."""
-    first = [d for d in e.found.differences if d.aspect == "start"]
+    first = [d for d in e.main.differences if d.aspect == "start"]
     if not first:
         return None
     text = (
@@ -43,7 +43,7 @@ def _undone(e: Evidence, name: str, kind: str, text: str) -> Cause | None:
 
     None before it is tried.
     """
-    if e.agrees(name) or not e.found.has("gradient", "value", "loss"):
+    if e.agrees(name) or not e.main.has("gradient", "value", "loss"):
         return Cause(kind, text, [name])
     if name in e.left_out:
         return Cause(UNKNOWN, f"{text}; {name}: not possible ({e.left_out[name]})")
@@ -103,8 +103,8 @@ def nondeterminism(e: Evidence) -> Cause | None:
 
 def buffers(e: Evidence) -> Cause | None:
     """Return a cause if nothing but buffers differs."""
-    names = [d.name for d in e.found.differences if d.aspect == "buffer"]
-    if not names or e.found.has("gradient", "value", "loss"):
+    names = [d.name for d in e.main.differences if d.aspect == "buffer"]
+    if not names or e.main.has("gradient", "value", "loss"):
         return None
     return Cause(
         "buffer", f"the buffer {names[0]} drifts; its gradients do not", ["values of buffers"]
@@ -113,15 +113,13 @@ def buffers(e: Evidence) -> Cause | None:
 
 def update_experiments(e: Evidence) -> list[str]:
     """Return the experiments that may undo what is seen to differ around the update."""
-    updates = [*e.found.updates, e.found.right_update]
+    updates = [*e.main.updates, e.main.right_update]
     wanted = (
-        [experiments.OPTIONS]
-        if e.found.has("optimizer") and e.found.has("gradient", "value")
-        else []
+        [experiments.OPTIONS] if e.main.has("optimizer") and e.main.has("gradient", "value") else []
     )
-    if e.found.has("gradient") and any(update.by_hooks for update in updates):
+    if e.main.has("gradient") and any(update.by_hooks for update in updates):
         wanted.append(experiments.OPTIMIZER_HOOKS)
-    if e.found.has("value"):
+    if e.main.has("value"):
         wanted += [experiments.STATE] if _differ(e, lambda update: update.state_changed) else []
         wanted += [experiments.BEFORE] if _differ(e, lambda update: update.before) else []
         wanted += [experiments.AFTER] if any(update.after for update in updates) else []
@@ -133,9 +131,9 @@ def _differ(e: Evidence, what: Callable[[UpdateFacts], list[str]]) -> list[str]:
 
     Names that a rank does not hold are left out.
     """
-    right = e.found.right_update
+    right = e.main.right_update
     names: dict[str, None] = {}
-    for update in e.found.updates:
+    for update in e.main.updates:
         held = update.options if update.options else right.options
         names |= dict.fromkeys(
             name for name in set(what(update)) ^ set(what(right)) if name in held
@@ -144,7 +142,7 @@ def _differ(e: Evidence, what: Callable[[UpdateFacts], list[str]]) -> list[str]:
 
 
 def _ranks_where(e: Evidence, holds: Callable[[UpdateFacts], object]) -> list[int]:
-    return [rank for rank, update in enumerate(e.found.updates) if holds(update)]
+    return [rank for rank, update in enumerate(e.main.updates) if holds(update)]
 
 
 # ---- what is seen directly ----
@@ -152,7 +150,7 @@ def _ranks_where(e: Evidence, holds: Callable[[UpdateFacts], object]) -> list[in
 
 def left_over(e: Evidence) -> Cause | None:
     """Return a cause if the step agrees in a new process that starts from the same state."""
-    if not e.found.step or not e.agrees(experiments.AGAIN):
+    if not e.main.step or not e.agrees(experiments.AGAIN):
         return None
     stale = _differ(e, lambda update: update.stale)
     if stale:
@@ -173,9 +171,9 @@ def left_over(e: Evidence) -> Cause | None:
 
 def tied(e: Evidence) -> Cause | None:
     """Return a cause if parameters are one on one side and two on the other."""
-    shared = e.found.right_update.tied
+    shared = e.main.right_update.tied
     missing = [
-        d for d in e.found.differences if d.aspect == "start" and d.missing and d.name in shared
+        d for d in e.main.differences if d.aspect == "start" and d.missing and d.name in shared
     ]
     if not missing:
         return None
@@ -189,9 +187,9 @@ def tied(e: Evidence) -> Cause | None:
 def frozen(e: Evidence) -> Cause | None:
     """Return a cause if all missing gradients are of parameters that one side has frozen."""
     names = _differ(e, lambda update: update.frozen)
-    missing = {d.name for d in e.found.differences if d.aspect == "gradient" and d.missing}
+    missing = {d.name for d in e.main.differences if d.aspect == "gradient" and d.missing}
     # where a gradient is missing, another norm clips the others
-    seen = e.tried.get(experiments.FORCED, e.found)
+    seen = e.tried.get(experiments.FORCED, e.main)
     others = e.deviations or any(d.aspect == "gradient" and not d.missing for d in seen.differences)
     if not missing or not missing <= set(names) or others:
         return None
@@ -213,13 +211,13 @@ def without_update(e: Evidence) -> Cause | None:
     ranks = _ranks_where(e, lambda update: not update.called)
     if (
         not ranks
-        or not e.found.right_update.called
-        or not e.found.has("value")
-        or e.found.has("gradient")
+        or not e.main.right_update.called
+        or not e.main.has("value")
+        or e.main.has("gradient")
     ):
         return None
-    names = {d.name for d in e.found.differences if d.aspect == "value"}
-    if not all(names <= set(e.found.updates[rank].unmoved) for rank in ranks):
+    names = {d.name for d in e.main.differences if d.aspect == "value"}
+    if not all(names <= set(e.main.updates[rank].unmoved) for rank in ranks):
         text = (
             f"the optimizer's step is replaced on {name_ranks(ranks)}: it is not called, and makes"
             " other values"
@@ -236,9 +234,9 @@ def without_update(e: Evidence) -> Cause | None:
 
 def update(e: Evidence) -> Cause | None:
     """Return a cause if values differ, and gradients and all that can be undone do not."""
-    if e.found.has("gradient", "samples", "start") or not e.found.has("value"):
+    if e.main.has("gradient", "samples", "start") or not e.main.has("value"):
         return None
-    wrong = [d for d in e.found.differences if d.aspect == "value"]
+    wrong = [d for d in e.main.differences if d.aspect == "value"]
     names = [d.name for d in wrong]
     ranks = sorted({rank for d in wrong for rank in d.ranks})
     changed = {*_differ(e, lambda update: update.before), *_differ(e, lambda update: update.after)}
@@ -246,8 +244,8 @@ def update(e: Evidence) -> Cause | None:
         return None
     text = "the optimizer gets the same gradients and produces other values"
     where = f" of {listed(names)} on {name_ranks(ranks)}"
-    updates = [e.found.updates[rank] for rank in wrong[0].ranks]
-    right = e.found.right_update
+    updates = [e.main.updates[rank] for rank in wrong[0].ranks]
+    right = e.main.right_update
     if all(
         name in update.unmoved and name not in right.unmoved for name in names for update in updates
     ):
@@ -269,8 +267,8 @@ def update(e: Evidence) -> Cause | None:
 
 def options(e: Evidence) -> Cause | None:
     """Return a cause if options of the optimizer differ; with the reference's, the values agree."""
-    seen = [d for d in e.found.differences if d.aspect == "optimizer"]
-    if not seen or (e.found.has("gradient", "value") and not e.agrees(experiments.OPTIONS)):
+    seen = [d for d in e.main.differences if d.aspect == "optimizer"]
+    if not seen or (e.main.has("gradient", "value") and not e.agrees(experiments.OPTIONS)):
         return None
     text = "; ".join(f"the optimizer of {name_ranks(d.ranks)} has {d.name}" for d in seen)
     by = (
@@ -302,7 +300,7 @@ def optimizer_hook(e: Evidence) -> Cause | None:
     if not e.agrees(experiments.OPTIMIZER_HOOKS):
         return None
     ranks = _ranks_where(e, lambda update: update.by_hooks)
-    also = "" if e.found.right_update.by_hooks else ", and not in the reference"
+    also = "" if e.main.right_update.by_hooks else ", and not in the reference"
     text = (
         f"a hook of the optimizer changes gradients before its update on {name_ranks(ranks)}{also}"
     )
@@ -332,10 +330,10 @@ def _beside(
     if not e.agrees(name):
         return None
     when = f"{side} the optimizer's update"
-    names = _differ(e, what) or [d.name for d in e.found.differences if d.aspect == "value"]
+    names = _differ(e, what) or [d.name for d in e.main.differences if d.aspect == "value"]
     changes = _ranks_where(e, lambda update: set(what(update)) & set(names))
-    others = [rank for rank in range(len(e.found.updates)) if rank not in changes]
-    in_reference = bool(set(what(e.found.right_update)) & set(names))
+    others = [rank for rank in range(len(e.main.updates)) if rank not in changes]
+    in_reference = bool(set(what(e.main.right_update)) & set(names))
     if in_reference and others:
         text = (
             f"the values of {listed(names)} change {when} in the reference, not on"

@@ -47,11 +47,11 @@ class ModelMemory:
     """The slots of a model's modules on this rank, as they are when this is made."""
 
     def __init__(self, parts: list[nn.Module]) -> None:
-        found: dict[str, _Slot] = {}
+        by_name: dict[str, _Slot] = {}
         for part in parts:
             for slot in _slots(part):
-                found.setdefault(slot.name, slot)
-        self._slots = [slot for slot in found.values() if _print(slot.read()) is not None]
+                by_name.setdefault(slot.name, slot)
+        self._slots = [slot for slot in by_name.values() if _print(slot.read()) is not None]
         self._first: list[Any] | None = None
         self._before: list[Any] = []
 
@@ -112,13 +112,13 @@ def _functions_of(module: nn.Module) -> Iterator[FunctionType]:
 
     These are methods, hooks, functions that were put in their place, and functions that they call.
     """
-    found: list[Any] = [*forward_pre_hooks(module), *forward_hooks(module), *vars(module).values()]
+    queue: list[Any] = [*forward_pre_hooks(module), *forward_hooks(module), *vars(module).values()]
     for cls in type(module).__mro__:
         if _is_user_code(cls.__module__):
-            found += vars(cls).values()
+            queue += vars(cls).values()
     seen: set[int] = set()
-    while found:
-        value = found.pop()
+    while queue:
+        value = queue.pop()
         value = value.__func__ if isinstance(value, MethodType) else value
         if (
             isinstance(value, FunctionType)
@@ -128,12 +128,12 @@ def _functions_of(module: nn.Module) -> Iterator[FunctionType]:
             seen.add(id(value))
             yield value
             # One function calls another, by its name or from its closure.
-            found += [
+            queue += [
                 value.__globals__[name]
                 for name in value.__code__.co_names
                 if name in value.__globals__
             ]
-            found += [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
+            queue += [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
 
 
 def _is_filled(cell: CellType) -> bool:
@@ -164,10 +164,10 @@ def _print(value: Any) -> bytes | None:
             return bytes(
                 value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
             )
-        found = pickle.dumps(value)
+        pickled = pickle.dumps(value)
     except Exception:
         return None
-    return found if len(found) <= _LARGEST else None
+    return pickled if len(pickled) <= _LARGEST else None
 
 
 def _copy(value: Any) -> Any:

@@ -134,7 +134,7 @@ class CompleteSequences:
         self, part: tuple[Any, Any], complete: tuple[Any, Any]
     ) -> tuple[int, str] | None:
         """Return the number of this rank's first call that deviates, and its module's name."""
-        found = []
+        of_ranks = []
         calls = dict(self._random.calls)
         for is_part, (args, kwargs) in ((True, part), (False, complete)):
             seen: list[tuple[str, Tensor]] = []
@@ -149,8 +149,8 @@ class CompleteSequences:
             self._random.restore_calls(calls)  # each pass draws the same numbers
             for handle in handles:
                 handle.remove()
-            found.append(seen)
-        for call, ((name, mine), (_, theirs)) in enumerate(zip(*found, strict=False)):
+            of_ranks.append(seen)
+        for call, ((name, mine), (_, theirs)) in enumerate(zip(*of_ranks, strict=False)):
             for dim in range(1, mine.dim()):
                 if theirs.shape[dim] == mine.shape[dim] * self._context.ranks:
                     right = self._context.part(theirs, dim).double()

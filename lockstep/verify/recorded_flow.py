@@ -99,11 +99,11 @@ class RecordedFlow:
 
 def load(path: Path) -> RecordedFlow:
     """Read what the reference recorded."""
-    found = RecordedFlow(**torch.load(path, weights_only=False, mmap=True))
+    flow = RecordedFlow(**torch.load(path, weights_only=False, mmap=True))
     bounds = path.with_suffix(".bounds")
     if bounds.exists():
-        found.bounds = pickle.loads(bounds.read_bytes())
-    return found
+        flow.bounds = pickle.loads(bounds.read_bytes())
+    return flow
 
 
 class ObservedOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -153,8 +153,8 @@ def first_line(mine: Operations, right: Operations, first: Deviation) -> str:
     parents = [".".join(parts[:depth]) for depth in range(len(parts) - 1, 0, -1)]
     names += [name for name in ("", *parents) if name not in names]
     at = [(first.micro_batch, name) for name in names]
-    found = (_first_operation(mine.get(key, []), right.get(key, [])) for key in at)
-    return next(filter(None, found), "")
+    operations = (_first_operation(mine.get(key, []), right.get(key, [])) for key in at)
+    return next(filter(None, operations), "")
 
 
 def _first_operation(mine: Sequence[Operation], right: Sequence[Operation]) -> str:

@@ -41,13 +41,17 @@ def _title(outcome: Outcome, of_script: bool) -> str:
 
 def drawn(outcomes: Sequence[Outcome], *, of_script: bool) -> list[DrawnOutcome]:
     """Return outcomes with the lines that the page shows of them."""
-    found = []
+    drawn_outcomes = []
     for outcome in outcomes:
         if of_script:
-            found.append(DrawnOutcome(outcome.name, _script_explanation(outcome)[2:], outcome))
+            drawn_outcomes.append(
+                DrawnOutcome(outcome.name, _script_explanation(outcome)[2:], outcome)
+            )
         else:
-            found.append(DrawnOutcome(_title(outcome, False), _explanation(outcome)[1:], outcome))
-    return found
+            drawn_outcomes.append(
+                DrawnOutcome(_title(outcome, False), _explanation(outcome)[1:], outcome)
+            )
+    return drawn_outcomes
 
 
 def _failure(outcome: Outcome) -> list[str]:
@@ -122,7 +126,7 @@ def _first_difference(outcome: Outcome) -> str:
 
 def config_json(verdict: Verdict) -> str:
     """Format a verdict as JSON."""
-    found = {
+    result = {
         "passed": verdict.passed,
         "steps": verdict.steps,
         "micro_batches": verdict.micro_batches,
@@ -135,7 +139,7 @@ def config_json(verdict: Verdict) -> str:
             {**vars(check), "relative": _finite(check.relative)} for check in verdict.checks
         ],
     }
-    return json.dumps(found, indent=2)
+    return json.dumps(result, indent=2)
 
 
 # ---- scripts ----
@@ -237,7 +241,7 @@ def losses_text(names: tuple[str, str], losses: PairedLosses, given: Sequence[st
 
 def losses_json(names: tuple[str, str], losses: PairedLosses, given: Sequence[str]) -> str:
     """Format the paired difference of two runs' losses as JSON."""
-    found = {
+    result = {
         "a": names[0],
         "b": names[1],
         "losses_a": losses.right,
@@ -247,7 +251,7 @@ def losses_json(names: tuple[str, str], losses: PairedLosses, given: Sequence[st
         "unpaired_standard_error": _finite(losses.unpaired_error),
         "given": list(given),
     }
-    return json.dumps(found, indent=2)
+    return json.dumps(result, indent=2)
 
 
 # ---- one outcome, of either ----

@@ -116,8 +116,8 @@ class Trace:
 
     def facts(self, step: int) -> StepFacts:
         """Read a step without its tensors."""
-        found: StepFacts = pickle.loads(self._path(step, "pickle").read_bytes())
-        return found
+        facts: StepFacts = pickle.loads(self._path(step, "pickle").read_bytes())
+        return facts
 
     @contextmanager
     def tensors(self, step: int | None) -> Iterator["Stored"]:

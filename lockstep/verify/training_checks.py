@@ -272,10 +272,10 @@ class TrainingChecks:
         optimizer = self._optimizers[0]() if self.looks and self._optimizers else None
         if optimizer is not None:
             parameters = optimizer.param_groups[0]["params"]
-            found = next((p for p in parameters if p.grad is not None), None)
+            parameter = next((p for p in parameters if p.grad is not None), None)
             self._gradient = None
-            if found is not None:
-                self._gradient = (found, float(local(found.grad).detach().norm()))
+            if parameter is not None:
+                self._gradient = (parameter, float(local(parameter.grad).detach().norm()))
 
     def clipped(self, parameters: Iterable[Tensor]) -> None:
         """Look at gradients that are clipped."""

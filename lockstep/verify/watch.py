@@ -132,8 +132,8 @@ class observe:  # noqa: N801 — called as a function
 
         None: it is not known.
         """
-        found = len(self.findings)
-        return found if self._ranks is None else self._ranks.sum_at_end(found)
+        number = len(self.findings)
+        return number if self._ranks is None else self._ranks.sum_at_end(number)
 
     def _before_forward(self, module: nn.Module, _args: Any) -> None:
         """Note a module that is called, and the model that a pass begins with."""
@@ -248,12 +248,12 @@ class _Ranks:
         while self._connected and self._queue.unfinished_tasks and time.monotonic() < deadline:
             time.sleep(0.01)
 
-    def sum_at_end(self, found: int) -> int | None:
+    def sum_at_end(self, number: int) -> int | None:
         """Tell rank 0 what this rank found.
 
         Return the sum there, None elsewhere or if a rank does not answer.
         """
-        self.send(_END, {"found": found})
+        self.send(_END, {"found": number})
         self.flush()
         return self._found
 

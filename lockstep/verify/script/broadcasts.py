@@ -47,14 +47,14 @@ def broadcast_in(message: str) -> str:
     )
 
 
-def watch_losses(found: Callable[[str], None]) -> None:
+def watch_losses(report: Callable[[str], None]) -> None:
     """Report each such warning from now on, once for each place, as it is shown."""
     show = warnings.showwarning
 
     def shown(message: Warning | str, *args: Any, **kwargs: Any) -> None:
         text = broadcast_in(str(message))
         if text:
-            found(text)
+            report(text)
         show(message, *args, **kwargs)
 
     setattr(warnings, "showwarning", shown)  # noqa: B010 — mypy forbids to assign a function

@@ -258,15 +258,15 @@ def drawn_alike(
     """
     by_place: list[dict[str, list[LoopDraw]]] = []
     for draws in ranks:
-        found: dict[str, list[LoopDraw]] = {}
+        of_rank: dict[str, list[LoopDraw]] = {}
         for draw in draws:
             is_of_samples = draw.rows in rows.get(draw.batch, ())
             if draw.outside and is_of_samples and not draw.is_permutation:
-                found.setdefault(draw.place, []).append(draw)
-        by_place.append(found)
+                of_rank.setdefault(draw.place, []).append(draw)
+        by_place.append(of_rank)
     alike = []
     for place, mine in by_place[0].items():
-        others = [found.get(place, []) for found in by_place[1:]]
+        others = [of_rank.get(place, []) for of_rank in by_place[1:]]
         numbers = sum(int(np.prod(_shape(draw.value) or ())) for draw in mine)
         same = all(
             len(other) == len(mine)

@@ -83,18 +83,18 @@ def _line(cause: Cause, evidence: LineEvidence) -> str:
     if cause.kind == "precision":
         return _of_parameters(cause, places.models, record)
     # Rank 0 may be one that does not clip, say, where others do.
-    found = {
+    lines = {
         "clipping": _first([each.line_of(CLIP) for each in evidence.steps]),
         "communication hook": _first([each.places.hook for each in evidence.records]),
         "learning rate schedule": _first([each.places.schedule for each in evidence.records]),
         "uneven steps": places.reads.get(record.training_loader or 0, ""),
         "replicas": step.line_of(UPDATE),
     }
-    if cause.column == "settings" and cause.kind not in found:
+    if cause.column == "settings" and cause.kind not in lines:
         first = record.steps[0].settings if record.steps else []
         scheduled = places.schedule and first == step.settings and evidence.step
         return places.schedule if scheduled else next(iter(places.optimizers), "")
-    return found.get(cause.kind, "")
+    return lines.get(cause.kind, "")
 
 
 def _first(lines: Sequence[str]) -> str:

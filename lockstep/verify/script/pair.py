@@ -193,7 +193,7 @@ class _Pair(ScriptComparison):
         limits: Sequence[tuple[float, float]],
     ) -> tuple[Difference | None, float, bool]:
         """Compare each rank of B with the same rank of A, by complete tensors."""
-        found: list[Difference] = []
+        differences: list[Difference] = []
         largest = 0.0
         same = True
         outcome = self.outcome
@@ -206,11 +206,11 @@ class _Pair(ScriptComparison):
             same &= exact is None
             largest = max(largest, rounding)
             if first is not None:
-                found.append(replace(first, ranks=[rank]))
+                differences.append(replace(first, ranks=[rank]))
         self.world = World(self.records)
         order = ("gradients", "clipped gradients", "weights")
-        found.sort(key=lambda one: (one.step, order.index(one.aspect)))
-        return found[0] if found else None, largest, same
+        differences.sort(key=lambda one: (one.step, order.index(one.aspect)))
+        return differences[0] if differences else None, largest, same
 
     def _moved(
         self, nudged: Sequence[ScriptRecord], right: Sequence[ScriptRecord]
@@ -258,12 +258,12 @@ class _Pair(ScriptComparison):
 
     def pairing(self) -> dict[str, str]:
         """Return what B can be given of A where it differs: what it is → what is known of it."""
-        found = {
+        texts = {
             "first values": self._other_first_values(),
             "samples": self._other_samples(),
             "random numbers": self._other_draws(),
         }
-        return {kind: text for kind, text in found.items() if text}
+        return {kind: text for kind, text in texts.items() if text}
 
     def _other_first_values(self) -> str:
         pairs = zip(_as_seen(self.records), _as_seen(self.right), strict=True)
@@ -382,41 +382,41 @@ class _Pair(ScriptComparison):
 
     def _explain(self, first: Difference) -> None:
         """Find what makes the difference: what B is given, what both are run without, or B."""
-        found = self.pairing()
+        differing = self.pairing()
         settings = self._other_settings()
         if settings:
-            found["settings"] = settings
+            differing["settings"] = settings
         right = self.right
-        without = self._run_without(found)
+        without = self._run_without(differing)
         if without:
             right = self.a.world(self.ranks, f"A, {listed(without)}", **self.both)[1]
         gradients = _by_rank_and_step(right)
-        left = self._left(list(found), right, gradients)
+        left = self._left(list(differing), right, gradients)
         if left is None:
-            causes = self._needed(found, right, gradients)
+            causes = self._needed(differing, right, gradients)
             self.outcome.causes.extend(causes)
             if not causes:
                 self._pass_for_rounding(first)
             return
         by = "the values of A and of B before the step"
         self.outcome.causes.extend(
-            Cause(kind, text, [by], column=_column(kind)) for kind, text in found.items()
+            Cause(kind, text, [by], column=_column(kind)) for kind, text in differing.items()
         )
         self.outcome.compare(left, self.outcome.rounding)
-        self._say_computed(left, list(found), right)
+        self._say_computed(left, list(differing), right)
 
-    def _run_without(self, found: dict[str, str]) -> list[str]:
+    def _run_without(self, differing: dict[str, str]) -> list[str]:
         """Let both run without dropout, or without 16 bits, where these differ."""
         without = []
         drew = any(
             draw.moved for record in self.records for step in record.steps for draw in step.draws
         )
-        if "random numbers" in found and drew:
+        if "random numbers" in differing and drew:
             self.both["mean_draws"] = True
             without.append("without random numbers in forward passes")
         precision = self._other_precision()
         if precision:
-            found["precision"] = precision
+            differing["precision"] = precision
             self.both["full_precision"] = True
             without.append("without autocast")
         return without
@@ -440,15 +440,15 @@ class _Pair(ScriptComparison):
 
     def _needed(
         self,
-        found: dict[str, str],
+        differing: dict[str, str],
         right: Sequence[ScriptRecord],
         gradients: Sequence[dict[str, list[Any]]],
     ) -> list[Cause]:
         """Return what makes a difference by itself, when B is given all the rest."""
         causes = []
         undoes = "B, given A's, computes what A computes"
-        for kind, text in found.items():
-            rest = [other for other in found if other != kind]
+        for kind, text in differing.items():
+            rest = [other for other in differing if other != kind]
             # Without dropout, or without 16 bits, A ran anew.
             is_given = kind not in ("random numbers", "precision") or not self.both
             if rest and is_given and self._left(rest, right, gradients) is None:

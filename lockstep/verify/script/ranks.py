@@ -125,28 +125,28 @@ def _same_loop_draws(world: World) -> Cause | None:
 
 def _rows_of_batches(leaders: Sequence[ScriptRecord]) -> dict[BatchKey, set[int]]:
     """Return the numbers of samples of loaders' batches that differ from rank to rank."""
-    found: dict[BatchKey, set[int]] = {}
+    rows: dict[BatchKey, set[int]] = {}
     for loader, read in leaders[0].batches.items():
         sizes = {len(batch) for batch in read}
         for index, batch in enumerate(read):
             others = [record.batches.get(loader, [])[index : index + 1] for record in leaders[1:]]
             if batch and all(other != [batch] for other in others):
-                found[loader, index] = sizes
-    return found
+                rows[loader, index] = sizes
+    return rows
 
 
 def _rows_of_passes(leaders: Sequence[ScriptRecord]) -> dict[BatchKey, set[int]]:
     """Return the numbers of rows that models get in passes whose inputs differ on ranks."""
-    found: dict[BatchKey, set[int]] = {}
+    by_pass: dict[BatchKey, set[int]] = {}
     number = 0
     for steps in zip(*(record.steps for record in leaders), strict=False):
         sizes = {len(rows) for rows in steps[0].inputs if rows}
         is_other = all(step.elements != steps[0].elements for step in steps[1:])
         for _ in steps[0].losses:
             if is_other:
-                found[-1, number] = sizes
+                by_pass[-1, number] = sizes
             number += 1
-    return found
+    return by_pass
 
 
 def _other_first_values(world: World) -> Cause | None:

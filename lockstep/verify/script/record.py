@@ -94,8 +94,11 @@ class ScriptTask:
     def prefix(self) -> str:
         """Return the beginning of the ranks' names of parameters, before this process's own."""
         begins = {mine: name.removesuffix(mine) for mine, name in self.names.items()}
-        found = set(begins.values())
-        return found.pop() if len(found) == 1 and list(begins) != list(self.names.values()) else ""
+        are_the_same = list(begins) == list(self.names.values())
+        different_begins = set(begins.values())
+        if are_the_same or len(different_begins) != 1:
+            return ""
+        return different_begins.pop()
 
     @property
     def runs(self) -> Path:
@@ -158,7 +161,7 @@ def for_ranks(argument: str, ranks: int) -> str:
     """Replace `{n}` by the number of ranks, and `{16/n}` by a rank's share of 16."""
     return re.sub(
         r"\{(?:(\d+)/)?n\}",
-        lambda found: str(int(found[1]) // ranks if found[1] else ranks),
+        lambda match: str(int(match[1]) // ranks if match[1] else ranks),
         argument,
     )
 
@@ -250,13 +253,13 @@ class RecordedStep:
 
     def lines_of_collectives(self) -> list[str]:
         """Return the script's own collectives that come after a backward pass of the step."""
-        found: list[str] = []
+        lines: list[str] = []
         begun = False
         for name, line in self.calls:
             begun |= name == BACKWARD
             if begun and name in COLLECTIVES:
-                found.append(line)
-        return found
+                lines.append(line)
+        return lines
 
     def begin_update(
         self,
@@ -320,16 +323,16 @@ class ScriptRecord:
     def note_framework(self) -> None:
         """Note whose code calls this, at the optimizer's step."""
         frame = sys._getframe()
-        found = set()
+        modules = set()
         while frame.f_back is not None:
             frame = frame.f_back
             module = frame.f_globals.get("__name__", "")
-            found |= {
+            modules |= {
                 name
                 for start, name in _FRAMEWORKS.items()
                 if module == start or module.startswith(start + ".")
             }
-        self.framework = next((name for name in _FRAMEWORKS.values() if name in found), TORCH)
+        self.framework = next((name for name in _FRAMEWORKS.values() if name in modules), TORCH)
 
     @property
     def passes(self) -> list[int]:
@@ -447,19 +450,19 @@ class World:
 
         A rank sees its own copies, then those of its unit, then those of other units.
         """
-        found: list[Tensors] = [{} for _ in ranks]
+        complete: list[Tensors] = [{} for _ in ranks]
         for name in dict.fromkeys(name for rank in ranks for name in rank):
             held = [rank for rank, pieces in enumerate(ranks) if name in pieces]
             pieces = [ranks[rank][name] for rank in held]
             in_parts = name in self.joined or any(piece.cuts or piece.flat for piece in pieces)
             if not in_parts and all(name in names or not names for names in self._held):
                 for rank in held:
-                    found[rank][name] = ranks[rank][name].local
+                    complete[rank][name] = ranks[rank][name].local
                 continue
             for unit in self.units:
                 in_order = name in self.joined or ranks[held[0]][name].flat
                 ordered = held if in_order else sorted(held, key=lambda rank: rank in unit)
                 value = _assembled([ranks[rank][name] for rank in ordered], self.joined.get(name))
                 for rank in unit:
-                    found[rank][name] = value
-        return found
+                    complete[rank][name] = value
+        return complete

@@ -36,9 +36,9 @@ class HangError(LockstepError):
     `records`: None: it has none.
     """
 
-    def __init__(self, found: dict[int, str], records: list[ScriptRecord | None]) -> None:
+    def __init__(self, locations: dict[int, str], records: list[ScriptRecord | None]) -> None:
         super().__init__("ranks wait for each other")
-        self.locations = found
+        self.locations = locations
         self.records = records
 
 

@@ -76,7 +76,7 @@ def piece_of(tensor: Tensor, *, flat: bool = False) -> TensorPiece:
 
 def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the numbers in a parameter group."""
-    found = {}
+    settings = {}
     for key, value in group.items():
         if key == "lr" and isinstance(value, Tensor):
             value = float(value)
@@ -84,8 +84,8 @@ def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
         if key != "params" and (
             simple or (isinstance(value, tuple) and all(isinstance(v, float) for v in value))
         ):
-            found[key] = value
-    return found
+            settings[key] = value
+    return settings
 
 
 def generator_states() -> dict[str, Any]:
@@ -208,10 +208,10 @@ class ObservedLoaders:
 
     def take_unused(self) -> list[BatchKey]:
         """Return the batches that were read to train on since this was last called."""
-        found = [*self._evaluated, *self._unused]
+        batches = [*self._evaluated, *self._unused]
         self._unused = []
         self._evaluated = []
-        return found
+        return batches
 
     def note_evaluation(self) -> None:
         """Note that a model evaluates the last batches.
