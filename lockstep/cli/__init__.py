@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command, and return its exit code."""
     arguments = without_legacy(sys.argv[1:] if argv is None else argv)
     try:
-        here = os.getcwd()
+        folder = os.getcwd()
     except OSError:
         why = "it was deleted, or made anew, while this shell was in it"
         return _report(
@@ -31,9 +31,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "the working directory is gone", why=why, fix="go to one that is there: cd ~"
             )
         )
-    if here not in sys.path and "" not in sys.path:
+    if folder not in sys.path and "" not in sys.path:
         # for the user's own `package.module:Name`, as under `python -m lockstep`
-        sys.path.insert(0, here)
+        sys.path.insert(0, folder)
     try:
         code = _dispatch(arguments)
         flush(sys.stdout)

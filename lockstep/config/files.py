@@ -127,9 +127,9 @@ def _near_file(path: Path) -> str:
     if near:
         return f"did you mean {near[0]}?"
     if beside:
-        there = listed(sorted(beside))
+        names = listed(sorted(beside))
         return (
-            f"name a file that is there, such as {there}; `lockstep config list` has those that"
+            f"name a file that is there, such as {names}; `lockstep config list` has those that"
             " ship"
         )
     return "`lockstep config list` names those that ship"

@@ -81,9 +81,9 @@ def near_keys(name: str, section: str) -> list[str]:
     elsewhere = keys_named(name)
     if elsewhere:
         return elsewhere
-    here = _close(name, children(section), 0.6)
-    if here:
-        return [f"{section}.{here[0]}" if section else here[0]]
+    in_section = _close(name, children(section), 0.6)
+    if in_section:
+        return [f"{section}.{in_section[0]}" if section else in_section[0]]
     close = _close(
         name, sorted({info.name for info in all_keys().values() if not info.is_section}), 0.75
     )
@@ -289,11 +289,11 @@ def _suggestion(path: Path) -> str:
     meant = _meant(path)
     if meant:
         return f"write {' or '.join(meant)}"
-    here = section if section in all_keys() or not section else ""
-    title = f"the keys of {here} are" if here else "the sections are"
+    known_section = section if section in all_keys() or not section else ""
+    title = f"the keys of {known_section} are" if known_section else "the sections are"
     similar = near_keys(str(path[-1]), section)
     end = f"; a similar name is {similar[0]}" if similar else ""
-    return f"{title} {', '.join(children(here))}{end}"
+    return f"{title} {', '.join(children(known_section))}{end}"
 
 
 def _meant(path: Path) -> list[str]:

@@ -155,13 +155,13 @@ def key_path(dotted: str, shown: str) -> KeyPath:
     parts = tuple(dotted.split("."))
     names = all_keys()
     for end in range(1, len(parts) + 1):
-        here = ".".join(parts[:end])
-        if here not in names:
+        key = ".".join(parts[:end])
+        if key not in names:
             # The whole path, because if a template's block is written as a section, the key in it
             # may be the mistake.
             stub = _put(Node({}, Origin(shown)), parts, Node(None, Origin(shown)), shown)
             raise usage_error(unknown_key(parts[:end], stub), shown)
-        info = names[here]
+        info = names[key]
         if info.free == "flat" and end < len(parts):
             return (*parts[:end], ".".join(parts[end:]))
         if info.free == "nested" or not info.is_section:
@@ -189,14 +189,16 @@ def _config(tree: Node, source: str) -> Config:
     except ValidationError as error:
         raise usage_error(from_validation(error, tree), source) from None
     all_contradictions = list(contradictions(config))
-    paths = {key: tuple(key.split(".")) for one in all_contradictions for key in one.keys}
+    paths = {key: tuple(key.split(".")) for each in all_contradictions for key in each.keys}
     origins = {
         key: tree.find(path).origin if tree.has(path) else "unset" for key, path in paths.items()
     }
     mistakes = []
-    for one in all_contradictions:
-        where = ", ".join(f"{key} ({origins[key]})" for key in one.keys)
-        mistakes.append(Mistake(where, one.what + (f" ({one.why})" if one.why else ""), one.fix))
+    for each in all_contradictions:
+        where = ", ".join(f"{key} ({origins[key]})" for key in each.keys)
+        mistakes.append(
+            Mistake(where, each.what + (f" ({each.why})" if each.why else ""), each.fix)
+        )
     if mistakes:
         raise usage_error(mistakes, source)
     return config

@@ -55,22 +55,22 @@ class Node:
 
     def find(self, path: Path) -> "Node":
         """Return the node at `path`, or the deepest existing one on the way there."""
-        here = self
+        node = self
         for part in path:
-            inside = here.value
+            inside = node.value
             in_list = isinstance(inside, list) and isinstance(part, int) and part < len(inside)
             if not in_list and not (isinstance(inside, dict) and part in inside):
                 break
-            here = inside[part]
-        return here
+            node = inside[part]
+        return node
 
     def has(self, path: Path) -> bool:
         """Return whether there is a value at `path`."""
-        here: Any = self
+        node: Any = self
         for part in path:
-            if not isinstance(here.value, dict) or part not in here.value:
+            if not isinstance(node.value, dict) or part not in node.value:
                 return False
-            here = here.value[part]
+            node = node.value[part]
         return True
 
     def walk(self, path: Path = ()) -> Iterator[tuple[Path, "Node"]]:

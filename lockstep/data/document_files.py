@@ -200,12 +200,12 @@ def _of_tokens(file: Path) -> Iterator[Record]:
 
 def _of_text(file: Path) -> Iterator[Record]:
     """Yield the chunks of a text; the last one ends the document."""
-    held: str | None = None
+    before: str | None = None
     for chunk in read_chunks(file):
-        if held is not None:
-            yield Record(held, str(file), len(held.encode()), ends=False)
-        held = chunk
-    yield Record(held or "", str(file), len((held or "").encode()))
+        if before is not None:
+            yield Record(before, str(file), len(before.encode()), ends=False)
+        before = chunk
+    yield Record(before or "", str(file), len((before or "").encode()))
 
 
 def _needs(file: Path, package: str) -> UsageError:

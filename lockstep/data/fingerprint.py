@@ -30,17 +30,17 @@ def summary(sample: Any) -> list[Row]:
     return [row for value in _values(sample) if (row := _row(value)) is not None]
 
 
-def alike(one: list[Row], other: list[Row]) -> bool:
+def alike(first: list[Row], second: list[Row]) -> bool:
     """Return whether two summaries are those of the same data."""
-    return len(one) == len(other) and all(map(same_row, one, other))
+    return len(first) == len(second) and all(map(same_row, first, second))
 
 
-def same_row(one: Row, other: Row) -> bool:
+def same_row(first: Row, second: Row) -> bool:
     """Return whether two rows are those of the same value."""
-    if len(one) != len(other) or len(one) == 1:
-        return one == other
-    allowed = _TOLERANCE * (one[2] + other[2])
-    return all(abs(mine - its) <= allowed for mine, its in zip(one, other, strict=True))
+    if len(first) != len(second) or len(first) == 1:
+        return first == second
+    allowed = _TOLERANCE * (first[2] + second[2])
+    return all(abs(mine - its) <= allowed for mine, its in zip(first, second, strict=True))
 
 
 def _values(item: Any) -> Iterator[Any]:

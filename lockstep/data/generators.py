@@ -50,7 +50,7 @@ def generators_of(root: Any) -> dict[str, Generator]:
             continue
         seen[id(value)] = value
         if isinstance(value, Generator):
-            if not any(value is one for one in _GLOBALS):
+            if not any(value is generator for generator in _GLOBALS):
                 # an attribute of the class, hidden by the object's
                 generators[name + "'" * (name in generators)] = value
         else:

@@ -26,9 +26,11 @@ def users_line(error: BaseException) -> str | None:
 
     It has file:line, function and text.
     """
-    here = os.path.dirname(__file__)
+    package = os.path.dirname(__file__)
     frames = [
-        f for f in traceback.extract_tb(error.__traceback__) if os.path.dirname(f.filename) != here
+        f
+        for f in traceback.extract_tb(error.__traceback__)
+        if os.path.dirname(f.filename) != package
     ]
     own = [frame for frame in frames if is_users_file(frame.filename)]
     if not (own or frames):

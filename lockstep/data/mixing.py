@@ -51,15 +51,16 @@ class MixedOrder(ComputedOrder):
         """Return the samples at some positions of an epoch, as indices of the data set."""
         blocks, places = np.divmod(positions + epoch * self.num_samples, self._block_size)
         for block in np.unique(blocks).tolist():
-            here = blocks == block
-            places[here] = self._permuted(block, places[here])
+            in_block = blocks == block
+            places[in_block] = self._permuted(block, places[in_block])
         sources = np.searchsorted(self._bounds, places, side="right") - 1
 
         samples = np.empty_like(positions)
         for source in np.unique(sources).tolist():
-            here = sources == source
-            draws = blocks[here] * self._draws[source] + places[here] - self._bounds[source]
-            samples[here] = self._firsts[source] + self._drawn(source, draws)
+            of_source = sources == source
+            draws = blocks[of_source] * self._draws[source]
+            draws += places[of_source] - self._bounds[source]
+            samples[of_source] = self._firsts[source] + self._drawn(source, draws)
         return samples
 
     def _permuted(self, block: int, places: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -83,9 +84,9 @@ class MixedOrder(ComputedOrder):
         size = self._sizes[source]
         passes, places = np.divmod(draws, size)
         for number in np.unique(passes).tolist():
-            here = passes == number
+            in_pass = passes == number
             keys = round_keys(self._seed, number, "source", source)
-            places[here] = permuted(places[here], size, keys)
+            places[in_pass] = permuted(places[in_pass], size, keys)
         return places
 
 

@@ -66,9 +66,9 @@ def _documents(sample: dict[str, Tensor]) -> list[tuple[list[int], list[int]]]:
         return [(ids.tolist(), targets.tolist())]
     documents = []
     for number in range(int(numbers.max()) + 1):
-        here = numbers == number
-        if ids[here].any() or (targets[here] != IGNORED).any():
-            documents.append((ids[here].tolist(), targets[here].tolist()))
+        in_document = numbers == number
+        if ids[in_document].any() or (targets[in_document] != IGNORED).any():
+            documents.append((ids[in_document].tolist(), targets[in_document].tolist()))
     return documents
 
 

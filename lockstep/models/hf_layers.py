@@ -146,27 +146,31 @@ def _translated(decoder: nn.Module, of_library: dict[str, str]) -> dict[str, str
         if name.rpartition(".")[0] not in routed
     }
     names = [name for name, _ in decoder.named_modules()]
-    there = {
+    present = {
         name: way
         for name, way in {**ways, **_SHARED}.items()
         if any(map(_expression(name).fullmatch, names))
     }
     experts = [
-        module for name, module in decoder.named_modules() if _has_way(there, name, "routed")
+        module for name, module in decoder.named_modules() if _has_way(present, name, "routed")
     ]
     plain = all(map(_is_plain, experts))
-    attentions = {name.rpartition(".")[0] for name in names if _has_way(there, name, "heads")}
+    attentions = {name.rpartition(".")[0] for name in names if _has_way(present, name, "heads")}
     owners = {name.rpartition(".")[0] for name, _ in decoder.named_parameters()}
     # a norm of heads that the plan does not name would get the gradient of a rank's heads
-    told = all(
-        any(_expression(pattern).fullmatch(owner) for pattern in there)
+    names_all_norms = all(
+        any(_expression(pattern).fullmatch(owner) for pattern in present)
         for owner in owners
         if owner.rpartition(".")[0] in attentions
     )
     followed = (
-        plain and told and bool(attentions) and all(there.values()) and "head" not in there.values()
+        plain
+        and names_all_norms
+        and bool(attentions)
+        and all(present.values())
+        and "head" not in present.values()
     )
-    return there if followed else {}
+    return present if followed else {}
 
 
 def _expression(pattern: str) -> re.Pattern[str]:

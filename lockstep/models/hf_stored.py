@@ -148,23 +148,28 @@ class _StoredWeight:
 
     def _followed(self) -> ReadablePart | None:
         """Return the part that the operations make, if they only join, stack or swap."""
-        held: dict[str, list[ReadablePart]] = {
+        parts_by_key: dict[str, list[ReadablePart]] = {
             key: list(parts) for key, parts in self.sources.items()
         }
         for operation in self.converter.operations:
             kind = type(operation)
             if kind is core_model_loading.MergeModulelist:
-                held = {key: [StackedPart(parts, operation.dim)] for key, parts in held.items()}
+                parts_by_key = {
+                    key: [StackedPart(parts, operation.dim)] for key, parts in parts_by_key.items()
+                }
             elif kind is core_model_loading.Concatenate:
-                patterns = [key for key in self.converter.source_patterns if key in held]
-                joined = [part for key in patterns for part in held[key]]
-                held = {"": [JoinedPart(joined, operation.dim)]}
+                patterns = [key for key in self.converter.source_patterns if key in parts_by_key]
+                joined = [part for key in patterns for part in parts_by_key[key]]
+                parts_by_key = {"": [JoinedPart(joined, operation.dim)]}
             elif kind is core_model_loading.Transpose and not operation.check_dims:
                 dims = (operation.dim0, operation.dim1)
-                held = {key: [SwappedPart(p, dims) for p in parts] for key, parts in held.items()}
+                parts_by_key = {
+                    key: [SwappedPart(p, dims) for p in parts]
+                    for key, parts in parts_by_key.items()
+                }
             else:
                 return None
-        made = [part for parts in held.values() for part in parts]
+        made = [part for parts in parts_by_key.values() for part in parts]
         return made[0] if len(made) == 1 else None
 
 

@@ -343,20 +343,22 @@ def split_documents(carried: tuple[Tensor, ...]) -> tuple[Tensor | None, tuple[T
 
 def require_multiple(what: str, value: int, of: str, divisor: int) -> None:
     """Reject sizes that do not divide, with both names and numbers."""
-    if divisor < 1 or value % divisor:
-        one, other = (name.rpartition("·")[2] for name in (what, of))
-        fix = f"set model.args.{other} to 1 or more"
-        if divisor >= 1:
-            near = [n for n in (value // divisor * divisor, (value // divisor + 1) * divisor) if n]
-            values = " or ".join(map(str, near))
-            fix = (
-                f"set model.args.{one} to {values}, or change {other}"
-                if one == what
-                else f"change {one} or {other}"
-            )
-        raise UsageError(
-            f"{what}={value} is not a multiple of {of}={divisor}", where="model.args", fix=fix
-        )
+    if divisor >= 1 and value % divisor == 0:
+        return
+    # what stands behind `·` is the argument by which a size is set
+    key = what.rpartition("·")[2]
+    divisor_key = of.rpartition("·")[2]
+    if divisor < 1:
+        fix = f"set model.args.{divisor_key} to 1 or more"
+    elif key == what:
+        below = value // divisor * divisor
+        near = [str(size) for size in (below, below + divisor) if size]
+        fix = f"set model.args.{key} to {' or '.join(near)}, or change {divisor_key}"
+    else:
+        fix = f"change {key} or {divisor_key}"
+    raise UsageError(
+        f"{what}={value} is not a multiple of {of}={divisor}", where="model.args", fix=fix
+    )
 
 
 def require_positive(**sizes: int) -> None:

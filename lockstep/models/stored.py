@@ -87,14 +87,14 @@ class JoinedPart:
         joined: Tensor | None = None
         for part in self.parts:
             end = begin + part.shape[self.dim]
-            here = range(max(wanted.start, begin), min(wanted.stop, end))
-            if len(here):
+            overlap = range(max(wanted.start, begin), min(wanted.stop, end))
+            if len(overlap):
                 its = list(ranges)
-                its[self.dim] = range(here.start - begin, here.stop - begin)
+                its[self.dim] = range(overlap.start - begin, overlap.stop - begin)
                 value = part.read(its)
                 if joined is None:
                     joined = value.new_empty([len(each) for each in ranges])
-                joined.narrow(self.dim, here.start - wanted.start, len(here)).copy_(value)
+                joined.narrow(self.dim, overlap.start - wanted.start, len(overlap)).copy_(value)
             begin = end
         return _nothing(self.parts[0], ranges) if joined is None else joined
 
@@ -134,9 +134,9 @@ class SwappedPart:
 
     def _swapped(self, values: Sequence[Any]) -> list[Any]:
         swapped = list(values)
-        one, other = self.dims
-        swapped[one] = values[other]
-        swapped[other] = values[one]
+        first, second = self.dims
+        swapped[first] = values[second]
+        swapped[second] = values[first]
         return swapped
 
     @property

@@ -55,8 +55,8 @@ def trace(model: nn.Module, *example: Tensor) -> "Chain":
     gaps = cutter.gaps_that_draw()
     cuts = cutter.cut(gaps), _Cutter(*evaluation, blocks, parameters).cut(gaps)
     pieces = {
-        name: TracedSegment(random_key, one, other, model)
-        for (name, random_key), one, other in zip(
+        name: TracedSegment(random_key, for_training, for_evaluation, model)
+        for (name, random_key), for_training, for_evaluation in zip(
             _random_keys(blocks, gaps).items(), *cuts, strict=True
         )
     }

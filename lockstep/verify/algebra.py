@@ -352,18 +352,20 @@ def _weighed(
     gradient: Values, right: Values, parts: Mapping[int, Values], mine: Sequence[int]
 ) -> Relation | None:
     """Return by what each micro-batch weighs in a gradient, if it is a weighted sum of theirs."""
-    each = list(parts.values())
-    here = weighted_sum(each, gradient)
-    there = weighted_sum(each, right)
-    if max(here.residual, there.residual) > SAME:
+    parts_in_order = list(parts.values())
+    mine_weights = weighted_sum(parts_in_order, gradient)
+    right_weights = weighted_sum(parts_in_order, right)
+    if max(mine_weights.residual, right_weights.residual) > SAME:
         return None
-    total: Values = sum(each, np.zeros_like(right))
+    total: Values = sum(parts_in_order, np.zeros_like(right))
     if distance(total * factor(right, total), right) > _ALIKE:
-        shares = dict(zip(parts, there.weights / np.abs(there.weights).max(), strict=True))
+        shares = dict(
+            zip(parts, right_weights.weights / np.abs(right_weights.weights).max(), strict=True)
+        )
         return Relation(f"the reference itself weighs {_listed(shares)}", WRONG_REFERENCE)
     weights = {
         number: round(float(a / b), 3) + 0.0
-        for number, a, b in zip(parts, here.weights, there.weights, strict=True)
+        for number, a, b in zip(parts, mine_weights.weights, right_weights.weights, strict=True)
         if b
     }
     if any(weight == 0 for number, weight in weights.items() if number not in mine):

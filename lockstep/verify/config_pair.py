@@ -150,7 +150,7 @@ def other_keys(a: Config, b: Config) -> dict[str, tuple[Any, Any]]:
     differing = {}
     for key, info in all_keys().items():
         if info.is_section or any(
-            key == left or key.startswith(f"{left}.") for left in _NOT_TRAINED
+            key == section or key.startswith(f"{section}.") for section in _NOT_TRAINED
         ):
             continue
         values = [_value(tree, key) for tree in trees]

@@ -81,8 +81,8 @@ def nondeterminism(e: Evidence) -> Cause | None:
     if first is None or second is None:
         return None
     by = ["the same step twice on the same ranks"]
-    for rank, (one, other) in enumerate(zip(first.outputs, second.outputs, strict=False)):
-        differs = [a[0] or "the model" for a, b in zip(one, other, strict=False) if a != b]
+    for rank, (output, other) in enumerate(zip(first.outputs, second.outputs, strict=False)):
+        differs = [a[0] or "the model" for a, b in zip(output, other, strict=False) if a != b]
         if differs:
             text = (
                 f"on rank {rank} {differs[0]} returns something else each time, not so in one"
@@ -134,9 +134,9 @@ def _differ(e: Evidence, what: Callable[[UpdateFacts], list[str]]) -> list[str]:
     right = e.main.right_update
     names: dict[str, None] = {}
     for update in e.main.updates:
-        held = update.options if update.options else right.options
+        options = update.options if update.options else right.options
         names |= dict.fromkeys(
-            name for name in set(what(update)) ^ set(what(right)) if name in held
+            name for name in set(what(update)) ^ set(what(right)) if name in options
         )
     return sorted(names)
 

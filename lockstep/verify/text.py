@@ -177,11 +177,11 @@ def _script_explanation(outcome: Outcome) -> list[str]:
         # Where rank 0 differs, all ranks do most often.
         rank = f" on rank {first.ranks[0]}" if first.ranks[0] else ""
         if first.aspect == "optimizer":
-            told = f"{first.aspect}: {first.name}"
+            differing = f"{first.aspect}: {first.name}"
         else:
             name = f" of {first.name}" if first.name else ""
-            told = f"{first.aspect}{name} differ by {first.relative:.1e} of their norm"
-        lines.append(f"  step {first.step + 1}: {told}{rank}")
+            differing = f"{first.aspect}{name} differ by {first.relative:.1e} of their norm"
+        lines.append(f"  step {first.step + 1}: {differing}{rank}")
         if outcome.operation:
             lines.append(f"    {outcome.operation}")
     for cause in outcome.causes:

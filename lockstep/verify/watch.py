@@ -239,9 +239,9 @@ class _Ranks:
         self._found: int | None = None  # by all ranks, when all have ended
         StoreThread(self._run, "watch-training", wake=lambda: self._queue.put(None))
 
-    def send(self, step: int, said: dict[str, Any]) -> None:
+    def send(self, step: int, report: dict[str, Any]) -> None:
         if self._connected:
-            self._queue.put((step, said))
+            self._queue.put((step, report))
 
     def flush(self, seconds: float = 10.0) -> None:
         deadline = time.monotonic() + seconds
@@ -273,22 +273,22 @@ class _Ranks:
             self._connected = False
             return
         while True:
-            next_one = self._queue.get()
-            if next_one is None or thread.closing.is_set():
+            item = self._queue.get()
+            if item is None or thread.closing.is_set():
                 return
-            step, said = next_one
+            step, report = item
             with suppress(Exception):  # the other ranks have ended
-                self._exchange(store, step, said, thread.closing)
+                self._exchange(store, step, report, thread.closing)
             self._queue.task_done()
 
     def _exchange(
-        self, store: Any, step: int, said: dict[str, Any], closing: threading.Event
+        self, store: Any, step: int, report: dict[str, Any], closing: threading.Event
     ) -> None:
         """Give rank 0 what this rank says of a step; on rank 0, compare what all say."""
         if self.rank:
-            store.set(f"{_PREFIX}/{step}/{self.rank}", pickle.dumps(said))
+            store.set(f"{_PREFIX}/{step}/{self.rank}", pickle.dumps(report))
             return
-        ranks = [said]
+        ranks = [report]
         for rank in range(1, self.world):
             key = f"{_PREFIX}/{step}/{rank}"
             deadline = time.monotonic() + _WAIT_SECONDS
@@ -304,22 +304,22 @@ class _Ranks:
 
     def _compare(self, step: int, ranks: list[dict[str, Any]]) -> None:
         """Find learning rates, gradients and weights that differ on ranks."""
-        if any(said["rates"] != ranks[0]["rates"] for said in ranks):
+        if any(report["rates"] != ranks[0]["rates"] for report in ranks):
             rates = "; ".join(
-                f"rank {rank}: {said['rates'][:3]}" for rank, said in enumerate(ranks)
+                f"rank {rank}: {report['rates'][:3]}" for rank, report in enumerate(ranks)
             )
             self._checks.find(
                 "learning rate", f"ranks step with different learning rates in step {step}: {rates}"
             )
         apart: dict[str, list[str]] = {}
         # Rank 0 may lack a gradient that others have.
-        for key in dict.fromkeys(key for said in ranks for key in said["prints"]):
-            what, kind, name = key.split("|", 2)
-            values = {said["prints"].get(key) for said in ranks}
+        for key in dict.fromkeys(key for report in ranks for key in report["prints"]):
+            moment, kind, name = key.split("|", 2)
+            values = {report["prints"].get(key) for report in ranks}
             if len(values) == 1:
                 self._equal.add(key)
             elif kind.startswith(_WRAPPED) or key in self._equal:
-                apart.setdefault(what, []).append(name)
+                apart.setdefault(moment, []).append(name)
         if "before" in apart:
             text = (
                 f"{listed(apart['before'], 5)} were equal on all ranks, and differ when step {step}"

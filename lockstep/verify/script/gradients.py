@@ -96,16 +96,16 @@ def weighing_cause(evidence: GradientEvidence) -> Cause | None:
     if weights is None:
         return None
     ranks = len(evidence.own)
-    said = ", ".join(f"{weight:.3f}" for weight in weights)
+    shares = ", ".join(f"{weight:.3f}" for weight in weights)
     by = (
-        f"{BY_PARTS}: their mean is the ranks' gradient; weighed by {said} they are the gradient"
+        f"{BY_PARTS}: their mean is the ranks' gradient; weighed by {shares} they are the gradient"
         " of one process"
     )
     total = float(weights.sum())
     if abs(total - 1) < _NEARLY:
         text = (
             "each rank's loss is a mean over its own targets, and ranks have unequal numbers of"
-            f" them: one process weighs the ranks' samples by {said}, and their average by"
+            f" them: one process weighs the ranks' samples by {shares}, and their average by"
             f" {', '.join([f'{1 / ranks:.3f}'] * ranks)}"
         )
         return script_cause(NORMALISATION, text, by, evidence.framework)
@@ -180,17 +180,19 @@ def computation_cause(
         ]
         if not names:
             continue
-        there = ranks[rank].steps[number]
-        here = processes[rank].steps[number]
-        module = _first_module(there.flow, here.flow)
+        step = ranks[rank].steps[number]
+        process_step = processes[rank].steps[number]
+        module = _first_module(step.flow, process_step.flow)
         if module:
-            where = f"the forward pass differs from {module} on"
-        elif there.losses != here.losses and not np.allclose(there.losses, here.losses, rtol=1e-5):
-            where = (
+            differs = f"the forward pass differs from {module} on"
+        elif step.losses != process_step.losses and not np.allclose(
+            step.losses, process_step.losses, rtol=1e-5
+        ):
+            differs = (
                 "modules return the same, and the loss differs: its targets, weights or scale do"
             )
         else:
-            where = (
+            differs = (
                 "outputs and loss are the same, and the backward pass differs: a hook, or a"
                 " function of its own"
             )
@@ -204,7 +206,7 @@ def computation_cause(
         size = f"{times:.3g} × " if is_multiple else "other than "
         text = (
             f"rank {rank}'s own gradient of {listed(names, 5)} is {size}that of one process on its"
-            f" samples; {where}"
+            f" samples; {differs}"
         )
         by = "one process on each rank's samples alone"
         return replace(
@@ -220,11 +222,11 @@ def _first_module(
 
     A wrapper may call modules around those that one process calls: these are left out.
     """
-    both = {name for name, *_ in mine} & {name for name, *_ in right}
-    mine = [call for call in mine if call[0] in both]
-    right = [call for call in right if call[0] in both]
-    for (name, *here), (other, *there) in zip(mine, right, strict=False):
-        if name != other or not np.allclose(here, there, rtol=1e-4, atol=1e-6):
+    called = {name for name, *_ in mine} & {name for name, *_ in right}
+    mine = [call for call in mine if call[0] in called]
+    right = [call for call in right if call[0] in called]
+    for (name, *numbers), (other, *right_numbers) in zip(mine, right, strict=False):
+        if name != other or not np.allclose(numbers, right_numbers, rtol=1e-4, atol=1e-6):
             return name or "the model"
     return "" if len(mine) == len(right) else "the number of calls"
 
@@ -263,15 +265,15 @@ def accumulation_cause(
         or not is_same(step, mean_of(micro_batches))
     ):
         return None
-    said = ", ".join(f"{weight:.3f}" for weight in weights)
+    shares = ", ".join(f"{weight:.3f}" for weight in weights)
     text = (
         "the step is a mean of its micro-batches' means, which have unequal numbers of targets: the"
-        f" whole batch weighs them by {said}; so the step depends on how its samples are cut, on"
+        f" whole batch weighs them by {shares}; so the step depends on how its samples are cut, on"
         " one process, too"
     )
     by = (
-        f"the step's samples in one batch: weighed by {said}, the micro-batches' gradients are its"
-        " gradient"
+        f"the step's samples in one batch: weighed by {shares}, the micro-batches' gradients are"
+        " its gradient"
     )
     return script_cause("gradient accumulation", text, by, framework)
 

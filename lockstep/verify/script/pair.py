@@ -198,18 +198,18 @@ class _Pair(ScriptComparison):
         same = True
         outcome = self.outcome
         outcome.take_steps(len(limits), outcome.framework)
-        for rank, (one, other) in enumerate(zip(_as_seen(mine), _as_seen(right), strict=True)):
-            self.world = World([one])
-            self.given["first"] = {name: [piece.local] for name, piece in other.first.items()}
-            first, rounding = self.first_difference(other, limits)
-            exact, _ = self.first_difference(other, [(0.0, 0.0)] * len(limits))
+        for rank, (of_b, of_a) in enumerate(zip(_as_seen(mine), _as_seen(right), strict=True)):
+            self.world = World([of_b])
+            self.given["first"] = {name: [piece.local] for name, piece in of_a.first.items()}
+            first, rounding = self.first_difference(of_a, limits)
+            exact, _ = self.first_difference(of_a, [(0.0, 0.0)] * len(limits))
             same &= exact is None
             largest = max(largest, rounding)
             if first is not None:
                 differences.append(replace(first, ranks=[rank]))
         self.world = World(self.records)
         order = ("gradients", "clipped gradients", "weights")
-        differences.sort(key=lambda one: (one.step, order.index(one.aspect)))
+        differences.sort(key=lambda each: (each.step, order.index(each.aspect)))
         return differences[0] if differences else None, largest, same
 
     def _moved(
@@ -221,10 +221,10 @@ class _Pair(ScriptComparison):
         moved = []
         for number in range(steps):
             each = []
-            for one, other in pairs:
-                self.size(other.steps[number])
-                self.given["first"] = {name: [piece.local] for name, piece in other.first.items()}
-                each.append(self.distances(number, World([one]), other))
+            for of_b, of_a in pairs:
+                self.size(of_a.steps[number])
+                self.given["first"] = {name: [piece.local] for name, piece in of_a.first.items()}
+                each.append(self.distances(number, World([of_b]), of_a))
             moved.append((max(off for off, _ in each), max(off for _, off in each)))
         return moved
 
@@ -295,11 +295,15 @@ class _Pair(ScriptComparison):
                     return f"{draw.place} draws other numbers than A"
             steps = zip(mine.steps, right.steps, strict=False)
             passes = chain.from_iterable(zip(m.draws, r.draws, strict=False) for m, r in steps)
-            for one, two in passes:
-                names = [name for name in one.moved if one.before[name] != two.before.get(name)]
-                if names or one.moved != two.moved:
-                    said = listed(sorted({*one.moved, *two.moved}))
-                    return f"a forward pass of B draws other numbers than A's from {said}'s"
+            for pass_of_b, pass_of_a in passes:
+                names = [
+                    name
+                    for name in pass_of_b.moved
+                    if pass_of_b.before[name] != pass_of_a.before.get(name)
+                ]
+                if names or pass_of_b.moved != pass_of_a.moved:
+                    drawn = listed(sorted({*pass_of_b.moved, *pass_of_a.moved}))
+                    return f"a forward pass of B draws other numbers than A's from {drawn}'s"
         return ""
 
     def _other_settings(self) -> str:
@@ -318,11 +322,11 @@ class _Pair(ScriptComparison):
 
     def _other_precision(self) -> str:
         for mine, right in zip(self.records, self.right, strict=True):
-            for one, two in zip(mine.steps, right.steps, strict=False):
-                if one.dtypes != two.dtypes:
+            for step_of_b, step_of_a in zip(mine.steps, right.steps, strict=False):
+                if step_of_b.dtypes != step_of_a.dtypes:
                     return (
-                        f"B computes with {listed(sorted(one.dtypes))}, and A with"
-                        f" {listed(sorted(two.dtypes))}"
+                        f"B computes with {listed(sorted(step_of_b.dtypes))}, and A with"
+                        f" {listed(sorted(step_of_a.dtypes))}"
                     )
         return ""
 
@@ -485,11 +489,11 @@ class _Pair(ScriptComparison):
             return
         try:
             traced = {**self.both, "traced": True}
-            there = self.a.world(self.ranks, "A, with each operation traced", **traced)[1]
-            told = {**self.told(kinds), "traced": True}
-            here = self.runs.world(self.ranks, "B, with each operation traced", **told)[1]
+            traced_a = self.a.world(self.ranks, "A, with each operation traced", **traced)[1]
+            given = {**self.told(kinds), "traced": True}
+            traced_b = self.runs.world(self.ranks, "B, with each operation traced", **given)[1]
             rank = left.ranks[0]
-            mine, theirs = (records[rank].steps[left.step] for records in (here, there))
+            mine, theirs = (records[rank].steps[left.step] for records in (traced_b, traced_a))
             differs = first_operation(mine.operations, theirs.operations, "A")
             operation = "" if differs is None else differs.text
         except LockstepError as error:  # what is compiled may not be traced
@@ -518,15 +522,15 @@ def _as_seen(records: Sequence[ScriptRecord]) -> list[ScriptRecord]:
     steps = min(len(record.steps) for record in records)
     of_steps = []
     for number in range(steps):
-        held = [record.steps[number] for record in records]
+        of_ranks = [record.steps[number] for record in records]
         parts = [
-            complete([getattr(step, kind) for step in held])
+            complete([getattr(step, kind) for step in of_ranks])
             for kind in ("unclipped", "gradients", "values")
         ]
         of_steps.append(
             [
                 replace(step, unclipped=unclipped, gradients=gradients, values=values)
-                for step, unclipped, gradients, values in zip(held, *parts, strict=True)
+                for step, unclipped, gradients, values in zip(of_ranks, *parts, strict=True)
             ]
         )
     firsts = complete([record.first for record in records])

@@ -452,16 +452,16 @@ class World:
         """
         complete: list[Tensors] = [{} for _ in ranks]
         for name in dict.fromkeys(name for rank in ranks for name in rank):
-            held = [rank for rank, pieces in enumerate(ranks) if name in pieces]
-            pieces = [ranks[rank][name] for rank in held]
+            holders = [rank for rank, pieces in enumerate(ranks) if name in pieces]
+            pieces = [ranks[rank][name] for rank in holders]
             in_parts = name in self.joined or any(piece.cuts or piece.flat for piece in pieces)
             if not in_parts and all(name in names or not names for names in self._held):
-                for rank in held:
+                for rank in holders:
                     complete[rank][name] = ranks[rank][name].local
                 continue
             for unit in self.units:
-                in_order = name in self.joined or ranks[held[0]][name].flat
-                ordered = held if in_order else sorted(held, key=lambda rank: rank in unit)
+                in_order = name in self.joined or ranks[holders[0]][name].flat
+                ordered = holders if in_order else sorted(holders, key=lambda rank: rank in unit)
                 value = _assembled([ranks[rank][name] for rank in ordered], self.joined.get(name))
                 for rank in unit:
                     complete[rank][name] = value

@@ -67,7 +67,8 @@ class Runs:
         if hanging:
             written = [task.record_file(rank).exists() for rank in range(ranks)]
             records = [
-                task.load_record(rank) if there else None for rank, there in enumerate(written)
+                task.load_record(rank) if is_written else None
+                for rank, is_written in enumerate(written)
             ]
             raise HangError(
                 {rank: json.loads(path.read_text()) for rank, path in hanging.items()}, records
