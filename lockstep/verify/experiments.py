@@ -76,59 +76,70 @@ AFTER = "with the values that the optimizer's update leaves"
 def apply(trainer: "Trainer", switches: frozenset[str], model: torch.nn.Module) -> None:
     """Change a trainer before its first step; `model`: as its author made it.
 
-    Its modules are those of the trainer.
+    Its modules are those of the trainer. What `SETTINGS`, `SAMPLES`, `START`, `OPTIONS`, `FORCED`
+    and `COMPLETE` need of the reference, `worker.py` gives.
     """
-    placed = trainer.placed
-    if SEEDS in switches:
-        generator = default_generator(trainer.device)
-
-        def enter(_segment: str) -> None:
-            generator.manual_seed(0)
-            random.seed(0)
-            np.random.seed(0)
-
-        placed.random_state.enter = enter  # type: ignore[assignment, method-assign]
-    same_draws = partial(SameDraws, default_generator(trainer.device))
-    for name, mode in ((DRAWS, MeanDraws), (SAME_DRAWS, same_draws), (PRECISE, FullPrecision)):
+    for name, change in _CHANGES.items():
         if name in switches:
-            _around_step(trainer, mode)
-    if HOOKS in switches:
-        for parameter in placed.parameters.values():
-            remove_hooks(parameter)
-        for part in placed.parts:
-            for module in part.modules():
-                remove_backward_hooks(module)
-    if MODES in switches:
-        for part in placed.parts:
-            part.train()
-    if MEMORY in switches:
-        memory = ModelMemory(placed.parts)
-        at = placed.random_state.at
-
-        def restored(micro_batch: int, earlier: Mapping[str, int] | None = None) -> None:
-            memory.restore_first()
-            at(micro_batch, earlier)
-
-        placed.random_state.at = restored  # type: ignore[method-assign]
-    if OPTIMIZER_HOOKS in switches:
-        remove_step_pre_hooks(trainer.optimizer)
-    if AFTER in switches:
-        _keep_update(trainer)
-    if STATE in switches:
-        _keep_state(trainer)
-    if BEFORE in switches:
-        values = dict[str, Tensor]()
-        before_step(trainer, lambda _micro_batches: values.update(_values(trainer)))
-        trainer.optimizer.register_step_pre_hook(lambda *_: _set_values(trainer, values))
-    if ALONE in switches and placed.layout.world_size > 1:
-        _forward_alone(trainer)
-    if CHAIN in switches and placed.layout.pipeline == 1:
+            change(trainer)
+    if CHAIN in switches and trainer.placed.layout.pipeline == 1:
         segments = pipeline_segments_of(model)
         if segments is not None:
             model.forward = _chain(segments)
 
 
+def _use_one_seed(trainer: "Trainer") -> None:
+    """Seed each segment with 0, in place of its own key."""
+    generator = default_generator(trainer.device)
+
+    def enter(_segment: str) -> None:
+        generator.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)
+
+    trainer.placed.random_state.enter = enter  # type: ignore[assignment, method-assign]
+
+
+def _draw_the_same(trainer: "Trainer") -> None:
+    _around_step(trainer, partial(SameDraws, default_generator(trainer.device)))
+
+
+def _remove_gradient_hooks(trainer: "Trainer") -> None:
+    for parameter in trainer.placed.parameters.values():
+        remove_hooks(parameter)
+    for part in trainer.placed.parts:
+        for module in part.modules():
+            remove_backward_hooks(module)
+
+
+def _set_training_mode(trainer: "Trainer") -> None:
+    for part in trainer.placed.parts:
+        part.train()
+
+
+def _restore_memory(trainer: "Trainer") -> None:
+    """Give each micro-batch the attributes and globals with which the first one begins."""
+    memory = ModelMemory(trainer.placed.parts)
+    random_state = trainer.placed.random_state
+    at = random_state.at
+
+    def restored(micro_batch: int, earlier: Mapping[str, int] | None = None) -> None:
+        memory.restore_first()
+        at(micro_batch, earlier)
+
+    random_state.at = restored  # type: ignore[method-assign]
+
+
+def _restore_values(trainer: "Trainer") -> None:
+    """Give the parameters, at the optimizer's update, the values of the start of the step."""
+    values = dict[str, Tensor]()
+    before_step(trainer, lambda _micro_batches: values.update(_values(trainer)))
+    trainer.optimizer.register_step_pre_hook(lambda *_: _set_values(trainer, values))
+
+
 def _chain(segments: Sequence[tuple[str, torch.nn.Module]]) -> Callable[..., Any]:
+    """Return a forward pass that calls the segments, each with what the one before it returns."""
+
     def forward(*values: Any, **keywords: Any) -> Any:
         for _, segment in segments:
             outputs = segment(*values, **keywords)
@@ -142,18 +153,18 @@ def _chain(segments: Sequence[tuple[str, torch.nn.Module]]) -> Callable[..., Any
 def _keep_state(trainer: "Trainer") -> None:
     """Give the optimizer the state that it had at the start of the step."""
     optimizer = trainer.optimizer
-    kept = dict[Any, Any]()
+    states = dict[Any, Any]()  # parameter → its state at the start
 
     def keep(_micro_batches: Sequence[MicroBatch]) -> None:
-        kept.clear()
+        states.clear()
         for parameter, state in optimizer.state.items():
-            kept[parameter] = {
+            states[parameter] = {
                 k: v.clone() if isinstance(v, Tensor) else v for k, v in state.items()
             }
 
     def restore(*_: Any) -> None:
         optimizer.state.clear()
-        optimizer.state.update(kept)
+        optimizer.state.update(states)
 
     before_step(trainer, keep)
     optimizer.register_step_pre_hook(restore)
@@ -259,6 +270,8 @@ def before_step(
 
 def _forward_alone(trainer: "Trainer") -> None:
     """Hide other ranks from the forward pass and the loss of each micro-batch."""
+    if trainer.placed.layout.world_size == 1:
+        return
     random_state = trainer.placed.random_state
     at = random_state.at
     opened = ExitStack()
@@ -275,6 +288,26 @@ def _forward_alone(trainer: "Trainer") -> None:
 
     random_state.at = observed_at  # type: ignore[method-assign]
     trainer.placed.around_passes.append(observed_run)
+
+
+# Each changes one thing in the running trainer.
+_CHANGES: dict[str, Callable[["Trainer"], None]] = {
+    SEEDS: _use_one_seed,
+    DRAWS: partial(_around_step, mode=MeanDraws),
+    SAME_DRAWS: _draw_the_same,
+    PRECISE: partial(_around_step, mode=FullPrecision),
+    HOOKS: _remove_gradient_hooks,
+    MODES: _set_training_mode,
+    MEMORY: _restore_memory,
+    OPTIMIZER_HOOKS: lambda trainer: remove_step_pre_hooks(trainer.optimizer),
+    AFTER: _keep_update,
+    STATE: _keep_state,
+    BEFORE: _restore_values,
+    ALONE: _forward_alone,
+}
+
+
+# ---- which experiments are made ----
 
 
 def is_indexed(data: Any) -> bool:
