@@ -160,16 +160,18 @@ class StepObserver:
         self._trainer = trainer
         self._placed = trainer.placed
         self.gradients: dict[str, Tensor] = {}  # of the last step, as the optimizer gets them
-        self._samples: dict[int, str] = {}
-        self._sizes: dict[str, Tensor] = {}
+        self._samples: dict[int, str] = {}  # micro-batch → hash of its contents
+        # sum of the magnitudes of micro-batches' gradients, by parameter
+        self._magnitudes: dict[str, Tensor] = {}
         self._outputs: list[tuple[str, int]] = []
         self._micro_batches_per_step = 1
         self._factor = 1.0
         self._update = UpdateFacts()
-        self._values: dict[str, int] = {}
-        self._updated: dict[str, int] = {}
-        self._given: dict[str, int] = {}
-        self._state: dict[str, Any] = {}
+        # of the step that runs: fingerprints by name
+        self._first_values: dict[str, int] = {}
+        self._updated_values: dict[str, int] = {}
+        self._before_optimizer_hooks: dict[str, int] = {}  # gradients
+        self._optimizer_state: dict[str, Any] = {}
         optimizer = trainer.optimizer
         placed = trainer.placed
         placed.around_passes.append(self._observed)
@@ -191,7 +193,7 @@ class StepObserver:
             ]
         for name, parameter in placed.parameters.items() if bounds else ():
             if parameter.requires_grad:
-                handles.append(parameter.register_hook(partial(self._add_size, name)))  # type: ignore[no-untyped-call]
+                handles.append(parameter.register_hook(partial(self._add_magnitude, name)))  # type: ignore[no-untyped-call]
         for handle in handles:
             self._opened.callback(handle.remove)
 
@@ -202,17 +204,19 @@ class StepObserver:
     @property
     def fingerprints(self) -> dict[str, int]:
         """Fingerprints of the gradients on this rank."""
-        return _prints(self.gradients)
+        return _fingerprints(self.gradients)
 
     def facts(self, done: StepRecord) -> StepFacts:
         """Return the facts of the step just made."""
         rate = max(
             (float(group["lr"]) for group in self._trainer.optimizer.param_groups), default=0.0
         )
-        values = _prints(self._placed.parameters)
+        values = _fingerprints(self._placed.parameters)
         update = self._update
-        update.after = _changed(self._updated, values) if update.called else []
-        update.unmoved = [name for name, value in values.items() if value == self._values.get(name)]
+        update.after = _changed(self._updated_values, values) if update.called else []
+        update.unmoved = [
+            name for name, value in values.items() if value == self._first_values.get(name)
+        ]
         return StepFacts(
             dict(self._samples),
             float(plain(done.loss)),
@@ -235,13 +239,13 @@ class StepObserver:
         for name, gradient in self.gradients.items():
             # For scaling to the mean, clipping, and the gradients' own rounding.
             bounds[name] = 32 * roundoff * gradient.abs()
-            if name in self._sizes:
+            if name in self._magnitudes:
                 # A pipeline also sums the uses of a shared weight in another order, and kernels
                 # round differently when parameters lie elsewhere in memory (FSDP). The sizes of
                 # these terms are unknown: the largest element stands for them.
-                largest = self._sizes[name].max() if gradient.numel() else 0.0
+                largest = self._magnitudes[name].max() if gradient.numel() else 0.0
                 bounds[name] += (
-                    additions * self._sizes[name] + 64 * roundoff * self._scale(done) * largest
+                    additions * self._magnitudes[name] + 64 * roundoff * self._scale(done) * largest
                 )
         return bounds
 
@@ -271,7 +275,7 @@ class StepObserver:
         self._factor = factor
         parameters = self._placed.parameters
         self.gradients = {}
-        self._given = {}
+        self._before_optimizer_hooks = {}
         self._update = UpdateFacts(
             tied={
                 alias: name for name, aliases in self._placed.aliases.items() for alias in aliases
@@ -283,15 +287,17 @@ class StepObserver:
                 if p.grad is not None and bool(local(p.grad).any())
             ],
         )
-        self._values = _prints(parameters)
-        self._state = self._states()
+        self._first_values = _fingerprints(parameters)
+        self._optimizer_state = self._optimizer_state_now()
         self._outputs.clear()
-        self._sizes.clear()
+        self._magnitudes.clear()
         run(micro_batches, accumulator, factor)
 
-    def _add_size(self, name: str, gradient: Tensor) -> None:
-        size = gradient.detach().abs().float()
-        self._sizes[name] = self._sizes[name] + size if name in self._sizes else size
+    def _add_magnitude(self, name: str, gradient: Tensor) -> None:
+        magnitude = gradient.detach().abs().float()
+        if name in self._magnitudes:
+            magnitude = self._magnitudes[name] + magnitude
+        self._magnitudes[name] = magnitude
 
     def _output(self, name: str, _module: nn.Module, _args: object, output: object) -> None:
         tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
@@ -300,19 +306,19 @@ class StepObserver:
     # ---- the update ----
 
     def _before_hooks(self) -> None:
-        self._given = _prints(self._found())
+        self._before_optimizer_hooks = _fingerprints(self._gradients_now())
 
     def _before_update(self) -> None:
         """Note what has changed between the start of the step and its update."""
-        found = self._found()
+        gradients = self._gradients_now()
         facts = self._update
         parameters = self._placed.parameters
         facts.called = True
-        facts.before = _changed(self._values, _prints(parameters))
-        facts.by_hooks = _changed(self._given, _prints(found))
-        states = self._states()
+        facts.before = _changed(self._first_values, _fingerprints(parameters))
+        facts.by_hooks = _changed(self._before_optimizer_hooks, _fingerprints(gradients))
+        states = self._optimizer_state_now()
         facts.state_changed = [
-            name for name in parameters if states.get(name) != self._state.get(name)
+            name for name in parameters if states.get(name) != self._optimizer_state.get(name)
         ]
         groups = {
             id(p): group for group in self._trainer.optimizer.param_groups for p in group["params"]
@@ -325,38 +331,41 @@ class StepObserver:
             }
             for name, p in parameters.items()
         }
-        self._keep(found)
+        self._keep_gradients(gradients)
 
     def _after_update(self) -> None:
-        self._updated = _prints(self._placed.parameters)
+        self._updated_values = _fingerprints(self._placed.parameters)
 
     def _finished(self, skipped: bool) -> None:
         if not self._update.called and not skipped:  # somebody has replaced `step`
-            self._keep(self._found())
+            self._keep_gradients(self._gradients_now())
 
-    def _found(self) -> dict[str, Tensor]:
+    def _gradients_now(self) -> dict[str, Tensor]:
+        """Return the gradients that parameters have now, by name."""
         return {name: p.grad for name, p in self._placed.parameters.items() if p.grad is not None}
 
-    def _keep(self, gradients: Mapping[str, Tensor]) -> None:
+    def _keep_gradients(self, gradients: Mapping[str, Tensor]) -> None:
         self.gradients = {name: gradient.detach().clone() for name, gradient in gradients.items()}
 
-    def _states(self) -> dict[str, Any]:
+    def _optimizer_state_now(self) -> dict[str, Any]:
+        """Return parameter → entry of its state in the optimizer → fingerprint, or text."""
         states = self._trainer.optimizer.state
-        return {
-            name: {
-                key: int(fingerprint(local(v))) if isinstance(v, Tensor) else repr(v)
-                for key, v in held.items()
-            }
-            for name, p in self._placed.parameters.items()
-            if (held := states.get(p)) is not None
-        }
+        now: dict[str, Any] = {}
+        for name, parameter in self._placed.parameters.items():
+            state = states.get(parameter)
+            if state is not None:
+                now[name] = {
+                    key: int(fingerprint(local(v))) if isinstance(v, Tensor) else repr(v)
+                    for key, v in state.items()
+                }
+        return now
 
 
 def _changed(before: Mapping[str, int], now: Mapping[str, int]) -> list[str]:
     return [name for name, value in now.items() if value != before.get(name)]
 
 
-def _prints(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+def _fingerprints(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     return {name: int(fingerprint(local(tensor.detach()))) for name, tensor in tensors.items()}
 
 
