@@ -39,51 +39,82 @@ def is_clear(e: Evidence) -> bool:
 
 def wanted_experiments(e: Evidence, topology: str) -> list[str]:
     """Return the experiments that may undo the difference, from what was seen."""
-    values, ranks = parse_topology(topology)
-    deviations = e.deviations
-    undoes = direct_causes.update_experiments(e)
     if e.main.has("samples", "start"):
         return [experiments.SAMPLES if e.main.has("samples") else experiments.START]
-    if undoes and not e.main.has("gradient"):
-        return undoes
+    wanted = direct_causes.update_experiments(e)
+    if wanted and not e.main.has("gradient"):
+        return wanted
     off = experiments.switched_off(e.config)
     if experiments.RECOMPUTATION in off and not e.main.has("loss"):
         # part by part, nothing is recomputed
-        undoes += [experiments.RECOMPUTATION, experiments.SAME_DRAWS]
-    if e.flows and not deviations:
-        undoes += [experiments.SETTINGS] if any(flow.settings for flow in e.flows) else []
-        undoes += [
-            experiments.PERTURB,
-            experiments.DOUBLE,
-            experiments.SEEDS,
-            experiments.SAME_DRAWS,
-        ]
-        return [*undoes, experiments.MEMORY, experiments.ONE_EACH, *off]
-    wanted = [*undoes, experiments.ONE_EACH] if e.not_reduced else undoes
-    if e.flows and all(d.stage == REDUCTION for d in deviations):
+        wanted += [experiments.RECOMPUTATION, experiments.SAME_DRAWS]
+    if not e.flows:
+        wanted += _without_parts(topology)
+        return [*wanted, experiments.PERTURB, experiments.DOUBLE, *off]
+    if not e.deviations:
+        return [*wanted, *_where_parts_agree(e), *off]
+    return [*wanted, *_where_parts_deviate(e, topology)]
+
+
+def _without_parts(topology: str) -> list[str]:
+    """Return the experiments for a step that could not be compared part by part: all of them."""
+    _, ranks = parse_topology(topology)
+    return [
+        experiments.SEEDS,
+        experiments.SAME_DRAWS,
+        experiments.MEMORY,
+        experiments.PRECISE,
+        *([experiments.ALONE] if ranks > 1 else []),
+        experiments.HOOKS,
+        *_of_axes(topology),
+    ]
+
+
+def _where_parts_agree(e: Evidence) -> list[str]:
+    """Return the experiments for a step whose parts agree when they are given the same inputs."""
+    has_settings = any(flow.settings for flow in e.flows)
+    return [
+        *([experiments.SETTINGS] if has_settings else []),
+        experiments.PERTURB,
+        experiments.DOUBLE,
+        experiments.SEEDS,
+        experiments.SAME_DRAWS,
+        experiments.MEMORY,
+        experiments.ONE_EACH,
+    ]
+
+
+def _where_parts_deviate(e: Evidence, topology: str) -> list[str]:
+    """Return the experiments that may undo what deviates, by the stages in which it does."""
+    _, ranks = parse_topology(topology)
+    wanted = [experiments.ONE_EACH] if e.not_reduced else []
+    stages = {d.stage for d in e.deviations}
+    if stages == {REDUCTION}:
         return wanted
-    stages = {d.stage for d in deviations}
-    notes = " ".join(f"{d.note} {d.relation}" for d in deviations)
-    if any(flow.draws for flow in e.flows) or not e.flows:
+    notes = " ".join(f"{d.note} {d.relation}" for d in e.deviations)
+    if any(flow.draws for flow in e.flows):
         wanted += [experiments.SEEDS, experiments.SAME_DRAWS]
-    if any(flow.moved for flow in e.flows) or not e.flows:
+    if any(flow.moved for flow in e.flows):
         wanted.append(experiments.MEMORY)
     if any(flow.settings for flow in e.flows):
         wanted.append(experiments.SETTINGS)
-    if "autocast" in notes or "parameters" in notes or "rounded to" in notes or not e.flows:
+    if any(word in notes for word in ("autocast", "parameters", "rounded to")):
         wanted.append(experiments.PRECISE)
-    wanted += [experiments.ALONE] if ranks > 1 else []
-    wanted += (
-        [experiments.HOOKS]
-        if not e.flows or (BACKWARD in stages and not stages & {FORWARD, LOSS})
-        else []
-    )
-    wanted += [experiments.MODES] if "mode instead" in notes else []
+    if ranks > 1:
+        wanted.append(experiments.ALONE)
+    if BACKWARD in stages and not stages & {FORWARD, LOSS}:
+        wanted.append(experiments.HOOKS)
+    if "mode instead" in notes:
+        wanted.append(experiments.MODES)
+    return [*wanted, *_of_axes(topology)]
+
+
+def _of_axes(topology: str) -> list[str]:
+    """Return the experiments that undo what an axis does to the forward pass."""
+    values, _ = parse_topology(topology)
     if values.get("pipeline_size"):
-        wanted.append(experiments.CHAIN)
-    elif values.get("context_size"):
-        wanted.append(experiments.COMPLETE)
-    return wanted if e.flows else [*wanted, experiments.PERTURB, experiments.DOUBLE, *off]
+        return [experiments.CHAIN]
+    return [experiments.COMPLETE] if values.get("context_size") else []
 
 
 Rule = Callable[[Evidence], Cause | None]

@@ -9,7 +9,7 @@ tests/verify/test_experiments_leave_no_trace.py, tests/verify/test_updates.py
 
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -134,29 +134,35 @@ class CompleteSequences:
         self, part: tuple[Any, Any], complete: tuple[Any, Any]
     ) -> tuple[int, str] | None:
         """Return the number of this rank's first call that deviates, and its module's name."""
-        of_ranks = []
         calls = dict(self._random.calls)
-        for is_part, (args, kwargs) in ((True, part), (False, complete)):
-            seen: list[tuple[str, Tensor]] = []
-            inside = [module for module in self._model.modules() if module is not self._model]
-            hooks = [partial(_note, self._names.get(id(module), ""), seen) for module in inside]
-            handles = [
-                module.register_forward_hook(hook)
-                for module, hook in zip(inside, hooks, strict=True)
-            ]
-            with torch.random.fork_rng(), nullcontext() if is_part else self._context.outside():
-                self._plain(*args, **kwargs)
-            self._random.restore_calls(calls)  # each pass draws the same numbers
-            for handle in handles:
-                handle.remove()
-            of_ranks.append(seen)
-        for call, ((name, mine), (_, theirs)) in enumerate(zip(*of_ranks, strict=False)):
+        outputs = self._outputs_of(part)
+        self._random.restore_calls(calls)  # each pass draws the same numbers
+        with self._context.outside():
+            complete_outputs = self._outputs_of(complete)
+        self._random.restore_calls(calls)
+        pairs = zip(outputs, complete_outputs, strict=False)
+        for call, ((name, mine), (_, of_all)) in enumerate(pairs):
             for dim in range(1, mine.dim()):
-                if theirs.shape[dim] == mine.shape[dim] * self._context.ranks:
-                    right = self._context.part(theirs, dim).double()
+                if of_all.shape[dim] == mine.shape[dim] * self._context.ranks:
+                    right = self._context.part(of_all, dim).double()
                     if (mine.double() - right).norm() > _FAR * right.norm():
                         return call, name
         return None
+
+    def _outputs_of(self, inputs: tuple[Any, Any]) -> list[tuple[str, Tensor]]:
+        """Run the model, and return each call's module and first output, in order."""
+        args, kwargs = inputs
+        outputs: list[tuple[str, Tensor]] = []
+        handles = []
+        for module in self._model.modules():
+            if module is not self._model:
+                name = self._names.get(id(module), "")
+                handles.append(module.register_forward_hook(partial(_note, name, outputs)))
+        with torch.random.fork_rng():
+            self._plain(*args, **kwargs)
+        for handle in handles:
+            handle.remove()
+        return outputs
 
 
 def _has(value: Any, length: int) -> bool:
@@ -173,8 +179,8 @@ def _part(value: Any, length: int, context: SequenceCut) -> Any:
 
 
 def _note(
-    name: str, seen: list[tuple[str, Tensor]], _module: nn.Module, _args: Any, outputs: Any
+    name: str, noted: list[tuple[str, Tensor]], _module: nn.Module, _args: Any, outputs: Any
 ) -> None:
     first = outputs[0] if isinstance(outputs, tuple) else outputs
     if isinstance(first, Tensor) and first.dim() > SEQUENCE:
-        seen.append((name, first))
+        noted.append((name, first))
