@@ -283,7 +283,7 @@ class StepLoader:
         # The sampler runs ahead of the steps, perhaps into the next epoch, so its plans are kept:
         # the order holds one epoch's samples only.
         if step not in self._plans:
-            samples = self.order.window(step)
+            samples = self.order.samples_of(step)
             assigned = self._assign(len(samples.micro_batches))
             self._plans[step] = _PlannedStep(samples, assigned)
         return self._plans[step]

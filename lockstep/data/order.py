@@ -96,14 +96,14 @@ class SampleOrder:
         self.dropped_per_epoch = num_samples % global_batch_size if drop_last else 0
         if self.dropped_per_epoch == num_samples:
             what = (
-                f"drop_last drops every step: {num_samples} samples are fewer than a global"
-                " batch of "
+                f"drop_last drops every step: {num_samples} samples are fewer than a global batch"
+                f" of {global_batch_size}"
             )
             fix = (
                 "leave drop_last off (the short step is weighted by what it holds), or lower"
                 " global_batch_size"
             )
-            raise UsageError(f"{what}{global_batch_size}", where="data.drop_last", fix=fix)
+            raise UsageError(what, where="data.drop_last", fix=fix)
         self.num_samples = num_samples
         self.batch_size = batch_size
         self.global_batch_size = global_batch_size
@@ -114,32 +114,32 @@ class SampleOrder:
             if isinstance(order, str)
             else order
         )
-        self._kept = num_samples - self.dropped_per_epoch
+        self._used_samples = num_samples - self.dropped_per_epoch
 
     @property
     def steps_per_epoch(self) -> int:
-        return ceil_div(self._kept, self.global_batch_size)
+        return ceil_div(self._used_samples, self.global_batch_size)
 
     @property
     def notice(self) -> str | None:
         """A line to log at the start if `drop_last` leaves out samples."""
         if not self.dropped_per_epoch:
             return None
-        which = "other ones each time" if self.shuffle else "always the last ones"
+        dropped = "other ones each time" if self.shuffle else "always the last ones"
         return (
             f"drop_last leaves out {self.dropped_per_epoch} of {self.num_samples} samples in each"
-            f" epoch ({which})"
+            f" epoch ({dropped})"
         )
 
-    def window(self, step: int) -> StepSamples:
+    def samples_of(self, step: int) -> StepSamples:
         """Return the samples of `step` (counted from 0 over all epochs)."""
         epoch, position = divmod(step, self.steps_per_epoch)
         start = position * self.global_batch_size
-        stop = min(start + self.global_batch_size, self._kept)
+        stop = min(start + self.global_batch_size, self._used_samples)
         samples = self.epochs.samples(epoch, range(start, stop))
         size = self.batch_size
         micro_batches = [samples[i : i + size] for i in range(0, len(samples), size)]
-        return StepSamples(step, epoch, micro_batches, last_of_epoch=stop == self._kept)
+        return StepSamples(step, epoch, micro_batches, last_of_epoch=stop == self._used_samples)
 
 
 class SamplerOrder:
@@ -158,8 +158,8 @@ class SamplerOrder:
         self._sampler = batch_sampler
         self._micro_batches = micro_batches
         self._seed = seed
-        self._own = generators_of(batch_sampler)
-        self._own_at_begin = _states_at_begin(batch_sampler, self._own)
+        self._own_generators = generators_of(batch_sampler)
+        self._own_at_begin = _states_at_begin(batch_sampler, self._own_generators)
         self._latest: StepSamples | None = None
         self._generators: Any = None  # their states, as the sampler left them
         self._iterator: Iterator[Any] | None = None  # None: the next step begins an epoch
@@ -177,7 +177,7 @@ class SamplerOrder:
         count = known_length(self._sampler)
         return None if count is None else ceil_div(count, self._micro_batches)
 
-    def window(self, step: int) -> StepSamples:
+    def samples_of(self, step: int) -> StepSamples:
         """Return the samples of a step, for which the sampler is iterated up to there."""
         if self._latest is not None and self._latest.step == step:
             return self._latest
@@ -193,10 +193,14 @@ class SamplerOrder:
         return self._latest
 
     def _rewind(self) -> None:
+        """Go back to before the first step."""
         self._next_step = 0
         self._epoch = -1
-        self._latest = self._generators = self._iterator = self._ahead = None
-        restore(self._own, self._own_at_begin)
+        self._latest = None
+        self._generators = None
+        self._iterator = None
+        self._ahead = None
+        restore(self._own_generators, self._own_at_begin)
 
     def _take(self) -> StepSamples:
         """Take the next step's batches from the sampler, which begins anew after its last."""
@@ -216,17 +220,19 @@ class SamplerOrder:
                 raise UsageError(
                     what, why="each epoch iterates it anew" if self._epoch else None, fix=fix
                 )
-        taken: list[list[int]] = []
-        while self._ahead is not None and len(taken) < self._micro_batches:
-            taken.append(self._ahead)
+        micro_batches: list[list[int]] = []
+        while self._ahead is not None and len(micro_batches) < self._micro_batches:
+            micro_batches.append(self._ahead)
             self._ahead = self._pull()
-        if self._ahead is None:
+        last_of_epoch = self._ahead is None
+        if last_of_epoch:
             self._iterator = None
-        window = StepSamples(self._next_step, self._epoch, taken, last_of_epoch=self._ahead is None)
+        samples = StepSamples(self._next_step, self._epoch, micro_batches, last_of_epoch)
         self._next_step += 1
-        return window
+        return samples
 
     def _pull(self) -> list[int] | None:
+        """Return the next list of indices; None at the end of the epoch."""
         assert self._iterator is not None
         indices = next(self._iterator, None)
         return None if indices is None else [operator.index(index) for index in indices]
@@ -235,12 +241,12 @@ class SamplerOrder:
 _at_begin: "weakref.WeakKeyDictionary[Any, list[Any]]" = weakref.WeakKeyDictionary()
 
 
-def _states_at_begin(sampler: Any, own: Mapping[str, Generator]) -> list[Any]:
+def _states_at_begin(sampler: Any, generators: Mapping[str, Generator]) -> list[Any]:
     """Return the states that a sampler's own generators had when it was first used here.
 
     A second pass over its first epochs, after a rollback for instance, then gives the same order.
     """
-    now = states_of(own)
+    now = states_of(generators)
     try:
         before = _at_begin.setdefault(sampler, now)
     except TypeError:  # a list, which has no generators
@@ -277,17 +283,17 @@ class DistributedSampler(Sampler[int]):
         order: str = "auto",
     ) -> None:
         if dist.is_available() and dist.is_initialized():
-            world = dist.get_world_size()
-            own = dist.get_rank()
+            world_size = dist.get_world_size()
+            own_rank = dist.get_rank()
         else:
             facts = rank_facts()
-            world = facts.world_size
-            own = facts.rank
+            world_size = facts.world_size
+            own_rank = facts.rank
         self.num_samples = (
             dataset_or_size if isinstance(dataset_or_size, int) else len(dataset_or_size)
         )
-        self.num_replicas = world if num_replicas is None else num_replicas
-        self.rank = own if rank is None else rank
+        self.num_replicas = world_size if num_replicas is None else num_replicas
+        self.rank = own_rank if rank is None else rank
         self.shuffle = shuffle
         self.seed = seed
         self.drop_last = drop_last

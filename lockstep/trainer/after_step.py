@@ -243,4 +243,4 @@ def _window_of(anomaly: Anomaly, source: StepSource | None) -> Any:
     None if the data do not number them.
     """
     order = getattr(source, "order", None)
-    return order.window(anomaly.step - 1) if order is not None else None
+    return order.samples_of(anomaly.step - 1) if order is not None else None

@@ -140,7 +140,7 @@ def explain_bad_index(
         training: whether they are of a training.
     """
     order = getattr(source, "order", None)
-    samples = None if order is None else order.window(step).micro_batches
+    samples = None if order is None else order.samples_of(step).micro_batches
     batches = [(each.index, each.batch) for each in micro_batches]
     explained = explain_index(error, batches, step=step + 1 if training else None, samples=samples)
     if explained is not None:

@@ -54,7 +54,8 @@ def numbers(source: StepSource) -> list[list[int]]:
 
 def ours(shuffle: bool, drop_last: bool = False) -> list[list[int]]:
     order = SampleOrder(10, 2, 4, seed=1, shuffle=shuffle, drop_last=drop_last)
-    return [sum(order.window(step).micro_batches, []) for step in range(2 * order.steps_per_epoch)]  # noqa: RUF017
+    steps = [order.samples_of(step) for step in range(2 * order.steps_per_epoch)]
+    return [[index for indices in step.micro_batches for index in indices] for step in steps]
 
 
 def test_trap_12_a_shuffling_loader_without_a_sampler_gets_our_order():

@@ -107,9 +107,9 @@ def test_a_rank_reads_its_own_micro_batches_only():
     order = SampleOrder(20, 2, 6, seed=3)
     for rank, dataset in enumerate(datasets):
         expected = [
-            order.window(step).micro_batches[index]
+            order.samples_of(step).micro_batches[index]
             for step in range(4)
-            for index, _ in share(rank, 2)(len(order.window(step).micro_batches))
+            for index, _ in share(rank, 2)(len(order.samples_of(step).micro_batches))
         ]
         assert dataset.calls == expected  # one call of __getitems__ a micro-batch
 

@@ -19,7 +19,9 @@ def order(num_samples: int, batch_size: int, accumulation: int, **options: objec
 
 def epoch_of(made: SampleOrder, epoch: int) -> list[int]:
     steps = range(epoch * made.steps_per_epoch, (epoch + 1) * made.steps_per_epoch)
-    return [index for step in steps for micro in made.window(step).micro_batches for index in micro]
+    return [
+        index for step in steps for micro in made.samples_of(step).micro_batches for index in micro
+    ]
 
 
 @settings(max_examples=60, deadline=None)
@@ -37,8 +39,8 @@ def test_trap_12_every_sample_of_an_epoch_exactly_once(size, shuffle, epoch):
     st.integers(0, 40),
 )
 def test_a_step_holds_the_same_samples_however_it_is_cut(num_samples, cut, step):
-    whole = order(num_samples, 12, 1).window(step)
-    pieces = order(num_samples, *cut).window(step)
+    whole = order(num_samples, 12, 1).samples_of(step)
+    pieces = order(num_samples, *cut).samples_of(step)
     assert [index for micro in pieces.micro_batches for index in micro] == whole.micro_batches[0]
     assert (pieces.epoch, pieces.last_of_epoch) == (whole.epoch, whole.last_of_epoch)
 
@@ -48,7 +50,7 @@ def test_a_step_holds_the_same_samples_however_it_is_cut(num_samples, cut, step)
 def test_a_window_depends_on_nothing_that_was_asked_before(size, steps):
     used = order(*size)
     for step in steps:
-        assert used.window(step) == order(*size).window(step)
+        assert used.samples_of(step) == order(*size).samples_of(step)
 
 
 @settings(max_examples=60, deadline=None)
@@ -56,7 +58,7 @@ def test_a_window_depends_on_nothing_that_was_asked_before(size, steps):
 def test_steps_never_straddle_epochs_and_only_the_last_is_short(size, step):
     num_samples, batch_size, accumulation = size
     made = order(*size)
-    window = made.window(step)
+    window = made.samples_of(step)
     place = step % made.steps_per_epoch
     assert window.epoch == step // made.steps_per_epoch
     assert window.last_of_epoch == (place == made.steps_per_epoch - 1)
@@ -78,7 +80,7 @@ def test_trap_13_the_order_depends_on_the_epoch():
 
 def test_the_order_of_a_seed_stays_what_it_is():
     """A run that is resumed with a newer version goes on through the same permutation."""
-    assert order(10, 2, 2).window(3).micro_batches == [[5, 3], [0, 2]]
+    assert order(10, 2, 2).samples_of(3).micro_batches == [[5, 3], [0, 2]]
 
 
 def test_trap_14_nothing_is_dropped_silently():
@@ -87,18 +89,18 @@ def test_trap_14_nothing_is_dropped_silently():
     """
     made = order(23, 2, 3)
     assert (made.dropped_per_epoch, made.notice, made.steps_per_epoch) == (0, None, 4)
-    assert [len(m) for m in made.window(3).micro_batches] == [2, 2, 1]
+    assert [len(m) for m in made.samples_of(3).micro_batches] == [2, 2, 1]
     dropping = order(23, 2, 3, drop_last=True)
     assert (dropping.dropped_per_epoch, dropping.steps_per_epoch) == (5, 3)
     assert dropping.notice is not None
     assert "5 of 23 samples" in dropping.notice
     assert len(set(epoch_of(dropping, 0))) == 18
-    assert dropping.window(2).last_of_epoch
+    assert dropping.samples_of(2).last_of_epoch
 
 
 def test_trap_66_the_last_batch_is_not_filled_with_repeats():
     """Repeating samples to even out the last batch trains on them twice."""
-    last = order(9, 4, 2).window(1)
+    last = order(9, 4, 2).samples_of(1)
     assert [len(m) for m in last.micro_batches] == [1]
 
 
@@ -110,7 +112,7 @@ def test_drop_last_gives_whole_steps_only(size, step):
         with pytest.raises(UsageError, match="drops every step"):
             order(*size, drop_last=True)
         return
-    assert order(*size, drop_last=True).window(step).num_samples == batch_size * accumulation
+    assert order(*size, drop_last=True).samples_of(step).num_samples == batch_size * accumulation
 
 
 @pytest.mark.parametrize(
@@ -168,7 +170,7 @@ def test_batches_of_all_ranks_together_are_the_trainers_steps():
     for step, batches in enumerate(zip(*loaders, strict=True)):
         together = sorted(index for batch in batches for index in batch.tolist())
         assert together == sorted(
-            index for micro in order.window(step).micro_batches for index in micro
+            index for micro in order.samples_of(step).micro_batches for index in micro
         )
 
 

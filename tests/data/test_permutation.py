@@ -125,7 +125,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, size: int, step: int) -> tuple[int,
     with monkeypatch.context() as patched:
         patched.setattr(permutation, "_network", counting)
         tracemalloc.start()
-        order.window(step)
+        order.samples_of(step)
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
     return numbers, peak
@@ -207,7 +207,7 @@ def test_a_resumed_run_goes_on_in_the_order_in_which_it_began() -> None:
 @pytest.mark.parametrize("order", ["keyed", "randperm"])
 def test_the_sampler_of_ones_own_loop_has_the_same_order(order: str) -> None:
     size = 3 * AHEAD + 5
-    whole_epoch = SampleOrder(size, 1, size, seed=3, order=order).window(1)
+    whole_epoch = SampleOrder(size, 1, size, seed=3, order=order).samples_of(1)
     expected = [index for micro in whole_epoch.micro_batches for index in micro]
     for rank in range(3):
         sampler = DistributedSampler(size, 3, rank, seed=3, order=order)

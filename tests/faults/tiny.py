@@ -144,7 +144,7 @@ def samples_of(step: int) -> list[list[int]]:
     """The micro-batches of a step, counted from 1, as dataset indices."""
     from lockstep.data import SampleOrder
 
-    return SampleOrder(96, 4, 8, seed=1337).window(step - 1).micro_batches
+    return SampleOrder(96, 4, 8, seed=1337).samples_of(step - 1).micro_batches
 
 
 YAML = """

@@ -156,7 +156,7 @@ def step_by_step(steps: int) -> tuple[str, str]:
     order = SampleOrder(len(data), 2, 16, seed=trainer.config.training.seed)
     for step in range(steps):
         for index, _ in trainer.placed.assign(8):
-            rows = [data[i] for i in order.window(step).micro_batches[index]]
+            rows = [data[i] for i in order.samples_of(step).micro_batches[index]]
             trainer.training_step({key: torch.stack([row[key] for row in rows]) for key in rows[0]})
     both = [digest_tensors(one.placed.kept().items()) for one in (whole, trainer)]
     return both[0], both[1]

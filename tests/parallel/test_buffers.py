@@ -134,7 +134,7 @@ def plain_process(recomputes: bool = False) -> dict[str, Tensor]:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, weight_decay=0.1)
     order = SampleOrder(SAMPLES, 4, 16, seed=1337)
     for step in range(order.steps_per_epoch):
-        window = order.window(step)
+        window = order.samples_of(step)
         total = sum(len(indices) for indices in window.micro_batches)
         for indices in window.micro_batches:
             items = [Points()[i] for i in indices]

@@ -191,7 +191,9 @@ def whole_batches() -> dict[str, Tensor]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     order = SampleOrder(SAMPLES, EACH, BATCH, seed=1337)
     for step in range(order.steps_per_epoch):
-        items = [Numbered()[index] for part in order.window(step).micro_batches for index in part]
+        items = [
+            Numbered()[index] for part in order.samples_of(step).micro_batches for index in part
+        ]
         x, y = (torch.stack(list(column)) for column in zip(*items, strict=True))
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
@@ -258,7 +260,7 @@ def test_each_way_to_train_combines_them() -> None:
     steps = [
         [
             default_collate([Numbered()[index] for index in indices])
-            for indices in order.window(step).micro_batches
+            for indices in order.samples_of(step).micro_batches
         ]
         for step in range(order.steps_per_epoch)
     ]
