@@ -104,11 +104,11 @@ class ChatTemplate:
         """
         checked = [self._without_specials(message) for message in _checked(messages, where)]
         draft: _Rendered | None = None
-        for place, message in enumerate(checked):
+        for index, message in enumerate(checked):
             if message["role"] != ANSWERS:
                 continue
-            answered = self._render(checked[: place + 1], where, tools)
-            begin = self._begin(checked, place, answered, where, tools)
+            answered = self._render(checked[: index + 1], where, tools)
+            begin = self._begin(checked, index, answered, where, tools)
             end, stop = self._end(answered, begin, where)
             if draft is not None and (draft.stop or not answered.startswith(draft.text)):
                 self.notes[_OWN_DOCUMENT] += 1
@@ -136,22 +136,22 @@ class ChatTemplate:
             return {key: self._with_marks(each) for key, each in value.items()}
         return [self._with_marks(each) for each in value] if isinstance(value, list) else value
 
-    def _begin(self, messages: Messages, place: int, answered: str, where: str, tools: Any) -> int:
+    def _begin(self, messages: Messages, index: int, answered: str, where: str, tools: Any) -> int:
         """Return where the answer begins within the rendering that ends with it."""
-        asked = self._render(messages[:place], where, tools, asks=True) if place else None
+        asked = self._render(messages[:index], where, tools, asks=True) if index else None
         if asked is not None and answered.startswith(asked):
             return len(asked)
 
         # The answer begins where renderings of other answers begin to differ.
         others = [
-            self._render([*messages[:place], {**messages[place], "content": probe}], where, tools)
+            self._render([*messages[:index], {**messages[index], "content": probe}], where, tools)
             for probe in _PROBES
         ]
         begin = min(_common(answered, other) for other in others)
         if asked is None:
             return begin
         if _common(asked, answered) < begin:
-            what = f"what is trained of {where} can't be told: message {place + 1} is an answer"
+            what = f"what is trained of {where} can't be told: message {index + 1} is an answer"
             why = "the chat template rewords what stands before it once the answer is there"
             fix = "use a chat template whose prompt for an answer is the begin of the conversation"
             raise UsageError(what, where="data.args.tokenizer", why=why, fix=fix)
@@ -225,13 +225,13 @@ class ChatTemplate:
         ends = np.array([end for _, end in texts])
         within = (ranges[:, :1] < ends) & (ranges[:, 1:] > begins)
         parts: list[NDArray[Any]] = []
-        places: list[NDArray[np.int64]] = []
-        for place, replaced in enumerate(special & within.any(1)):
-            begin, end = ranges[place]
-            part = self._tokenizer.encode_as_text(text[begin:end]) if replaced else tokens[[place]]
+        part_ranges: list[NDArray[np.int64]] = []
+        for index, replaced in enumerate(special & within.any(1)):
+            begin, end = ranges[index]
+            part = self._tokenizer.encode_as_text(text[begin:end]) if replaced else tokens[[index]]
             parts.append(part)
-            places.append(np.repeat(ranges[[place]], len(part), 0))
-        return np.concatenate(parts), np.concatenate(places)
+            part_ranges.append(np.repeat(ranges[[index]], len(part), 0))
+        return np.concatenate(parts), np.concatenate(part_ranges)
 
 
 def _library_tokenizer(tokenizer: Tokenizer) -> Any:
@@ -320,6 +320,8 @@ def _between(marks: Sequence[int], length: int) -> Iterator[tuple[int, int]]:
 
 def _common(first: str, second: str) -> int:
     """Return how many characters two texts have in common at their begin."""
-    pairs = enumerate(zip(first, second, strict=False))
     shorter = min(len(first), len(second))
-    return next((place for place, (one, other) in pairs if one != other), shorter)
+    for index in range(shorter):
+        if first[index] != second[index]:
+            return index
+    return shorter

@@ -45,49 +45,54 @@ class MixedOrder(ComputedOrder):
         self._block_size = int(self._bounds[-1])
         self._seed = seed
         self._listed_block: int | None = None
-        self._listed: NDArray[np.int64]  # the draw at each place of that block
+        self._listed: NDArray[np.int64]  # the draw at each offset of that block
 
     def computed(self, epoch: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the samples at some positions of an epoch, as indices of the data set."""
-        blocks, places = np.divmod(positions + epoch * self.num_samples, self._block_size)
+        """Return the samples at some positions of an epoch, as indices of the data set.
+
+        With draws of 7 and 3 in blocks of 10, position 23 of epoch 0 is offset 3 of block 2.
+        If the block's permutation puts draw 8 there, it is of the second source, whose draws are 7
+        to 9 of a block: its draw 2 · 3 + 8 − 7 = 7, counted over all blocks.
+        """
+        blocks, offsets = np.divmod(positions + epoch * self.num_samples, self._block_size)
         for block in np.unique(blocks).tolist():
             in_block = blocks == block
-            places[in_block] = self._permuted(block, places[in_block])
-        sources = np.searchsorted(self._bounds, places, side="right") - 1
+            offsets[in_block] = self._permuted(block, offsets[in_block])
+        sources = np.searchsorted(self._bounds, offsets, side="right") - 1
 
         samples = np.empty_like(positions)
         for source in np.unique(sources).tolist():
             of_source = sources == source
             draws = blocks[of_source] * self._draws[source]
-            draws += places[of_source] - self._bounds[source]
+            draws += offsets[of_source] - self._bounds[source]
             samples[of_source] = self._firsts[source] + self._drawn(source, draws)
         return samples
 
-    def _permuted(self, block: int, places: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return which draw of the block comes at some places; draws of a source are neighbours."""
+    def _permuted(self, block: int, offsets: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the draw of the block at each offset; draws of a source are neighbours."""
         size = self._block_size
         keys = round_keys(self._seed, block, "block of sources")
         if size > LARGEST_LIST:
-            return permuted(places, size, keys)
+            return permuted(offsets, size, keys)
         if self._listed_block != block:
             draws = permuted(np.arange(size), size, keys)
             sources = np.searchsorted(self._bounds, draws, side="right") - 1
-            # The places at which each source is drawn from, in order, get its draws in order.
+            # The offsets at which each source is drawn from, in order, get its draws in order.
             by_source = np.argsort(sources, kind="stable")
             self._listed = np.empty(size, np.int64)
             self._listed[by_source] = np.arange(size)
             self._listed_block = block
-        return self._listed[places]
+        return self._listed[offsets]
 
     def _drawn(self, source: int, draws: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the samples that a source gives for some of its draws, counted from 0."""
         size = self._sizes[source]
-        passes, places = np.divmod(draws, size)
+        passes, positions = np.divmod(draws, size)
         for number in np.unique(passes).tolist():
             in_pass = passes == number
             keys = round_keys(self._seed, number, "source", source)
-            places[in_pass] = permuted(places[in_pass], size, keys)
-        return places
+            positions[in_pass] = permuted(positions[in_pass], size, keys)
+        return positions
 
 
 def draws_by_weight(weights: Sequence[float]) -> list[int]:

@@ -100,12 +100,12 @@ class PackingPlan:
 
     def pieces(self, sequence: int) -> list[Piece]:
         """Return what a sequence consists of, in order."""
-        window, place = divmod(sequence, self._window)
+        window, index = divmod(sequence, self._window)
         if window not in self._kept:
             if len(self._kept) >= _MOST_KEPT:
                 self._kept.clear()
             self._kept[window] = self._planned(window)
-        return self._kept[window][place]
+        return self._kept[window][index]
 
     def _planned(self, window: int) -> list[list[Piece]]:
         """Return the sequences of a window."""
@@ -224,13 +224,13 @@ def _packed(lengths: list[int], length: int) -> list[list[int]]:
         needed = lengths[number]
         if needed <= 0:  # a document of one token has nothing to predict
             break
-        place = bisect_left(free, (needed, 0))
-        if place == len(free):
+        index = bisect_left(free, (needed, 0))
+        if index == len(free):
             room = length
             sequence = len(packed)
             packed.append([])
         else:
-            room, sequence = free.pop(place)
+            room, sequence = free.pop(index)
         packed[sequence].append(number)
         if room > needed:
             insort(free, (room - needed, sequence))

@@ -104,8 +104,8 @@ class ComputedOrder(ABC):
         return self._samples[start - self._kept.start : stop - self._kept.start]
 
     def _list(self, epoch: int, positions: range) -> list[int]:
-        places = np.arange(positions.start, positions.stop, positions.step)
-        samples: list[int] = self.computed(epoch, places).tolist()
+        numbers = np.arange(positions.start, positions.stop, positions.step)
+        samples: list[int] = self.computed(epoch, numbers).tolist()
         return samples
 
 

@@ -222,8 +222,8 @@ class _DecoderOutput:
     def __init__(self, states: Tensor | None) -> None:
         self.last_hidden_state = states
 
-    def __getitem__(self, place: Any) -> Any:
-        return (self.last_hidden_state,)[place]
+    def __getitem__(self, index: Any) -> Any:
+        return (self.last_hidden_state,)[index]
 
     def __getattr__(self, name: str) -> None:
         """Return None for the rest: kept keys, attentions, the choices of routers."""

@@ -162,10 +162,10 @@ def _place_of(reading: _Reading, batch: Any) -> tuple[int, str] | None:
     last = None if isinstance(batch, Mapping) else members[-1][0]
     targets_first = sorted(members, key=lambda each: each[0] not in (*_TARGET_NAMES, last))
     for path, tensor in targets_first if reading.is_target else reversed(targets_first):
-        places = (tensor == reading.number).nonzero()
-        if not len(places):
+        positions = (tensor == reading.number).nonzero()
+        if not len(positions):
             continue
-        row, *rest = places[0].tolist() or [0]
+        row, *rest = positions[0].tolist() or [0]
         inner = ", ".join(map(str, rest))
         name = path or ("the targets" if reading.is_target else "the token ids")
         return row, f"{name}[{inner}]" if rest else name
