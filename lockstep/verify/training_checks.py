@@ -9,7 +9,7 @@ Tests: tests/verify/test_watch.py, tests/verify/test_sound.py
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -100,6 +100,14 @@ class Nesting:
         return True
 
 
+@dataclass(frozen=True)
+class _LastUpdate:
+    """What is known of an optimizer's last update."""
+
+    passes: int = -1  # backward passes that this process had begun by then
+    cleared: bool = True  # whether its gradients were seen cleared since
+
+
 class TrainingChecks:
     """Checks what one rank sees of a training loop.
 
@@ -130,14 +138,12 @@ class TrainingChecks:
         self._tied: dict[tuple[str, ...], None] = {}
         self._frozen: dict[str, Tensor] = {}
         self._before: dict[int, tuple[Tensor, bool]] = {}
-        # name → steps in which it did not move in spite of a gradient, and in which it got none
-        self._without: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
+        self._unmoved: Counter[str] = Counter()  # name → steps that left it, in spite of a gradient
+        self._without_gradient: Counter[str] = Counter()  # name → steps in which it got none
         self._passes = 0  # backward passes since the last step
         self._all_passes = 0
         self._undivided_losses = True  # of this step: each is a mean that nothing has divided
-        # of each optimizer: passes at its last update, and whether its gradients were seen cleared
-        # since
-        self._updates: dict[int, tuple[int, bool]] = {}
+        self._updates: dict[int, _LastUpdate] = {}  # by the id of the optimizer
         # of each optimizer: a parameter that had one at its last update
         self._with_gradient: dict[int, Tensor] = {}
         # a parameter whose gradient was clipped since the last step
@@ -176,8 +182,8 @@ class TrainingChecks:
         """Note a module that is put into evaluation mode."""
         others = []
         for ref, line in self._evaluated:
-            known = ref()
-            if known is not None and known is not module:
+            other = ref()
+            if other is not None and other is not module:
                 others.append((ref, line))
         self._evaluated = [*others, (weakref.ref(module), own_line())]
 
@@ -196,7 +202,7 @@ class TrainingChecks:
 
     def model_called(self, model: nn.Module) -> None:
         """Look at a model that is called from outside, with gradients."""
-        if not any(model is known for known in self.models):
+        if not any(model is each for each in self.models):
             self._begin_with(model)
         self._calls[id(model), _in_training(model)] += 1
 
@@ -226,22 +232,23 @@ class TrainingChecks:
                 fix = "call the wrapper, and not what it wraps"
                 self.find("gradient synchronisation", text, fix, own_line())
 
+    def _living_optimizers(self) -> list[Any]:
+        """Return the optimizers that have stepped, and that are still there."""
+        optimizers = [reference() for reference in self._optimizers]
+        return [optimizer for optimizer in optimizers if optimizer is not None]
+
     def _alive(self, kind: type) -> list[Any]:
+        """Return the wrappers or schedules of a kind that are still there."""
         return [item for item in self.made if isinstance(item, kind)]
 
     # ---- backward ----
 
     def backward(self, loss: Any) -> None:
         """Look at a backward pass that begins."""
-        for known in self._optimizers:
-            optimizer = known()
-            if optimizer is None:
-                continue
-            passes, cleared = self._updates.get(id(optimizer), (-1, True))
-            if not cleared:
-                first = self._with_gradient.get(id(optimizer))
-                if first is None or first.grad is None or (self.looks and not _has_gradient(first)):
-                    self._updates[id(optimizer)] = (passes, True)
+        for optimizer in self._living_optimizers():
+            update = self._updates.get(id(optimizer), _LastUpdate())
+            if not update.cleared and self._has_cleared(optimizer):
+                self._updates[id(optimizer)] = replace(update, cleared=True)
         if self._clipped is not None and not _has_gradient(self._clipped):
             # set to zero since: the loop has updated without an optimizer
             self._clipped = None
@@ -266,6 +273,13 @@ class TrainingChecks:
         ):
             text = f"the loss is {float(loss.detach())} in step {self.steps + 1}"
             self.find("not finite", text, line=self._backward_at)
+
+    def _has_cleared(self, optimizer: Optimizer) -> bool:
+        """Return whether the gradients of an optimizer's last update are gone."""
+        parameter = self._with_gradient.get(id(optimizer))
+        if parameter is None or parameter.grad is None:
+            return True
+        return self.looks and not _has_gradient(parameter)
 
     def backward_done(self) -> None:
         """Note a gradient at the end of a backward pass."""
@@ -296,25 +310,10 @@ class TrainingChecks:
 
     def begin_update(self, optimizer: Optimizer) -> None:
         """Look at what an optimizer is about to use."""
-        if not any(known() is optimizer for known in self._optimizers):
+        if not any(reference() is optimizer for reference in self._optimizers):
             self._optimizers.append(weakref.ref(optimizer))
         own = [p for group in optimizer.param_groups for p in group["params"]]
-        passes, cleared = self._updates.get(id(optimizer), (-1, True))
-        if passes == self._all_passes and any(p.grad is not None for p in own):
-            text = (
-                f"step {self.steps + 1} uses the gradients of the step before: no backward pass"
-                " came between them"
-            )
-            fix = "call optimizer.step() once for each step's backward passes"
-            self.find("update without a gradient", text, fix, own_line())
-        elif not cleared and self.looks:
-            kept = [self.names.get(id(p), "a parameter") for p in own if p.grad is not None]
-            text = (
-                f"step {self.steps + 1} adds to the gradients of the step before in"
-                f" {listed(kept, 5)}"
-            )
-            fix = "optimizer.zero_grad() after each optimizer.step()"
-            self.find("gradients not zeroed", text, fix, own_line())
+        self._check_new_gradients(optimizer, own)
         if not self.looks:
             return
         trained = [p for p in own if p.requires_grad]
@@ -326,20 +325,37 @@ class TrainingChecks:
             fix = "make the optimizer from the model that is called"
             self.find("stale optimizer", text, fix, self._made_at.get(optimizer, ""))
         self._before = {id(p): (local(p).detach().clone(), _has_gradient(p)) for p in own}
-        norms = [
-            local(p.grad).detach().norm()
-            for p in own
-            if p.grad is not None and not p.grad.is_sparse
-        ]
-        if norms and not bool(
-            torch.isfinite(torch.stack([norm.float().cpu() for norm in norms])).all()
-        ):
+        if not _are_finite(own):
             text = f"a gradient of step {self.steps + 1} is not finite, and the optimizer uses it"
             self.find("not finite", text, line=own_line())
         if self._clipped is None:
             self._check_accumulation()
 
+    def _check_new_gradients(self, optimizer: Optimizer, own: list[Tensor]) -> None:
+        """Find an update with the gradients of the one before it, or with a sum of both."""
+        last = self._updates.get(id(optimizer), _LastUpdate())
+        with_gradient = [p for p in own if p.grad is not None]
+        if last.passes == self._all_passes and with_gradient:
+            text = (
+                f"step {self.steps + 1} uses the gradients of the step before: no backward pass"
+                " came between them"
+            )
+            fix = "call optimizer.step() once for each step's backward passes"
+            self.find("update without a gradient", text, fix, own_line())
+        elif not last.cleared and self.looks:
+            names = [self.names.get(id(p), "a parameter") for p in with_gradient]
+            text = (
+                f"step {self.steps + 1} adds to the gradients of the step before in"
+                f" {listed(names, 5)}"
+            )
+            fix = "optimizer.zero_grad() after each optimizer.step()"
+            self.find("gradients not zeroed", text, fix, own_line())
+
     def _check_accumulation(self) -> None:
+        """Find a step that adds up the gradients of micro-batches, and divides by nothing.
+
+        The gradient after the last backward pass is then still the one that is used.
+        """
         # Losses of several networks, or terms that are differentiated one by one, belong to the
         # same batch.
         if not (
@@ -367,7 +383,25 @@ class TrainingChecks:
         if self.looks:
             self._check_moved(optimizer, own)
             self._check_schedules(optimizer)
-        for model in self.models if self.looks else ():
+            self._check_frozen()
+        self._updates[id(optimizer)] = _LastUpdate(self._all_passes, cleared=False)
+        with_gradient = next((p for p in own if p.grad is not None), None)
+        if with_gradient is not None:
+            self._with_gradient[id(optimizer)] = with_gradient
+        self._check_order()
+        self.steps += 1
+        self._passes = 0
+        self._batches = 0
+        self._clipped = None
+        self._undivided_losses = True
+        if self.steps == self.first:
+            self._check_models()
+        if self.steps > 1 and not all(map(_in_training, self.models)):
+            self._check_modes(own)
+
+    def _check_frozen(self) -> None:
+        """Find parameters that require no gradient, and have changed."""
+        for model in self.models:
             moved = [
                 _name_in(model, name)
                 for name, parameter in model.named_parameters(remove_duplicate=False)
@@ -379,20 +413,6 @@ class TrainingChecks:
             if moved:
                 text = f"{listed(moved, 5)} do not require gradients, and have changed"
                 self.find("frozen parameters", text, line=own_line())
-        self._updates[id(optimizer)] = (self._all_passes, False)
-        found = next((p for p in own if p.grad is not None), None)
-        if found is not None:
-            self._with_gradient[id(optimizer)] = found
-        self._check_order()
-        self.steps += 1
-        self._passes = 0
-        self._batches = 0
-        self._clipped = None
-        self._undivided_losses = True
-        if self.steps == self.first:
-            self._check_models()
-        if self.steps > 1 and not all(map(_in_training, self.models)):
-            self._check_modes(own)
 
     def _check_modes(self, own: list[Tensor]) -> None:
         """Find a model that evaluation code has left in evaluation mode."""
@@ -431,9 +451,9 @@ class TrainingChecks:
                 and max(rates, default=1.0) > 0
                 and torch.equal(before, local(p).detach())
             ):
-                self._without[0][name] += 1
+                self._unmoved[name] += 1
             elif p.requires_grad and p.grad is None:
-                self._without[1][name] += 1
+                self._without_gradient[name] += 1
         self._before = {}
 
     def _check_schedules(self, optimizer: Optimizer) -> None:
@@ -454,9 +474,9 @@ class TrainingChecks:
                 )
                 fix = "let nothing but the schedule set the learning rate"
                 self.find("learning rate schedule", text, fix)
-        living = [one for known in self._optimizers if (one := known()) is not None]
+        optimizers = (optimizer, *self._living_optimizers())
         if schedules and not any(
-            _steps(schedule, one) for schedule in schedules for one in (optimizer, *living)
+            _steps(schedule, each) for schedule in schedules for each in optimizers
         ):
             text = "the schedule changes the learning rate of an optimizer that never steps"
             fix = "make the schedule for the optimizer that steps"
@@ -479,8 +499,7 @@ class TrainingChecks:
 
     def _check_models(self) -> None:
         """Look at the models after the first steps: who trains their parameters, in which mode."""
-        references = [reference() for reference in self._optimizers]
-        optimizers = [optimizer for optimizer in references if optimizer is not None]
+        optimizers = self._living_optimizers()
         in_optimizers = {
             id(parameter)
             for optimizer in optimizers
@@ -537,8 +556,7 @@ class TrainingChecks:
 
     def _check_unmoved(self) -> None:
         """Find parameters with gradients that no update has changed."""
-        unmoved, _ = self._without
-        names = [name for name, steps in unmoved.items() if steps >= self.first]
+        names = [name for name, steps in self._unmoved.items() if steps >= self.first]
         if names:
             text = f"{listed(names, 5)} have gradients, and no update changes them"
             self.find("parameters that do not move", text)
@@ -551,10 +569,9 @@ class TrainingChecks:
             for name, module in model.named_modules()
         ]
         called = {name for name, module in modules if id(module) in self.called}
-        _, without_gradient = self._without
         detached = [
             name
-            for name, steps in without_gradient.items()
+            for name, steps in self._without_gradient.items()
             if steps >= self.first and _owner(name) in called
         ]
         if not detached or "stale optimizer" in self.findings:
@@ -619,6 +636,16 @@ def _steps(schedule: LRScheduler, optimizer: Optimizer) -> bool:
     return (
         schedule.optimizer is optimizer or schedule.optimizer.param_groups is optimizer.param_groups
     )
+
+
+def _are_finite(parameters: list[Tensor]) -> bool:
+    """Return whether all gradients are numbers; sparse ones are not read."""
+    norms = [
+        local(p.grad).detach().norm().float().cpu()
+        for p in parameters
+        if p.grad is not None and not p.grad.is_sparse
+    ]
+    return not norms or bool(torch.isfinite(torch.stack(norms)).all())
 
 
 def _has_gradient(parameter: Tensor) -> bool:
