@@ -12,8 +12,8 @@ from pathlib import Path
 
 from benchmarks.page import machine, page, table, tell
 from lockstep.scratch import temporary
+from lockstep.verify.compare_command import Program
 from lockstep.verify.outcome import Outcome
-from lockstep.verify.pairs import Program
 from lockstep.verify.script.pair import compare_scripts
 
 SCRIPT = Path(__file__).parent / "scripts" / "pair.py"

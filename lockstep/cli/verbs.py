@@ -631,7 +631,7 @@ def compare(argv: list[str]) -> int:
     )
     before_dashes, after_dashes = _split_at_dashes(argv)
     args = parser.parse(before_dashes)
-    from lockstep.verify.pairs import run
+    from lockstep.verify.compare_command import run
 
     return run(
         args.a,

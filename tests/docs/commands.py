@@ -80,7 +80,7 @@ def _stop_after_parsing(verb: str, patch: pytest.MonkeyPatch) -> None:
         "train": ("lockstep.launch.train.train", _train),
         "launch": ("lockstep.launch.train.launch_script", _launch),
         "verify": ("lockstep.verify.command.run", _config_given),
-        "compare": ("lockstep.verify.pairs.run", _nothing),
+        "compare": ("lockstep.verify.compare_command.run", _nothing),
         "plan": ("lockstep.plan.command.plan", _nothing),
         "submit": ("lockstep.submit.run", _submit),
         "jobs": ("lockstep.submit.jobs.run", _nothing),
