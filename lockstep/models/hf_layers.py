@@ -134,43 +134,50 @@ def _translated(decoder: nn.Module, of_library: dict[str, str]) -> dict[str, str
 
     The result is empty if the plan can't be followed.
     """
-    routed = {name for name, way in of_library.items() if _WAYS.get(way) == "routed"}
-    ways = {
-        name: (
-            "heads"
-            if name.endswith(("q_proj", "k_proj", "v_proj")) and way == "colwise"
-            else _WAYS.get(way, "")
-        )
-        for name, way in of_library.items()
-        # the stacked weights of experts are cut with their module
-        if name.rpartition(".")[0] not in routed
-    }
     names = [name for name, _ in decoder.named_modules()]
-    present = {
-        name: way
-        for name, way in {**ways, **_SHARED}.items()
-        if any(map(_expression(name).fullmatch, names))
+    plan = {
+        pattern: way
+        for pattern, way in {**_in_our_words(of_library), **_SHARED}.items()
+        if any(map(_expression(pattern).fullmatch, names))
     }
-    experts = [
-        module for name, module in decoder.named_modules() if _has_way(present, name, "routed")
-    ]
-    plain = all(map(_is_plain, experts))
-    attentions = {name.rpartition(".")[0] for name in names if _has_way(present, name, "heads")}
-    owners = {name.rpartition(".")[0] for name, _ in decoder.named_parameters()}
+    return plan if _can_be_followed(plan, decoder) else {}
+
+
+def _in_our_words(of_library: dict[str, str]) -> dict[str, str]:
+    """Return pattern of a module's name → how it is cut; empty for a way that we do not have.
+
+    `layers.*.self_attn.q_proj: colwise` is `heads`, as those of keys and values; the stacked
+    weights of experts are left out, which are cut with their module.
+    """
+    routed = {pattern for pattern, way in of_library.items() if _WAYS.get(way) == "routed"}
+    ways: dict[str, str] = {}
+    for pattern, way in of_library.items():
+        if pattern.rpartition(".")[0] in routed:
+            continue
+        is_of_heads = pattern.endswith(("q_proj", "k_proj", "v_proj")) and way == "colwise"
+        ways[pattern] = "heads" if is_of_heads else _WAYS.get(way, "")
+    return ways
+
+
+def _can_be_followed(plan: dict[str, str], decoder: nn.Module) -> bool:
+    """Return whether a plan in our words says how to cut all that it has to.
+
+    It needs attention, plain experts, a way for each of its modules, and none for the head, which
+    is not in the decoder.
+    """
+    modules = dict(decoder.named_modules())
+    attentions = {name.rpartition(".")[0] for name in modules if _has_way(plan, name, "heads")}
+    if not attentions or not all(plan.values()) or "head" in plan.values():
+        return False
+    experts = [module for name, module in modules.items() if _has_way(plan, name, "routed")]
+    if not all(map(_is_plain, experts)):
+        return False
     # a norm of heads that the plan does not name would get the gradient of a rank's heads
-    names_all_norms = all(
-        any(_expression(pattern).fullmatch(owner) for pattern in present)
-        for owner in owners
-        if owner.rpartition(".")[0] in attentions
+    owners = {name.rpartition(".")[0] for name, _ in decoder.named_parameters()}
+    in_attention = [owner for owner in owners if owner.rpartition(".")[0] in attentions]
+    return all(
+        any(_expression(pattern).fullmatch(owner) for pattern in plan) for owner in in_attention
     )
-    followed = (
-        plain
-        and names_all_norms
-        and bool(attentions)
-        and all(present.values())
-        and "head" not in present.values()
-    )
-    return present if followed else {}
 
 
 def _expression(pattern: str) -> re.Pattern[str]:
