@@ -1,6 +1,14 @@
 """The config of a run: the typed schema, loading from files, and the templates that ship.
 
-Nothing here imports torch.
+Nothing here imports torch. From a file to a `Config`:
+
+    files.py        finds it, and those that it extends
+    templates.py    renders those in the template language, line by line (prepass.py)
+    tree.py         parses YAML; each value keeps its file and line
+    loading.py      merges files and overrides; calc.py evaluates `!calc`
+    schema*.py      the types; keys.py says in words what each key accepts, and what was meant
+    checks.py       contradictions between keys
+    names.py        names of other trainers, flags.py the short names of keys
 
     from lockstep.config import Config, load_config
 

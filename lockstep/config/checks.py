@@ -1,6 +1,8 @@
 """Refuse configs that contradict themselves.
 
-Some settings can't be followed by a strategy, or by a number of ranks.
+Some settings can't be followed by a strategy, or by a number of ranks. Each check yields its
+contradictions: the keys, what is wrong, and what to write. They are looked for when a config is
+loaded, and again when the layout is known (`step_contradictions` with a layout).
 """
 
 import sys

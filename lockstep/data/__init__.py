@@ -1,6 +1,17 @@
-"""Defines which samples make up a step (`SampleOrder`), and reads them (`StepLoader`).
+"""Turns data, a config's or a user's own, into this rank's micro-batches of each step.
 
-The data sets that ship are here, too.
+    which data        datasets.py builds what `data.name` names; adopt.py takes a user's own
+    which samples     order.py, permutation.py, mixing.py: a function of (seed, step) alone
+    reading           loader.py plans and receives, reader.py reads in workers;
+                      iterable.py, iterable_epoch.py for what can only be iterated
+    the same data     agreement.py compares ranks, by the summaries of fingerprint.py;
+                      generators.py seeds what the data draw from
+    texts             document_files.py reads records, filters.py leaves out, encoding.py and
+                      conversations.py make tokens, gathering.py documents of them
+    sequences         prepare.py writes tokens into a folder (token_folder.py); language.py cuts
+                      windows, packing.py and packed.py pack documents of several sources.py,
+                      packed_stream.py those of which nobody knows the number
+    mistakes.py says what a user's own dataset did wrong, show.py prints samples as text
 
 Tests: tests/data/test_loader.py, tests/data/test_adopt.py
 """

@@ -10,6 +10,11 @@ It is proved on the user's own model and data.
     experiments that undo one thing each                        the cause
     the reference's samples cut otherwise, and a plain pass     the reference is right itself
 
+proof.py is the way above; configs.py starts its processes, in which worker.py takes the steps, with
+the changes of experiments.py. trace.py records a step, comparisons.py and flow.py compare it,
+differences.py says what differs, and causes.py why. Scripts are judged in `script/`; watch.py and
+training_checks.py look at any training loop while it runs.
+
 In plain mode each step starts from the reference's state, and gradients may differ by the rounding
 of another summation order. With `distributed.reproducible` a topology continues from its own state,
 and every bit must be equal.

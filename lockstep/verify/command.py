@@ -1,4 +1,7 @@
-"""Runs `lockstep verify CONFIG …` and `lockstep verify SCRIPT.py …`."""
+"""Runs `lockstep verify CONFIG …` and `lockstep verify SCRIPT.py …`: parses, proves, prints.
+
+Tests: tests/verify/test_command.py, tests/verify/test_script.py
+"""
 
 import re
 import sys
