@@ -143,6 +143,9 @@ def require_methods(
         if method.startswith("_") or not inspect.isfunction(defined):
             continue
         own = getattr(found, method, None)
+        is_inherited = getattr(own, "__func__", own) is defined
+        if is_inherited and not getattr(defined, "__isabstractmethod__", False):
+            continue
         arguments = list(inspect.signature(defined).parameters)
         line = (
             f"write def {method}({', '.join(arguments)}); {interface.__module__} says what it"

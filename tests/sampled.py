@@ -27,10 +27,14 @@ def quick_and_full(names: Iterable[Any], quick: Sequence[Any]) -> list[Any]:
     return [name if name in quick else pytest.param(name, marks=pytest.mark.full) for name in every]
 
 
+def of_module(request: pytest.FixtureRequest) -> list[Any]:
+    """Return this run's tests of the module."""
+    return [item for item in request.session.items if item.path == request.path]
+
+
 def chosen(request: pytest.FixtureRequest, name: str) -> list[Any]:
     """Return the values of a parameter that this run's tests of the module have, for a fixture that
     runs all of them in one launch.
     """
-    of_module = [item for item in request.session.items if item.path == request.path]
-    calls = [item.callspec.params for item in of_module if hasattr(item, "callspec")]
+    calls = [item.callspec.params for item in of_module(request) if hasattr(item, "callspec")]
     return list(dict.fromkeys(params[name] for params in calls if name in params))

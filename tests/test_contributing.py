@@ -9,6 +9,8 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pytest
+
 from lockstep.checkpoint import Storage
 from tests.house import files, imports
 from tests.ranks import REPOSITORY
@@ -123,6 +125,7 @@ def test_a_docstring_of_each_kind_is_asked_for_by_ruff() -> None:
     assert {rule for rule in settings["ignore"] if rule.startswith("D")} == {"D105", "D107", "D417"}
 
 
+@pytest.mark.full
 def test_a_storage_of_another_package_passes_the_tests_of_commit_kill_and_damage(
     tmp_path: Path,
 ) -> None:

@@ -21,6 +21,7 @@ from lockstep.records import RunDirectory
 from tests.hosts import require_root
 from tests.launch.shared import environment
 from tests.ranks import REPOSITORY, run_ranks
+from tests.sampled import of_module
 
 EXAMPLES = REPOSITORY / "examples"
 TINY = [
@@ -133,33 +134,31 @@ def own_accuracy() -> Any:
     return load("accuracy").found
 
 
-PARTS: list[Callable[[], Any]] = [
-    plain,
-    own_accuracy,
-    gan,
-    free_transformer,
-    vae,
-    own_text,
-    notebook,
-]
+QUICK: list[Callable[[], Any]] = [plain, own_accuracy, gan, notebook]
+# The others train models of the package by configs.
+PARTS = [*QUICK, free_transformer, vae, own_text]
+FIRST_IN_FULL = "test_the_free_transformer_is_compared_with_its_baseline"
 
 
-def run_all(folder: str) -> dict[str, Any]:
+def run_all(folder: str, parts: list[Callable[[], Any]]) -> dict[str, Any]:
     """On each rank."""
     from lockstep import barrier
 
     os.chdir(folder)
     found = {}
-    for part in PARTS:
+    for part in parts:
         found[part.__name__] = part()
         barrier()
     return found
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+def ran(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, list[dict[str, Any]]]:
     folder = tmp_path_factory.mktemp("examples")
-    return folder, run_ranks(run_all, 2, str(folder))
+    is_full = any(item.originalname == FIRST_IN_FULL for item in of_module(request))
+    return folder, run_ranks(run_all, 2, str(folder), PARTS if is_full else QUICK)
 
 
 def accuracy(weights: Path) -> float:
@@ -220,6 +219,7 @@ def test_two_optimizers_see_the_same_losses_on_both_ranks(
     assert losses[0] != losses[-1]
 
 
+@pytest.mark.full
 def test_the_free_transformer_is_compared_with_its_baseline(
     ran: tuple[Path, list[dict[str, Any]]],
 ) -> None:
@@ -229,6 +229,7 @@ def test_the_free_transformer_is_compared_with_its_baseline(
     assert re.fullmatch(r"free +5\.\d+ +5\.\d+ +\d\.\d+", free)
 
 
+@pytest.mark.full
 def test_pictures_of_the_vae_are_png_files_of_their_size(
     ran: tuple[Path, list[dict[str, Any]]],
 ) -> None:
@@ -241,6 +242,7 @@ def test_pictures_of_the_vae_are_png_files_of_their_size(
         assert struct.unpack(">II", data[16:24]) == size
 
 
+@pytest.mark.full
 def test_the_language_model_writes(ran: tuple[Path, list[dict[str, Any]]]) -> None:
     found = ran[1][0]
     assert found["own_text"].startswith("It")

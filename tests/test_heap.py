@@ -76,6 +76,7 @@ def test_settings_of_ones_own_are_left_alone(
     assert not keep_freed_memory()
 
 
+@pytest.mark.full
 def test_a_run_on_a_cpu_keeps_it() -> None:
     program = """
 import resource

@@ -30,6 +30,18 @@ Generator = torch.Generator | random.Random | np.random.Generator | np.random.Ra
 _MOST_OBJECTS = 10_000  # that are looked at
 _MOST_ITEMS = 32  # of a container
 _LEAVES = (str, bytes, int, float, torch.Tensor, np.ndarray, type, types.ModuleType)
+# Most parts of an object are of these types, which refer to nothing that could draw.
+_OFTEN = frozenset(
+    {
+        *(str, bytes, int, float, bool, type, type(None)),
+        types.ClassMethodDescriptorType,
+        types.GetSetDescriptorType,
+        types.MemberDescriptorType,
+        types.MethodDescriptorType,
+        types.MethodWrapperType,
+        types.WrapperDescriptorType,
+    }
+)
 # The global ones: the functions of the modules are their methods.
 _OF_PYTHON: Any = inspect.unwrap(random.random)  # an observer wraps it
 _OF_NUMPY: Any = inspect.unwrap(np.random.rand)
@@ -54,7 +66,11 @@ def generators_of(root: Any) -> dict[str, Generator]:
                 # an attribute of the class, hidden by the object's
                 generators[name + "'" * (name in generators)] = value
         else:
-            waiting += [(f"{name}.{part}".strip("."), its) for part, its in _parts(value)]
+            waiting += [
+                (f"{name}.{part}".strip("."), its)
+                for part, its in _parts(value)
+                if type(its) not in _OFTEN and id(its) not in seen
+            ]
     return generators
 
 
@@ -131,6 +147,8 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
         yield from (("", value.func), ("", value.args), ("", value.keywords))
     elif isinstance(value, types.MethodType):
         yield from (("", value.__self__), ("", value.__func__))
+    elif isinstance(value, types.BuiltinMethodType):  # such as `random.Random(3).random`
+        yield "", value.__self__
     elif isinstance(value, types.FunctionType):
         yield from _parts_of_function(value)
     else:

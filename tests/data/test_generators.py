@@ -238,6 +238,9 @@ def test_generators_are_found_wherever_they_are_and_global_ones_are_not() -> Non
     cyclic: dict[str, Any] = {"rng": random.Random(0), "many": list(range(10**6))}
     cyclic["itself"] = cyclic
     assert list(generators_of(cyclic)) == ["rng"]
+    of_generators = {"draw": random.Random(0).random, "noise": np.random.default_rng(0).normal}
+    assert list(generators_of(of_generators)) == ["draw", "noise"]
+    assert not generators_of([random.random, np.random.rand, torch.rand])
 
 
 def test_a_samplers_own_generator_gives_the_same_order_in_every_pass() -> None:

@@ -19,6 +19,9 @@ from lockstep.config.names import SOURCES, table
 from tests.docs.blocks import REPOSITORY
 from tests.report.browser import Page, browser
 
+# Half a minute of a processor: `make docs` builds the same.
+pytestmark = pytest.mark.full
+
 LOADED = re.compile(
     r"<(?:script|link|img|iframe|source)\b[^>]*?(?:src|href)=\"(https?:)?//[^\"]*\"[^>]*>"
 )
@@ -107,7 +110,6 @@ def test_a_broken_anchor_or_link_is_refused(tmp_path: Path) -> None:
     assert "'other.md', but the target is not found" in done.stderr
 
 
-@pytest.mark.full
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(
     browser() is None, reason="NO BROWSER: install chromium, or the menu of versions is not tested"

@@ -9,13 +9,14 @@ from tests.launch.shared import environment
 from tests.ranks import REPOSITORY
 
 
+@pytest.mark.full
 @pytest.mark.fault(
     "process: a thread of gloo's is still at work when a rank's process ends",
     "on a busy machine it gets a core only when the interpreter is ending, and takes the process"
     " down with it",
     "the end waits for such threads: a run that is done ends with exit code 0",
 )
-@pytest.mark.parametrize("runs", [1, pytest.param(6, marks=pytest.mark.full)])
+@pytest.mark.parametrize("runs", [1, 6])
 def test_trap_72_threads_of_gloo_that_are_late_do_not_abort_the_end(runs: int) -> None:
     """Without the wait one rank in five or so is killed by SIGSEGV or SIGABRT: six runs of two
     hardly miss it, one shows that a run waits and ends.

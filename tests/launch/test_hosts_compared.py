@@ -40,6 +40,7 @@ torch.__version__ = type(torch.__version__)("2.12.1")
 """
 
 
+@pytest.mark.full
 def test_the_doctor_on_three_hosts_of_which_one_has_another_torch(
     four: list[Host], tmp_path: Path
 ) -> None:

@@ -206,6 +206,7 @@ def two_namespaces() -> Iterator[tuple[str, str]]:
             subprocess.run(["ip", "netns", "delete", name], check=False)
 
 
+@pytest.mark.full
 @pytest.mark.root
 @pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
 def test_trap_37_a_namespace_knows_its_own_address(

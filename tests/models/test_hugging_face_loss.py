@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import lockstep
 from lockstep import Trainer
 from tests.ranks import run_ranks
-from tests.sampled import quick_and_full
+from tests.sampled import quick_and_full, sampled
 
 transformers = pytest.importorskip("transformers")
 
@@ -158,10 +158,13 @@ def first_step(
     return float(first.loss), expected
 
 
-def on_ranks() -> dict[str, Any]:
+ON_RANKS = ["BertForMaskedLM", "T5ForConditionalGeneration", "ViTForImageClassification"]
+
+
+def on_ranks(names: list[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for strategy in ("ddp", "fsdp"):
-        for name in ("T5ForConditionalGeneration", "ViTForImageClassification", "BertForMaskedLM"):
+        for name in names:
             model_type, task, _ = EQUAL[name]
             found[f"{strategy} {name}"] = [
                 first_step(name, model_type, task, strategy, size) for size in (1, 2)
@@ -178,8 +181,9 @@ def on_ranks() -> dict[str, Any]:
     return found
 
 
-def test_ranks_count_alike() -> None:
-    one, other = run_ranks(on_ranks, 2)
+@sampled("names", ON_RANKS, 3)
+def test_ranks_count_alike(names: list[str]) -> None:
+    one, other = run_ranks(on_ranks, 2, names)
     assert one == other
     for name in ("ddp refused", "fsdp refused"):
         assert "def count(self, batch)" in one.pop(name)

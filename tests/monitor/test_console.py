@@ -164,6 +164,7 @@ def own_loop(progress: bool | None) -> None:
     print("after")
 
 
+@pytest.mark.full
 def test_the_callers_own_loop_has_the_bar_too(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -84,7 +84,10 @@ ON_TWO: dict[str, tuple[Any, ...]] = {
 # Like another one above, with another schedule or setting; `test_other_trainings` has them.
 ONLY_FULL = (
     "runs that are filled up",
+    "every length",
     "every length, V",
+    "frozen",
+    "sequential",
     "carried, 1F1B",
     "carried, InterleavedZeroBubble",
     "frozen, split",

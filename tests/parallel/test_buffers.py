@@ -19,6 +19,7 @@ from lockstep.parallel.initial import broadcast_values
 from lockstep.parallel.passes import MicroBatchPass
 from lockstep.trainer import Trainer
 from tests.ranks import run_ranks
+from tests.sampled import sampled
 
 # 5 full steps of 4 micro-batches and a short one of 2
 SAMPLES = 88
@@ -234,7 +235,23 @@ def in_rows_in_all(cases: list[dict[str, Any]]) -> list[dict[str, Tensor]]:
     return [in_rows(case) for case in cases]
 
 
-def test_statistics_over_rows_of_ranks_are_those_of_one_process_with_that_micro_batch() -> None:
+_HYBRID = {"distributed.shard_size": 2, "distributed.replicate_size": 2}
+IN_ROWS: list[dict[str, Any]] = [
+    {"distributed.strategy": "ddp", "training.batch_norm_samples": 8},
+    {"distributed.strategy": "ddp", "training.batch_norm_samples": 16},
+    {
+        "distributed.strategy": "fsdp",
+        "training.batch_norm_samples": 16,
+        "training.gradient_checkpointing": "full",
+    },
+    {"distributed.strategy": "fsdp", "training.batch_norm_samples": 8, **_HYBRID},
+]
+
+
+@sampled("cases", IN_ROWS, 2)
+def test_statistics_over_rows_of_ranks_are_those_of_one_process_with_that_micro_batch(
+    cases: list[dict[str, Any]],
+) -> None:
     """Rows of 2 and of 4 of four ranks; the short step leaves dummies in a row. Weights and running
     statistics.
     """
@@ -242,17 +259,6 @@ def test_statistics_over_rows_of_ranks_are_those_of_one_process_with_that_micro_
     assert max((alone[16][name] - alone[4][name]).abs().max() for name in alone[4]) > 1e-2, (
         "it matters"
     )
-    hybrid = {"distributed.shard_size": 2, "distributed.replicate_size": 2}
-    cases: list[dict[str, Any]] = [
-        {"distributed.strategy": "ddp", "training.batch_norm_samples": 8},
-        {"distributed.strategy": "ddp", "training.batch_norm_samples": 16},
-        {
-            "distributed.strategy": "fsdp",
-            "training.batch_norm_samples": 16,
-            "training.gradient_checkpointing": "full",
-        },
-        {"distributed.strategy": "fsdp", "training.batch_norm_samples": 8, **hybrid},
-    ]
     first, *_ = run_ranks(in_rows_in_all, 4, cases)
     for case, ours in zip(cases, first, strict=True):
         plain = alone[case["training.batch_norm_samples"]]

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from tests.parallel.pipeline_cases import Steps, deep, piped, steps_of, trainer_of, worst
 from tests.parity.toy import Tokens
 from tests.ranks import run_ranks
+from tests.sampled import chosen, quick_and_full
 
 DETAIL = {"distributed.debug": "detail"}
 CASES: dict[str, dict[str, Any]] = {
@@ -33,13 +34,13 @@ def begin_again(folder: str) -> None:
     )
 
 
-def train_and_differ(folder: str) -> dict[str, Any]:
+def train_and_differ(folder: str, names: list[str]) -> dict[str, Any]:
     """The steps of each strategy; and what the ranks are told when they call different
     collectives.
     """
     begin_again(folder)
     found: dict[str, Any] = {
-        name: steps_of(trainer_of(deep(), case | DETAIL), Tokens()) for name, case in CASES.items()
+        name: steps_of(trainer_of(deep(), CASES[name] | DETAIL), Tokens()) for name in names
     }
     found["level"] = dist.get_debug_level().name  # type: ignore[attr-defined]
     try:
@@ -53,11 +54,14 @@ def train_and_differ(folder: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(train_and_differ, 2, str(tmp_path_factory.mktemp("detail")), timeout=200)
+def ranks(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, Any]]:
+    folder = str(tmp_path_factory.mktemp("detail"))
+    return run_ranks(train_and_differ, 2, folder, chosen(request, "name"), timeout=200)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", quick_and_full(CASES, ["fsdp"]))
 def test_strategies_train_as_without_it(ranks: list[dict[str, Any]], name: str) -> None:
     more = {"distributed.reproducible": True} if "reproducible" in name else {}
     alone: Steps = steps_of(trainer_of(deep(), more), Tokens())

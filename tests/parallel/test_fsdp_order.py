@@ -251,7 +251,7 @@ JOINED: list[Case] = [
 
 
 @joins
-@sampled("cases", JOINED, 4)
+@sampled("cases", JOINED, 8)
 def test_ranks_join_the_units_that_their_data_leave_out(cases: list[Case]) -> None:
     for found in run_ranks(train_all, 2, cases):
         assert_like_one_process(cases, found)

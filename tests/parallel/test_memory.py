@@ -24,6 +24,7 @@ def held() -> list[list[dict[str, Any]]]:
     return run_ranks(held_in_each, 4, CASES)
 
 
+@pytest.mark.full
 def test_a_rank_holds_its_share_and_one_gathered_unit(held: list[list[dict[str, Any]]]) -> None:
     """Parameters, gradients and AdamW's two states: 16 bytes a parameter, over the ranks; gradients
     too, in between.

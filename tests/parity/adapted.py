@@ -89,12 +89,15 @@ def run(name: str, topology: str, changes: Mapping[str, Any], saved: str = "") -
     return Adapted(losses, digest(trainer), states, trained)
 
 
-def reduced(name: str) -> dict[tuple[str, bool], tuple[int, int]]:
+REDUCTIONS = {"ddp:2": "gloo:all_reduce", "fsdp:2": "gloo:all_to_all"}
+
+
+def reduced(name: str, topologies: list[str]) -> dict[tuple[str, bool], tuple[int, int]]:
     """(topology, with adapters) → (elements in this rank's reductions of a step, and how many of
     the model's elements are trained).
     """
     found = {}
-    for topology, reduction in (("ddp:2", "gloo:all_reduce"), ("fsdp:2", "gloo:all_to_all")):
+    for topology in topologies:
         for adapters in (True, False):
             changes: dict[str, Any] = {"distributed.reproducible": False}
             if not adapters:
@@ -105,7 +108,7 @@ def reduced(name: str) -> dict[tuple[str, bool], tuple[int, int]]:
             next(steps)  # DDP cuts its buckets anew in the second
             with torch.profiler.profile(record_shapes=True) as profile:
                 next(steps)
-            shapes = [e.input_shapes[0] for e in profile.events() if e.name == reduction]
+            shapes = [e.input_shapes[0] for e in profile.events() if e.name == REDUCTIONS[topology]]
             trained = (p for p in trainer.placed.root.parameters() if p.requires_grad)
             found[topology, adapters] = (
                 sum(map(math.prod, shapes)),

@@ -89,15 +89,20 @@ def test_four_ranks_train_adapters_as_one_process(tmp_path: Path) -> None:
 
 
 def test_frozen_parameters_are_in_no_reduction(tmp_path: Path) -> None:
-    """Of ddp, besides the gradients that are trained, there are the figures that it carries; fsdp
-    exchanges those of each of the rank's two micro-batches.
-    """
+    """Besides the gradients that are trained, there are the figures that ddp carries."""
     name = adapted.write_base(tmp_path)
-    for found in run_ranks(adapted.reduced, 2, name):
+    for found in run_ranks(adapted.reduced, 2, name, ["ddp:2"]):
         sent, trained = found["ddp:2", True]
         sent_of_all, all_of_them = found["ddp:2", False]
         assert trained < all_of_them / 9
         assert sent - trained == sent_of_all - all_of_them
+
+
+@pytest.mark.full
+def test_shards_exchange_no_frozen_parameters(tmp_path: Path) -> None:
+    """But those that are trained, in each of the rank's two micro-batches."""
+    name = adapted.write_base(tmp_path)
+    for found in run_ranks(adapted.reduced, 2, name, ["fsdp:2"]):
         for adapters in (True, False):
             sent, trained = found["fsdp:2", adapters]
             assert sent == 2 * trained

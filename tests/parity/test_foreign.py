@@ -258,7 +258,7 @@ IN_TURN: list[Case] = [
 assert {name for name, *_ in IN_TURN} == {*MODELS, GAN}
 
 
-@sampled("cases", IN_TURN, 3)
+@sampled("cases", IN_TURN, 6)
 def test_two_ranks_take_the_steps_of_the_authors_own_loop(cases: list[Case]) -> None:
     """With the digest of one process; or the model is refused, and the message says what to do."""
     require(2, cases, timeout=300)

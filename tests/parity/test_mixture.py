@@ -79,7 +79,7 @@ COMPOSED = by_turns(
 )
 
 
-@sampled("cases", COMPOSED, 5)
+@sampled("cases", COMPOSED, 8)
 def test_the_same_training(cases: list[tuple[Any, ...]]) -> None:
     check_against_one_process(4, cases)
 

@@ -101,7 +101,7 @@ ON_RANKS: list[Case] = [
 ]
 
 
-@sampled("cases", ON_RANKS, 4)
+@sampled("cases", ON_RANKS, 8)
 def test_ranks_draw_again_what_they_drew(cases: list[Case]) -> None:
     for case, numbers in zip(cases, run_ranks(of_nets, 2, cases)[0], strict=True):
         assert_equal(numbers, without(case[1]), f"{case}")
@@ -128,7 +128,7 @@ IN_STAGES: list[Case] = [
 ]
 
 
-@sampled("cases", IN_STAGES, 2)
+@sampled("cases", IN_STAGES, 4)
 def test_stages_draw_again_what_they_drew(cases: list[Case]) -> None:
     for case, numbers in zip(cases, run_ranks(of_chains, 2, cases)[0], strict=True):
         assert_equal(numbers, without(case[1], piped=True), f"{case}")

@@ -10,6 +10,7 @@ from lockstep.models.protocol import require_segments
 from tests.parallel.pipeline_launch import case_name, launched
 from tests.parity.pipelines import MODELS, Case, Result, difference, grid, run, run_all
 from tests.ranks import run_ranks
+from tests.sampled import quick_and_full
 
 TOLERANCE = 1e-5  # of fp32 sums in another order, over 3 steps of AdamW and an evaluation
 
@@ -71,6 +72,8 @@ def test_the_whole_grid(ranks: int) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", quick_and_full(MODELS, [name for name in MODELS if name != "traced"])
+)
 def test_each_model_is_long_enough_for_two_stages_on_each_of_four_ranks(name: str) -> None:
     assert len(require_segments(MODELS[name].make())) >= 8

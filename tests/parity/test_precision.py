@@ -131,6 +131,7 @@ def gathered_in_bf16() -> list[Any]:
     return run_all([Case("transformer", s, 1, "none", more, steps=3) for s in strategies])
 
 
+@pytest.mark.full
 def test_parameters_gathered_in_bf16_train_the_same_on_any_mesh() -> None:
     """Runs of this setting are compared with each other, not with runs with fp32 parameters.
 

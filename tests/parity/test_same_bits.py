@@ -85,7 +85,7 @@ ON_THREE: list[tuple[Any, ...]] = [
 ]
 
 
-@sampled("cases", ON_THREE, 4)
+@sampled("cases", ON_THREE, 8)
 def test_ragged_steps_and_odd_numbers_of_ranks(cases: list[tuple[Any, ...]]) -> None:
     """83 samples in steps of 11 or 12 micro-batches, on 3 ranks, tied weights: extra partial sums,
     the same bits.
@@ -132,7 +132,7 @@ SIDE_BY_SIDE: list[tuple[Any, ...]] = [
 ]
 
 
-@sampled("cases", SIDE_BY_SIDE, 2)
+@sampled("cases", SIDE_BY_SIDE, 4)
 def test_pipelines_side_by_side(cases: list[tuple[Any, ...]]) -> None:
     """Replicated or sharded, with numbers of micro-batches that they can't share out evenly, or
     over four stages.

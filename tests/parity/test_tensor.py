@@ -471,6 +471,7 @@ def train_and_evaluate_all(topology: str) -> list[list[float]]:
     ]
 
 
+@pytest.mark.full
 def test_losses_evaluation_and_logits_outside_of_the_step() -> None:
     """A model's own loss takes cut logits; a loss function, or one that a subclass brings, takes
     whole ones.

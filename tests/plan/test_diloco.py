@@ -41,6 +41,7 @@ def test_what_is_sent_and_held() -> None:
     assert int8.memory["parameters"] - local.memory["parameters"] == 4 * parameters
 
 
+@pytest.mark.full
 def test_it_is_offered_only_where_it_is_asked_for() -> None:
     for strategy, offered in (("ddp", 0), ("diloco", 1)):
         asked = CONFIG.replaced({"distributed.strategy": strategy})

@@ -35,6 +35,9 @@ ONLY_FULL = (
             "fused",
             "clipped by value",
             "scaled losses",
+            "clipped adaptively",
+            "bf16",
+            "dp",
             "recomputed in runs",
             "pinned batches",
             "skipping bad numbers",
@@ -42,8 +45,15 @@ ONLY_FULL = (
     ),
     *(
         f"as one process: {name}"
-        for name in ("ddp, equal bits", "fsdp", "pipeline, equal bits", "fsdp, recomputed")
+        for name in (
+            "ddp, equal bits",
+            "fsdp, equal bits",
+            "pipeline",
+            "pipeline, equal bits",
+            "fsdp, recomputed",
+        )
     ),
+    "diloco",
 )
 
 

@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 from tests.hosts import REPOSITORY
 from tests.launch.shared import environment
 
@@ -72,6 +74,7 @@ print(compiler_loading.is_put_off())
 """
 
 
+@pytest.mark.full
 def test_the_compiler_comes_when_it_is_asked_for() -> None:
     """The function that is not to be compiled splits the one around it into two graphs."""
     ended = subprocess.run(

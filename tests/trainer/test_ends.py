@@ -199,6 +199,7 @@ for _ in range(2):
 """
 
 
+@pytest.mark.full
 def test_a_loop_over_steps_that_is_left_before_its_end_says_nothing_when_python_ends() -> None:
     """Modules are emptied before the generators that refer to them end."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -151,6 +151,7 @@ def test_the_configs_own_strategy_is_verified(settings: dict[str, Any], last: st
     assert against[-1] == last
 
 
+@pytest.mark.full
 def test_a_function_of_ones_own_is_verified() -> None:
     """The Python API: a function that makes model and data, in every process."""
     settings = {"training.batch_size": 2, "training.gradient_accumulation_steps": 2}

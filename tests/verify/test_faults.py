@@ -117,11 +117,7 @@ SOUND: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 # In the quick run; others have a cause that is found in the same way, or are run by the benchmark.
-QUICK = (
-    "another_seed_on_a_rank",
-    "random_numbers_lost_in_recomputation",
-    "pipeline",
-)
+QUICK = ("another_seed_on_a_rank",)
 
 START = partial(spawn_again, preload=["torch.distributed.pipelining", "lockstep.verify.worker"])
 Make = Callable[[], Any]

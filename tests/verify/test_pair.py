@@ -41,6 +41,7 @@ def test_pairs(pair: Pair) -> None:
     assert is_right(pair, outcome), outcome
 
 
+@pytest.mark.full
 def test_two_configs(tmp_path: Path) -> None:
     """Of the keys that differ two change the steps, and without these there is no difference."""
     a = config_of(**{"training.warmup_steps": 0, "training.eval_batches": 3})
