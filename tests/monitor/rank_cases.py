@@ -1,6 +1,7 @@
 """Runs on several ranks whose figures are looked at; functions here run on every rank of a test."""
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -71,17 +72,14 @@ def run_with(
     return {"rows": run.read_metrics(), "events": run.read_events()}
 
 
-def all_cases(folder: str) -> dict[str, dict[str, Any]]:
-    """Every case in one launch."""
+def all_cases(folder: str, strategies: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Every case in one launch; a rank computes slowly under each of the strategies."""
     cases: dict[str, dict[str, Any]] = {"ddp None": run_with(f"{folder}/ddp-None", "ddp", None, 8)}
     # A slow rank is far slower than the other one, which may be slow itself on a busy machine.
     usual = [row["step_seconds"] for row in cases["ddp None"]["rows"][1:]]
     seconds = max(_LEAST_SLOW_SECONDS, 3 * median(usual))
-    for strategy, slow in (
-        ("ddp", "forward_backward"),
-        ("fsdp", "forward_backward"),
-        ("ddp", "data"),
-    ):
+    slow_cases = [(strategy, "forward_backward") for strategy in strategies]
+    for strategy, slow in (*slow_cases, ("ddp", "data")):
         case = run_with(f"{folder}/{strategy}-{slow}", strategy, slow, 8, seconds)
         cases[f"{strategy} {slow}"] = case | {"slow seconds": seconds}
     settings = {"monitor.gradient_norms": True, "monitor.profile": {"ranks": []}}

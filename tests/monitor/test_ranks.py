@@ -15,6 +15,7 @@ from lockstep.cli import main
 from tests.launch.shared import on_a_terminal
 from tests.monitor.rank_cases import all_cases
 from tests.ranks import run_ranks
+from tests.sampled import chosen, quick_and_full
 
 
 @pytest.fixture(scope="module")
@@ -27,14 +28,16 @@ Launch = Callable[[int], Cases]
 
 
 @pytest.fixture(scope="module")
-def launch(folder: Path) -> Launch:
+def launch(request: pytest.FixtureRequest, folder: Path) -> Launch:
     """All cases, launched once for each number that is asked for."""
+
+    strategies = chosen(request, "strategy")
 
     @cache
     def launched(number: int) -> Cases:
         where = folder if number == 0 else folder / f"again-{number}"
         where.mkdir(exist_ok=True)
-        found: Cases = run_ranks(all_cases, 2, str(where))[0]
+        found: Cases = run_ranks(all_cases, 2, str(where), strategies)[0]
         return found
 
     return launched
@@ -59,7 +62,7 @@ def events(case: dict[str, Any], kind: str) -> list[dict[str, Any]]:
     return [event for event in case["events"] if event["kind"] == kind]
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", quick_and_full(["ddp", "fsdp"], ["ddp"]))
 def test_a_rank_that_computes_slowly_is_named(launch: Launch, strategy: str) -> None:
     """All ranks take equally long for a step; what tells the slow one apart is its own time."""
     in_three_launches(
