@@ -126,25 +126,7 @@ def train(argv: list[str]) -> int:
 
 def launch(argv: list[str]) -> int:
     """Run `lockstep launch [options] SCRIPT.py [ARGS …]`."""
-    text = "Run any script of yours on several ranks, with restarts and one message for a failure."
-    parser = Parser("launch", text, ["lockstep launch --nproc-per-node 2 train.py --my-option 3"])
-    add_launch_options(parser)
-    add_torchrun_options(parser)
-    add = parser.add_argument
-    add(
-        "--output-dir",
-        metavar="DIR",
-        type=Path,
-        help="logs go to DIR/logs (default: runs/<SCRIPT's name>)",
-    )
-    add("-m", "--module", action="store_true", help="SCRIPT is a module, as with python -m")
-    text = (
-        "say what contradicts a right training loop; look at parameters every N steps (default:"
-        " 100)"
-    )
-    add("--watch-training", metavar="N", nargs="?", type=int, const=100, help=text)
-    add("script", metavar="SCRIPT", nargs="?")
-    add("arguments", metavar="ARGS", nargs=argparse.REMAINDER)
+    parser = _launch_parser()
     args = parser.parse(argv, until_script=True)
     if args.script is None:
         raise UsageError("no script is given", fix="lockstep launch [options] SCRIPT.py [ARGS …]")
@@ -172,6 +154,30 @@ def launch(argv: list[str]) -> int:
         logs=Path(args.log_dir or output_dir / "logs"),
         output=ConsoleOutput(args.tee, args.redirects, args.local_ranks_filter),
     )
+
+
+def _launch_parser() -> Parser:
+    """Return the parser of `lockstep launch`."""
+    text = "Run any script of yours on several ranks, with restarts and one message for a failure."
+    parser = Parser("launch", text, ["lockstep launch --nproc-per-node 2 train.py --my-option 3"])
+    add_launch_options(parser)
+    add_torchrun_options(parser)
+    add = parser.add_argument
+    add(
+        "--output-dir",
+        metavar="DIR",
+        type=Path,
+        help="logs go to DIR/logs (default: runs/<SCRIPT's name>)",
+    )
+    add("-m", "--module", action="store_true", help="SCRIPT is a module, as with python -m")
+    text = (
+        "say what contradicts a right training loop; look at parameters every N steps (default:"
+        " 100)"
+    )
+    add("--watch-training", metavar="N", nargs="?", type=int, const=100, help=text)
+    add("script", metavar="SCRIPT", nargs="?")
+    add("arguments", metavar="ARGS", nargs=argparse.REMAINDER)
+    return parser
 
 
 def _watch_training(steps: int) -> None:
@@ -678,6 +684,38 @@ def sample(argv: list[str]) -> int:
 
 def evaluate(argv: list[str]) -> int:
     """Run `lockstep evaluate RUN [--data PATH] [--metrics NAME,…] [--step N] [--prompt TEXT]`."""
+    parser = _evaluate_parser()
+    args = parser.parse(argv)
+    if not args.prompt:
+        parser.refuse("RUN", "tokens", "temperature", fix="add --prompt TEXT, or leave it out")
+    if not args.tasks:
+        parser.refuse("RUN", "limit", fix="add --tasks NAME, or leave it out")
+    others = [word for word in args.words if "=" not in word]
+    if others:
+        raise UsageError(
+            f"one RUN is expected, and {others[0]} is another",
+            fix="a key is overridden as KEY=VALUE, without spaces",
+        )
+    from lockstep.evaluate.subject import Asked
+    from lockstep.launch.evaluate import Wanted
+    from lockstep.launch.evaluate import evaluate as start
+
+    asked = Asked(args.run, args.config, args.words, args.data, args.step)
+    wanted = Wanted(
+        metrics=_names(args.metrics),
+        prompts=args.prompt,
+        num_tokens=args.tokens,
+        temperature=args.temperature,
+        tasks=_names(args.tasks),
+        limit=args.limit,
+        in_json=args.json,
+    )
+    output = run_directory(args.output_dir or Path("runs", f"evaluate-{args.run.stem}"))
+    return start(asked, wanted, launch_options(args), output_dir=output, argv=argv)
+
+
+def _evaluate_parser() -> Parser:
+    """Return the parser of `lockstep evaluate`."""
     text = (
         "Evaluate a run, a checkpoint, a file of weights or a folder of Hugging Face: the loss, own"
         " metrics, texts. The numbers are the same on any number of ranks."
@@ -710,33 +748,7 @@ def evaluate(argv: list[str]) -> int:
     text = "for the ranks' logs (default: runs/evaluate-<RUN's name>)"
     add("--output-dir", metavar="DIR", type=Path, help=text)
     add_launch_options(parser)
-    args = parser.parse(argv)
-    if not args.prompt:
-        parser.refuse("RUN", "tokens", "temperature", fix="add --prompt TEXT, or leave it out")
-    if not args.tasks:
-        parser.refuse("RUN", "limit", fix="add --tasks NAME, or leave it out")
-    others = [word for word in args.words if "=" not in word]
-    if others:
-        raise UsageError(
-            f"one RUN is expected, and {others[0]} is another",
-            fix="a key is overridden as KEY=VALUE, without spaces",
-        )
-    from lockstep.evaluate.subject import Asked
-    from lockstep.launch.evaluate import Wanted
-    from lockstep.launch.evaluate import evaluate as start
-
-    asked = Asked(args.run, args.config, args.words, args.data, args.step)
-    wanted = Wanted(
-        metrics=_names(args.metrics),
-        prompts=args.prompt,
-        num_tokens=args.tokens,
-        temperature=args.temperature,
-        tasks=_names(args.tasks),
-        limit=args.limit,
-        in_json=args.json,
-    )
-    output = run_directory(args.output_dir or Path("runs", f"evaluate-{args.run.stem}"))
-    return start(asked, wanted, launch_options(args), output_dir=output, argv=argv)
+    return parser
 
 
 def _names(text: str) -> list[str]:
