@@ -27,7 +27,7 @@ from lockstep.verify.algebra import (
 )
 from lockstep.verify.outcome import Cause
 from lockstep.verify.script.fixes import NORMALISATION, script_cause
-from lockstep.verify.script.record import ScriptRecord, Tensors
+from lockstep.verify.script.record import RecordedStep, ScriptRecord, Tensors
 
 EXACT = 1e-4  # relative difference up to which gradients are taken for equal
 _NEARLY = 0.02  # relative difference up to which a weight is taken for another number
@@ -180,22 +180,9 @@ def computation_cause(
         ]
         if not names:
             continue
-        step = ranks[rank].steps[number]
-        process_step = processes[rank].steps[number]
-        module = _first_module(step.flow, process_step.flow)
-        if module:
-            differs = f"the forward pass differs from {module} on"
-        elif step.losses != process_step.losses and not np.allclose(
-            step.losses, process_step.losses, rtol=1e-5
-        ):
-            differs = (
-                "modules return the same, and the loss differs: its targets, weights or scale do"
-            )
-        else:
-            differs = (
-                "outputs and loss are the same, and the backward pass differs: a hook, or a"
-                " function of its own"
-            )
+        module, differs = _where_it_differs(
+            ranks[rank].steps[number], processes[rank].steps[number]
+        )
         times = factor(mine, right)
         is_multiple = distance(mine, times * right) < ADDS_UP
         # Ranks that exchange tensors in a forward pass compute what one process can't on their
@@ -213,6 +200,19 @@ def computation_cause(
             script_cause("computation of a rank", text, by, evidence.framework), module=module
         )
     return None
+
+
+def _where_it_differs(step: RecordedStep, right: RecordedStep) -> tuple[str, str]:
+    """Return the first module whose output differs, empty if none does, and a clause on it."""
+    module = _first_module(step.flow, right.flow)
+    if module:
+        return module, f"the forward pass differs from {module} on"
+    if step.losses != right.losses and not np.allclose(step.losses, right.losses, rtol=1e-5):
+        return "", "modules return the same, and the loss differs: its targets, weights or scale do"
+    return "", (
+        "outputs and loss are the same, and the backward pass differs: a hook, or a function of its"
+        " own"
+    )
 
 
 def _first_module(
