@@ -353,50 +353,70 @@ class _Cutter:
         return self._piece.get(user, -1)  # sizes are read from any tensor at hand
 
     def _cut(self, piece: int) -> _GraphPiece:
-        """Return one piece of the graph, which computes from what earlier pieces computed."""
+        """Return one piece of the graph, which computes from what earlier pieces computed.
+
+        The inputs of a piece are what is live at its begin, then its parameters and constants; its
+        outputs are what is live at the begin of the next. Of a chain `embed → linear → head`, cut
+        before and after `linear`, the middle piece has two placeholders, the embedded values and
+        the weight, one call, and returns its result.
+        """
         graph = fx.Graph()
         copies = dict[fx.Node, fx.Node]()
-        attributes: dict[str, tuple[str, Tensor]] = {}
         own = [node for node, made in self._piece.items() if made == piece]
         live = self._live(piece) if piece else [node for node in own if node.op == "placeholder"]
         for node in live:
             copies[node] = graph.placeholder(node.name)
-        wanted = list(self._constants_of(own if piece < self._last else [*own, self._output]))
-        inner: dict[str, fx.GraphModule] = {}
-        for node in wanted:
-            module = _inner_graph(self._module, node)
-            if module is not None:
-                inner[str(node.target)] = module
-                copies[node] = graph.get_attr(str(node.target))
-                continue
-            copies[node] = graph.placeholder(node.name)
-            attributes[node.name] = (str(node.target), look_up(self._module, str(node.target)))
+        is_last = piece == self._last
+        constants = self._constants_of([*own, self._output] if is_last else own)
+        attributes, inner = self._copy_constants(constants, graph, copies)
 
         def copied(node: fx.Node) -> fx.Node:
+            """Return the copy of a node, which is made with all that it needs."""
             if node not in copies:
-                if node.target is torch.ops.aten.sym_size.int and node.args[0] not in copies:
-                    copies[node] = graph.call_function(
-                        torch.ops.aten.sym_size.int, _same_size(node, live, copies)
-                    )
+                is_size = node.target is torch.ops.aten.sym_size.int
+                if is_size and node.args[0] not in copies:
+                    size = _same_size(node, live, copies)
+                    copies[node] = graph.call_function(torch.ops.aten.sym_size.int, size)
                 else:
                     copies[node] = graph.node_copy(node, copied)
             return copies[node]
 
         for node in own:
             copied(node)
-        if piece == self._last:
+        if is_last:
             [values] = self._output.args
             assert isinstance(values, tuple | list)
             graph.output(
                 tuple(copied(value) if isinstance(value, fx.Node) else value for value in values)
             )
-            structure = self._structure
-        else:
-            returned = tuple(copied(value) for value in self._live(piece + 1))
-            graph.output(returned[0] if len(returned) == 1 else returned)
-            structure = None
-        computes = any(node.op != "placeholder" for node in own) or structure is not None
-        return _GraphPiece(graph, attributes, inner, computes, structure)
+            return _GraphPiece(graph, attributes, inner, True, self._structure)
+        outputs = tuple(copied(value) for value in self._live(piece + 1))
+        graph.output(outputs[0] if len(outputs) == 1 else outputs)
+        computes = any(node.op != "placeholder" for node in own)
+        return _GraphPiece(graph, attributes, inner, computes, None)
+
+    def _copy_constants(
+        self,
+        constants: Iterable[fx.Node],
+        graph: fx.Graph,
+        copies: dict[fx.Node, fx.Node],
+    ) -> tuple[dict[str, tuple[str, Tensor]], dict[str, fx.GraphModule]]:
+        """Copy parameters and constants into a graph: tensors as inputs, inner graphs as they are.
+
+        Return name of the input → name and tensor in the model, and name → inner graph.
+        """
+        attributes: dict[str, tuple[str, Tensor]] = {}
+        inner: dict[str, fx.GraphModule] = {}
+        for node in constants:
+            name = str(node.target)
+            module = _inner_graph(self._module, node)
+            if module is not None:
+                inner[name] = module
+                copies[node] = graph.get_attr(name)
+            else:
+                copies[node] = graph.placeholder(node.name)
+                attributes[node.name] = (name, look_up(self._module, name))
+        return attributes, inner
 
     def _constants_of(self, nodes: Sequence[fx.Node]) -> Iterable[fx.Node]:
         """Return the parameters and constants that nodes need, also through repeated nodes."""
