@@ -26,10 +26,7 @@ from lockstep.verify.script.operations import (
     line_that_couples,
 )
 from lockstep.verify.script.ranks import replicas_cause
-from lockstep.verify.script.record import (
-    ScriptRecord,
-    World,
-)
+from lockstep.verify.script.record import ScriptRecord, World
 from lockstep.verify.script.reduction import reduction_cause
 from lockstep.verify.script.runs import step_batches, united
 from lockstep.verify.script.samples_of_ranks import is_cut_by_script
