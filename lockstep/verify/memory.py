@@ -27,6 +27,8 @@ _LARGEST = 1 << 26  # bytes of a value that is still looked at
 
 @dataclass(frozen=True)
 class _Slot:
+    """Something that keeps its value from one call to the next."""
+
     name: str  # for people
     holder: Any  # an object, or a dict
     key: str  # of the attribute, or in the dict
@@ -77,34 +79,44 @@ class ModelMemory:
 
 def _slots(part: nn.Module) -> Iterator[_Slot]:
     """Yield all that the modules of a part, and the code that they run, can remember."""
-    code: dict[int, FunctionType] = {}
+    functions: dict[int, FunctionType] = {}
     for path, module in part.named_modules():
-        plain = vars(nn.Module())
-        for name in vars(module):
-            if name not in plain and name != "training":
-                yield _Slot(f"{path}.{name}" if path else name, vars(module), name)
-        for name, _ in module.named_buffers(recurse=False):
-            yield _Slot(f"the buffer {path}.{name}" if path else f"the buffer {name}", module, name)
+        yield from _slots_of_module(path, module)
         for function in _functions_of(module):
-            code.setdefault(id(function), function)
-        for cls in (cls for cls in type(module).__mro__ if _is_user_code(cls.__module__)):
-            for name, value in list(vars(cls).items()):
-                if not callable(value) and not name.startswith("__"):
-                    yield _Slot(f"{cls.__name__}.{name}", cls, name)
-    for function in code.values():
-        where = function.__module__
-        for name in function.__code__.co_names:
-            if name in function.__globals__ and not isinstance(
-                function.__globals__[name], ModuleType | type
-            ):
-                yield _Slot(f"{where}.{name}", function.__globals__, name)
-        for name, cell in zip(
-            function.__code__.co_freevars, function.__closure__ or (), strict=True
-        ):
-            if _is_filled(cell):
-                yield _Slot(f"{name} of {function.__qualname__}", cell, "cell_contents")
-        for name in vars(function):
-            yield _Slot(f"{function.__qualname__}.{name}", vars(function), name)
+            functions.setdefault(id(function), function)
+    for function in functions.values():
+        yield from _slots_of_function(function)
+
+
+def _slots_of_module(path: str, module: nn.Module) -> Iterator[_Slot]:
+    """Yield a module's own attributes and buffers, and the attributes of the user's classes."""
+    of_every_module = vars(nn.Module())
+    for name in vars(module):
+        if name not in of_every_module and name != "training":
+            yield _Slot(f"{path}.{name}" if path else name, vars(module), name)
+    for name, _ in module.named_buffers(recurse=False):
+        yield _Slot(f"the buffer {path}.{name}" if path else f"the buffer {name}", module, name)
+    for cls in type(module).__mro__:
+        if not _is_user_code(cls.__module__):
+            continue
+        for name, value in list(vars(cls).items()):
+            if not callable(value) and not name.startswith("__"):
+                yield _Slot(f"{cls.__name__}.{name}", cls, name)
+
+
+def _slots_of_function(function: FunctionType) -> Iterator[_Slot]:
+    """Yield the globals that a function names, what its closure holds, and its attributes."""
+    code = function.__code__
+    for name in code.co_names:
+        if name not in function.__globals__:
+            continue
+        if not isinstance(function.__globals__[name], ModuleType | type):
+            yield _Slot(f"{function.__module__}.{name}", function.__globals__, name)
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        if _is_filled(cell):
+            yield _Slot(f"{name} of {function.__qualname__}", cell, "cell_contents")
+    for name in vars(function):
+        yield _Slot(f"{function.__qualname__}.{name}", vars(function), name)
 
 
 def _functions_of(module: nn.Module) -> Iterator[FunctionType]:
