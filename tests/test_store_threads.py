@@ -79,7 +79,7 @@ _PLAIN = {
     "run_lock.py": "writes to the lock's file",
     "signals.py": "reads from a pipe",
     "submit/ray_machine.py": "reads what a launcher says",
-    "verify/script/observe.py": "looks at processes",
+    "verify/script/hangs.py": "looks at processes",
 }
 
 
