@@ -27,7 +27,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from benchmarks.page import RESULTS, machine, page, tell
-from lockstep.data.batches import assign_contiguous
+from lockstep.data.batches import SourceSettings, assign_contiguous
 from lockstep.data.loader import StepLoader
 from lockstep.data.order import SampleOrder
 from lockstep.data.permutation import epoch_permutation
@@ -78,10 +78,7 @@ def ours(workers: int) -> Callable[[Path, int], Iterator[Any]]:
             data,
             order,
             lambda count: assign_contiguous(count, 0, 1),
-            start_step=0,
-            stop_step=order.steps_per_epoch,
-            seed=1,
-            device="cpu",
+            SourceSettings(0, order.steps_per_epoch, seed=1, device="cpu"),
             num_workers=workers,
         )
         for step in loader:

@@ -25,7 +25,7 @@ from torch.utils.data import DistributedSampler as TorchDistributedSampler
 from lockstep import collectives
 from lockstep.config import DataConfig
 from lockstep.data.agreement import several_ranks
-from lockstep.data.batches import Assign, StepSource
+from lockstep.data.batches import Assign, SourceSettings, StepSource
 from lockstep.data.iterable import IterableSteps
 from lockstep.data.loader import StepLoader
 from lockstep.data.order import (
@@ -98,24 +98,24 @@ def adopt(
         own_loader = _own_loader(data, user_data, batch_size)
         user_data = replace(user_data, data=own_loader, ready=True, iterated=True)
 
-    of_any_source: dict[str, Any] = {
-        "start_step": start_step,
-        "stop_step": stop_step,
-        "epochs": epochs,
-        "seed": seed,
-        "device": device,
-        "wanted": wanted,
-        "notice": user_data.notice,
-        "reproducible": reproducible,
-        "compares": reproducible or several_ranks(),
-    }
+    settings = SourceSettings(
+        start_step=start_step,
+        stop_step=stop_step,
+        seed=seed,
+        device=device,
+        epochs=epochs,
+        wanted=wanted,
+        notice=user_data.notice,
+        reproducible=reproducible,
+        compares=reproducible or several_ranks(),
+    )
     if user_data.iterated:
         return IterableSteps(
             user_data.data,
             batch_size,
             global_batch_size,
             assign,
-            **of_any_source,
+            settings,
             ready=user_data.ready,
             state=state,
             any_left=_on_any_rank if sharded else None,
@@ -135,7 +135,7 @@ def adopt(
             drop_last=user_data.drop_last,
             order=epoch_order or _order_of(config.order, state, start_step),
         )
-    return StepLoader(user_data.data, order, assign, **of_any_source, **user_data.reading)
+    return StepLoader(user_data.data, order, assign, settings, **user_data.reading)
 
 
 def _other_batch_size(of_loader: int, of_config: int) -> UsageError:

@@ -93,6 +93,21 @@ class StepBatches:
     mine: list[MicroBatch]
 
 
+@dataclass(frozen=True)
+class SourceSettings:
+    """What every source of steps is told, whatever its data are."""
+
+    start_step: int
+    stop_step: int | None  # the steps are those before it; None: until the data, or `epochs`, end
+    seed: int
+    device: torch.device | str  # that gets the micro-batches
+    epochs: int | None = None  # how often the data are gone through, at most
+    wanted: bool = True  # False on a rank that reads no data
+    notice: str | None = None  # a line to log at the start
+    reproducible: bool = False  # whether data that no run repeats are refused
+    compares: bool = False  # whether ranks compare their data before the first step
+
+
 class StepSource(Protocol):
     """A source of steps: a `StepLoader` or `IterableSteps`."""
 

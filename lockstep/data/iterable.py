@@ -19,6 +19,7 @@ from lockstep.data.agreement import MOST_ITEMS, DataEvidence, require_same_data,
 from lockstep.data.batches import (
     Assign,
     MicroBatch,
+    SourceSettings,
     StepBatches,
     batch_length,
     known_length,
@@ -45,9 +46,7 @@ class _Piece:
 
 
 class IterableSteps:
-    """Iterates over the steps `start_step` … `stop_step` − 1 of an iterable.
-
-    See `adopt` for further arguments.
+    """Iterates over the steps of an iterable that the settings name.
 
     The `iterable`, of samples, or (`ready`) of collated batches, is iterated again each epoch,
     after `set_epoch(epoch)` if it has that method, until it yields nothing (a generator). `state`
@@ -66,50 +65,42 @@ class IterableSteps:
         batch_size: int,
         global_batch_size: int,
         assign: Assign,
+        settings: SourceSettings,
         *,
-        start_step: int,
-        stop_step: int | None,
-        seed: int,
-        device: torch.device | str,
         ready: bool = False,
-        epochs: int | None = None,
-        wanted: bool = True,
         state: dict[str, Any] | None = None,
         any_left: Callable[[bool], bool] | None = None,
-        notice: str | None = None,
-        reproducible: bool = False,
-        compares: bool = False,
     ) -> None:
         self._iterable = iterable
         self._assign = assign
-        self._seed = seed
-        self._device = torch.device(device)
-        self._start = start_step
-        self._stop = stop_step
-        self._epochs = epochs
+        self._seed = settings.seed
+        self._device = torch.device(settings.device)
+        self._start = settings.start_step
+        self._stop = settings.stop_step
+        self._epochs = settings.epochs
         self._batch_size = 1 if ready else batch_size
         self._micro_batches = global_batch_size // batch_size
         self._ready = ready
-        self._wanted = wanted
+        self._wanted = settings.wanted
         self._any_left = any_left
-        self._reproducible = reproducible
+        self._reproducible = settings.reproducible
         self._epoch: IterableEpoch | None = None
         self._latest: _Piece | None = None  # that a dummy repeats
         self.rank_sharded = any_left is not None
-        self.notice = notice  # a line to log at the start
+        self.notice = settings.notice  # a line to log at the start
         if self.rank_sharded:
             self.notice = (
                 "the data are sharded by rank: the content of a step depends on the number of"
                 " ranks, so runs on different numbers of ranks are different trainings"
             )
-        self._compares = compares and any_left is None
+        self._compares = settings.compares and any_left is None
         self._tries = 0  # to read an epoch from its start, because a state was not restored
         self._as_handed_over = dict(attributes_of(iterable) or {})
         self._state: dict[str, Any] = {**start_of(0, 0), **(state or {})}
-        if self._state["step"] > start_step:
+        if self._state["step"] > self._start:
             what = (
                 f"the state of the data is that of step {self._state['step']}, after step"
-                f" {start_step}"
+                f" {self._start}"
             )
             why = (
                 "the data have gone further than the run; they are restored together, from one"

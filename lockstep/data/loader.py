@@ -27,6 +27,7 @@ from lockstep.data.agreement import (
 from lockstep.data.batches import (
     Assign,
     MicroBatch,
+    SourceSettings,
     StepBatches,
     known_length,
     move,
@@ -55,7 +56,7 @@ class _PlannedStep(NamedTuple):
 
 
 class StepLoader:
-    """Iterates over the steps `start_step` … `stop_step` − 1.
+    """Iterates over the steps that the settings name.
 
     Each has this rank's micro-batches, on the device.
 
@@ -72,43 +73,35 @@ class StepLoader:
         dataset: Dataset[Any],
         order: Order,
         assign: Assign,
+        settings: SourceSettings,
         *,
-        start_step: int,
-        stop_step: int | None,
-        seed: int,
-        device: torch.device | str,
         num_workers: int = 0,
         prefetch_factor: int | None = None,
         pin_memory: bool = False,
         persistent_workers: bool = False,
         collate_fn: Collate | None = None,
-        wanted: bool = True,
         worker_init_fn: Callable[[int], None] | None = None,
         multiprocessing_context: Any = None,
         timeout: float = 0,
-        epochs: int | None = None,
-        notice: str | None = None,
-        reproducible: bool = False,
-        compares: bool = False,
     ) -> None:
         self.order = order
         self._assign = assign
-        self.device = torch.device(device)
-        self._start = start_step
-        self._stop = stop_step
-        self._epochs = epochs
-        self._wanted = wanted
-        notices = (notice, getattr(order, "notice", None))
+        self.device = torch.device(settings.device)
+        self._start = settings.start_step
+        self._stop = settings.stop_step
+        self._epochs = settings.epochs
+        self._wanted = settings.wanted
+        notices = (settings.notice, getattr(order, "notice", None))
         self.notice = "; ".join(filter(None, notices)) or None  # a line to log at the start
         self._persistent = persistent_workers and num_workers > 0
         self._plans: dict[int, _PlannedStep] = {}  # of steps in progress
         self._running: Any = None  # the DataLoader's iterator
         self._dataset = dataset
-        self._reproducible = reproducible
-        self._compares = compares
+        self._reproducible = settings.reproducible
+        self._compares = settings.compares
         self._probes: ProbeRequest | None = None  # to be read before the first step
-        self._reader = Reader(dataset, collate_fn, seed, num_workers)
-        self._tell_own_generators(reproducible)
+        self._reader = Reader(dataset, collate_fn, settings.seed, num_workers)
+        self._tell_own_generators(settings.reproducible)
         pins = pin_memory and accelerator.pins_memory(self.device)
         # Without workers a batch is read directly: torch's DataLoader would only add to the time.
         self._reads_here = num_workers == 0 and not pins

@@ -1,10 +1,19 @@
 """What the tests of this folder share."""
 
+import dataclasses
 from typing import Any
 
 import torch
 
-from lockstep.data import Assign, MicroBatch, StepBatches
+from lockstep.data import Assign, MicroBatch, SourceSettings, StepBatches
+
+OF_ANY_SOURCE = {field.name for field in dataclasses.fields(SourceSettings)}
+
+
+def settings_of(start: int, stop: int | None, seed: int, options: dict[str, Any]) -> SourceSettings:
+    """Settings on the CPU, with those that are among the options, which are taken out."""
+    given = {name: options.pop(name) for name in OF_ANY_SOURCE & options.keys()}
+    return SourceSettings(start, stop, seed, "cpu", **given)
 
 
 def everything(num_micro_batches: int) -> list[tuple[int, bool]]:

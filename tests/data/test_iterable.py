@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lockstep.data import IterableSteps
 from lockstep.data.iterable_epoch import WITNESSES
 from lockstep.errors import RunError, UsageError
-from tests.data.shared import everything, plain, share, whole_from
+from tests.data.shared import everything, plain, settings_of, share, whole_from
 
 
 class Numbers(IterableDataset[Any]):
@@ -60,18 +60,9 @@ class Resumable(Numbers):
 def steps_of(
     iterable: Any, *, assign=everything, start=0, stop=None, epochs=2, **options: Any
 ) -> IterableSteps:
-    return IterableSteps(
-        iterable,
-        2,
-        4,
-        assign,
-        start_step=start,
-        stop_step=stop,
-        seed=5,
-        device="cpu",
-        epochs=epochs,
-        **options,
-    )
+    options["epochs"] = epochs
+    settings = settings_of(start, stop, 5, options)
+    return IterableSteps(iterable, 2, 4, assign, settings, **options)
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from lockstep.data import SampleOrder, StepLoader
 from lockstep.data.batches import CollatingDataset, batch_length, move
 from lockstep.data.reader import INLINE_LIMIT, InlineBatch
 from lockstep.errors import RunError
-from tests.data.shared import everything, plain, share, whole_from
+from tests.data.shared import everything, plain, settings_of, share, whole_from
 from tests.diagnose.provoke import mount_full_shared_memory
 
 
@@ -58,9 +58,7 @@ def loader(
     dataset: Any, *, assign=everything, start=0, stop=9, shuffle=True, **options: Any
 ) -> StepLoader:
     order = SampleOrder(len(dataset), 2, 6, seed=3, shuffle=shuffle)
-    return StepLoader(
-        dataset, order, assign, start_step=start, stop_step=stop, seed=3, device="cpu", **options
-    )
+    return StepLoader(dataset, order, assign, settings_of(start, stop, 3, options), **options)
 
 
 @pytest.fixture(scope="module")
@@ -116,9 +114,7 @@ def test_a_rank_reads_its_own_micro_batches_only():
 
 def test_drawn_numbers_are_a_function_of_seed_epoch_and_index_only():
     def drawn(order: SampleOrder, seed: int = 3) -> dict[tuple[int, int], Any]:
-        steps = StepLoader(
-            Drawing(), order, everything, start_step=0, stop_step=None, seed=seed, device="cpu"
-        )
+        steps = StepLoader(Drawing(), order, everything, settings_of(0, None, seed, {}))
         found: dict[tuple[int, int], Any] = {}
         for step in steps:
             if step.epoch == 2:

@@ -13,7 +13,7 @@ import torch
 
 from lockstep.config import DataConfig
 from lockstep.data import Data, build_data
-from lockstep.data.batches import assign_contiguous
+from lockstep.data.batches import SourceSettings, assign_contiguous
 from lockstep.data.iterable import IterableSteps
 from lockstep.data.language import IGNORED
 from lockstep.errors import UsageError
@@ -170,12 +170,8 @@ def steps_of(data: Any, ranks: int, rank: int, state: Any = None, start: int = 0
         2,
         6,
         lambda count: assign_contiguous(count, rank, ranks),
-        start_step=start,
-        stop_step=12,
-        seed=3,
-        device="cpu",
+        SourceSettings(start, 12, seed=3, device="cpu", reproducible=True),
         state=state,
-        reproducible=True,
     )
 
 
