@@ -17,7 +17,7 @@ The gradient of `mlp.up`, of tensor:2 × fsdp:2 on four ranks, between backward 
     backward               [2, 6] on each rank, of its rows and of its micro-batch
     FSDP2's reduce-scatter [1, 6], the sum over the two ranks along `shard`; in each backward pass
     `sum_over_ranks`       nothing for it; for a `partial` one (below) the sum along `tensor`
-    `hand_over`            the `.grad` of the trained DTensor [4, 6], of which [1, 6] is here
+    `hand_over`            the `.grad` of the DTensor that is trained: of its rows one is here
     norm, clip, update     over both axes: each element of [4, 6] is on one rank, and counts once
 
 A complete parameter that saw a part of the work has a part of its gradient (`partial`): `norm`
