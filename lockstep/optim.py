@@ -49,7 +49,15 @@ _ELEMENTWISE: Final = (
     torch.optim.Adagrad,
     torch.optim.Adadelta,
     torch.optim.ASGD,
-    torch.optim.Rprop,
+)
+# Those of torch that fail on parameters of which each rank holds a part, and why.
+_NEED_WHOLE_PARAMETERS: Final[Mapping[type[Optimizer], str]] = {
+    torch.optim.Rprop: "it writes into a parameter by a mask, which torch can't do on a part",
+    torch.optim.Adafactor: "its norms are those of whole parameters",
+}
+_ON_PARTS = (
+    "take AdamW, or another optimizer that updates each element on its own; or strategy: ddp,"
+    " where each rank holds whole parameters"
 )
 # so users say of these
 _registered: set[type[Optimizer]] = set()
@@ -92,13 +100,21 @@ def check_shardable(optimizer: Optimizer) -> None:
         unfuse(optimizer)
 
 
+def check_cut(kind: object, where: str = "the optimizer") -> None:
+    """Raise a UsageError for a class of optimizer that fails on parts of parameters."""
+    for known, why in _NEED_WHOLE_PARAMETERS.items():
+        if isinstance(kind, type) and issubclass(kind, known):
+            what = f"{kind.__name__} can't update parameters of which each rank holds a part"
+            raise UsageError(what, where=where, why=why, fix=_ON_PARTS)
+
+
 def explain_failed_update(optimizer: Optimizer, error: Exception) -> None:
     """Raise a UsageError if an update failed that is torch's own, or on parameters that are cut.
 
     It computes something of the whole parameter, or writes into its state in a way that DTensor
-    does not know: Adafactor's norms, Rprop's mask. Return if the reason must be another one.
+    does not know. Return if the reason must be another one.
     """
-    cut = any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"])
+    cut = updates_parts(optimizer)
     if isinstance(error, torch.OutOfMemoryError) or lost_a_peer(error):
         return
     if not cut or optimizer.defaults.get("capturable") or optimizer.defaults.get("differentiable"):
@@ -116,9 +132,13 @@ def explain_failed_update(optimizer: Optimizer, error: Exception) -> None:
         f"{type(optimizer).__name__} failed on parameters of which each rank holds a part",
         where="the optimizer",
         why=first_line(error),
-        fix="take AdamW, or another optimizer that updates each element on its own; or strategy:"
-        " ddp, where each rank holds whole parameters",
+        fix=_ON_PARTS,
     ) from error
+
+
+def updates_parts(optimizer: Optimizer) -> bool:
+    """Return whether it has a parameter of which this rank holds a part."""
+    return any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"])
 
 
 def check_no_closure(optimizer: Optimizer) -> None:
@@ -222,12 +242,20 @@ def _not_accepted(name: str, kind: Callable[..., Any], error: Exception) -> Usag
     return UsageError(what, where="training.optimizer_args", fix=fix)
 
 
-def check_optimizer(name: str, args: Mapping[str, Any]) -> None:
+def check_optimizer(name: str, args: Mapping[str, Any], weight_decay: float | None = None) -> None:
     """Raise the UsageError that `build_optimizer` would for a config's optimizer.
 
     Of torch's own optimizers one of a single parameter is made, which refuses bad values.
     """
     kind = OPTIMIZERS.load_callable(name)
+    for key, name_of_setting in (("lr", "learning_rate"), ("weight_decay", "weight_decay")):
+        if key in args and (key == "lr" or weight_decay is not None):
+            raise UsageError(
+                f"training.optimizer_args.{key} and training.{name_of_setting} set the same",
+                where=f"training.optimizer_args.{key}",
+                why=f"the optimizer is made with training.{name_of_setting}",
+                fix=f"leave it out, and write training.{name_of_setting}: {args[key]}",
+            )
     if isinstance(kind, type) and not issubclass(kind, Optimizer):
         fix = (
             "name a class that is one, or a function (params, lr, …) that returns an object of one"

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from lockstep.config import TrainingConfig
+from lockstep.config import TrainingConfig, config_from
 from lockstep.errors import UsageError
 from lockstep.optim import (
     Schedule,
@@ -20,6 +20,7 @@ from lockstep.optim import (
     register_elementwise,
     scaled_learning_rate,
 )
+from lockstep.trainer import check_named
 
 
 def test_trap_10_the_scaling_rule_is_applied_once_and_warmup_never_gives_zero() -> None:
@@ -166,6 +167,26 @@ def test_values_that_an_optimizer_refuses_are_one_error_before_and_in_a_run(
             device=torch.device("cpu"),
             reproducible=False,
         )
+
+
+@pytest.mark.parametrize(
+    ("args", "weight_decay", "key"),
+    [({"lr": 0.1}, None, "lr"), ({"weight_decay": 0.1}, 0.2, "weight_decay")],
+)
+def test_an_argument_that_a_setting_is_for_is_refused(
+    args: dict[str, Any], weight_decay: float | None, key: str
+) -> None:
+    """It would win over the setting without a word."""
+    with pytest.raises(UsageError, match=rf"optimizer_args\.{key} and training\.\w+ set the same"):
+        check_optimizer("adamw", args, weight_decay)
+    check_optimizer("adamw", {"weight_decay": 0.1})
+
+
+def test_an_optimizer_that_needs_whole_parameters_is_refused_before_a_run() -> None:
+    cut = {"distributed.strategy": "fsdp", "training.optimizer": "torch.optim:Rprop"}
+    with pytest.raises(UsageError, match="Rprop can't update parameters of which each rank"):
+        check_named(config_from(cut), "x.yaml")
+    check_named(config_from({**cut, "distributed.strategy": "ddp"}), "x.yaml")
 
 
 @pytest.mark.parametrize("option", ["capturable", "differentiable"])

@@ -99,6 +99,8 @@ def make_optimizer(
         line = (
             f"learning rate {optimizer.param_groups[0]['lr']:g}, as {type(optimizer).__name__} says"
         )
+    if optim.updates_parts(optimizer):
+        optim.check_cut(type(optimizer))
     if placed.layout.shard > 1:
         optim.check_shardable(optimizer)
     if share := getattr(optimizer, "share_among", None):
