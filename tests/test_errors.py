@@ -292,6 +292,7 @@ PROVOKED: list[tuple[str, Callable[[], Any]]] = [
         refuse(lambda: nn.DataParallel(nn.Linear(1, 1))),
     ),
     ("no scheduler is given", cli("submit")),
+    ("there is no scheduler pbs", cli("submit", "pbs", "run.yaml")),
     ("there is no study 'speed'", cli("bench", "speed", "c.yaml")),
     ("is not a list of numbers from 1 on", cli("bench", "scaling", "c.yaml", "--ranks", "a,b")),
     (

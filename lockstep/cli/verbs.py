@@ -827,7 +827,8 @@ def submit(argv: list[str]) -> int:
         overview.parse(argv)
     if not argv or argv[0] not in SCHEDULERS:
         fix = "lockstep submit slurm|kubernetes|ray CONFIG [KEY=VALUE …] [--dry-run]"
-        raise UsageError("no scheduler is given", fix=fix)
+        what = f"there is no scheduler {argv[0]}" if argv else "no scheduler is given"
+        raise UsageError(what, fix=fix)
     parser = Parser(f"submit {argv[0]}", "Make a job of a run, and submit it to the scheduler.")
     add_config(parser)
     add_launch_options(parser)

@@ -226,7 +226,6 @@ def _client(given: argparse.Namespace) -> Iterator[Any]:
     except ImportError:
         raise UsageError(
             "the cluster is asked through ray, which is not installed",
-            where="lockstep submit ray",
             fix="pip install 'lockstep-train[ray]'",
         ) from None
     where = given.address or "the job server of RAY_API_SERVER_ADDRESS, or of this machine"
