@@ -89,6 +89,65 @@ def run(name: str, topology: str, changes: Mapping[str, Any], saved: str = "") -
     return Adapted(losses, digest(trainer), states, trained)
 
 
+def own_adapters(folder: str) -> dict[str, Any]:
+    """Return models with adapters that are made by peft itself, by kind."""
+    import peft
+    import transformers
+
+    task = {"task_type": "CAUSAL_LM"}
+    dora = peft.LoraConfig(**task, r=2, use_dora=True, target_modules=["q_proj"])
+    ia3 = peft.IA3Config(
+        **task, target_modules=["v_proj", "down_proj"], feedforward_modules=["down_proj"]
+    )
+    kinds = {
+        "dora": dora,
+        "ia3": ia3,
+        "prompt": peft.PromptTuningConfig(**task, num_virtual_tokens=4),
+        "prefix": peft.PrefixTuningConfig(**task, num_virtual_tokens=4),
+        "second of two": peft.LoraConfig(**task, r=2, target_modules=["q_proj"]),
+    }
+    models = {}
+    for kind, config in kinds.items():
+        base = transformers.AutoModelForCausalLM.from_pretrained(folder)
+        torch.manual_seed(4)
+        models[kind] = peft.get_peft_model(base, config)
+    second = peft.LoraConfig(**task, r=4, target_modules=["v_proj"])
+    models["second of two"].add_adapter("second", second)
+    models["second of two"].set_adapter("second")
+    return models
+
+
+class Labelled(Tokens):
+    """The same rows, as transformers' models take them."""
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        ids = super().__getitem__(index)["input_ids"]
+        return {"input_ids": ids, "labels": ids.clone()}
+
+
+def train_own_adapters(folder: str, strategies: Sequence[str]) -> dict[str, list[float] | str]:
+    """Return losses, or why it was refused, by "KIND on STRATEGY"."""
+    results: dict[str, list[float] | str] = {}
+    for strategy in strategies:
+        for kind, model in own_adapters(folder).items():
+            model.train()
+            trained = [p for p in model.parameters() if p.requires_grad]
+            try:
+                trainer = Trainer(
+                    model,
+                    torch.optim.SGD(trained, lr=1.0),
+                    strategy=strategy,
+                    batch_size=2,
+                    global_batch_size=BATCH,
+                    max_steps=3,
+                )
+                losses = [float(record.loss) for record in trainer.steps(Labelled())]
+                results[f"{kind} on {strategy}"] = losses
+            except UsageError as error:
+                results[f"{kind} on {strategy}"] = str(error)
+    return results
+
+
 REDUCTIONS = {"ddp:2": "gloo:all_reduce", "fsdp:2": "gloo:all_to_all"}
 
 

@@ -106,3 +106,21 @@ def test_shards_exchange_no_frozen_parameters(tmp_path: Path) -> None:
         for adapters in (True, False):
             sent, trained = found["fsdp:2", adapters]
             assert sent == 2 * trained
+
+
+@pytest.mark.full
+def test_adapters_of_ones_own_train_under_every_strategy(tmp_path: Path) -> None:
+    """A model that peft has made, handed to the Trainer; prompts are not a chain, and refused."""
+    adapted.write_base(tmp_path)
+    alone = adapted.train_own_adapters(str(tmp_path), ["single"])
+    strategies = ["ddp", "fsdp", "pipeline"]
+    for found in run_ranks(adapted.train_own_adapters, 2, str(tmp_path), strategies, timeout=600):
+        assert len(found) == 3 * len(alone) == 15
+        for name, losses in found.items():
+            kind, _, strategy = name.partition(" on ")
+            if strategy == "pipeline" and kind in ("prompt", "prefix"):
+                assert "PeftModelForCausalLM can't be cut into stages" in losses
+            else:
+                expected = alone[f"{kind} on single"]
+                assert losses == pytest.approx(expected, rel=TOLERANCE), name
+                assert losses[0] != losses[-1], name
