@@ -97,22 +97,17 @@ class Mixture(Decoder):
         self.z_weight = z_weight
         of_step = balance == "step" and balance_weight > 0
         self.embed = Embedding(vocab_size, n_embd, dropout)
-        self.layers = nn.ModuleList(
-            MixtureBlock(
-                n_embd,
-                n_head,
-                n_kv_head,
-                None,
-                dropout,
-                n_layer,
-                mlp=MixtureLayer(
-                    Router(n_embd, n_expert, top_k, router, of_step=of_step, bias_rate=bias_rate),
-                    Experts(n_expert, n_embd, expert_hidden),
-                    SwiGLU(n_embd, n_shared * expert_hidden) if n_shared else None,
-                ),
+
+        def block() -> MixtureBlock:
+            chosen_by = Router(
+                n_embd, n_expert, top_k, router, of_step=of_step, bias_rate=bias_rate
             )
-            for _ in range(n_layer)
-        )
+            experts = Experts(n_expert, n_embd, expert_hidden)
+            shared = SwiGLU(n_embd, n_shared * expert_hidden) if n_shared else None
+            mlp = MixtureLayer(chosen_by, experts, shared)
+            return MixtureBlock(n_embd, n_head, n_kv_head, None, dropout, n_layer, mlp=mlp)
+
+        self.layers = nn.ModuleList(block() for _ in range(n_layer))
         self.head = Head(n_embd, vocab_size, tied=tie_embeddings)
         self.init_weights()
 
