@@ -244,7 +244,11 @@ class _Help(argparse.HelpFormatter):
 def add_config(parser: Parser) -> None:
     """Add the config file, overrides and the short names of keys."""
     parser.add_argument(
-        "words", metavar="CONFIG KEY=VALUE", nargs="*", help="a YAML file, and keys to override"
+        "words",
+        metavar="CONFIG KEY=VALUE",
+        nargs="*",
+        default=[],
+        help="a YAML file, and keys to override",
     )
     parser.add_argument("--config", metavar="FILE", type=Path, help="the same as CONFIG")
     from lockstep.config.flags import FLAGS

@@ -625,7 +625,7 @@ def compare(argv: list[str]) -> int:
     parser.add_argument("a", metavar="A", help="a config, a script or a command")
     parser.add_argument("b", metavar="B", help="another one, compared with it")
     text = "settings of both configs, KEY=VALUE; arguments of both scripts follow --"
-    parser.add_argument("more", metavar="KEY=VALUE", nargs="*", help=text)
+    parser.add_argument("more", metavar="KEY=VALUE", nargs="*", default=[], help=text)
     text = "of scripts: the number of ranks of both (default: 1, or what a command names)"
     parser.add_argument("--ranks", metavar="N", type=int, help=text)
     text = "how many steps are compared (default: 5; with --paired 30)"
@@ -729,7 +729,7 @@ def _evaluate_parser() -> Parser:
     parser = Parser("evaluate", text, examples)
     add = parser.add_argument
     add("run", metavar="RUN", type=Path, help="a run directory, a checkpoint, a file or a folder")
-    add("words", metavar="KEY=VALUE", nargs="*", help="keys of its config to override")
+    add("words", metavar="KEY=VALUE", nargs="*", default=[], help="keys of its config to override")
     add("--config", metavar="FILE", type=Path, help="the config of a file of weights, or a folder")
     text = "other data: what the run's data set takes as a path, or a config with others"
     add("--data", metavar="PATH", type=Path, help=text)
