@@ -75,6 +75,7 @@ class Strategy:
     # its steps are those of one process; `verify` compares no other
     same_training: ClassVar[bool] = True
     own_loops: ClassVar[bool] = True  # `lockstep.place` supports it in a user's own loop
+    holds_parts: ClassVar[bool] = False  # of parameters, on whatever ranks: optimizers see these
 
     # ---- what its axes say ----
 

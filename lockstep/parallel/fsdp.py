@@ -58,6 +58,7 @@ class FSDP(Strategy):
 
     topologies = {"fsdp": ("shard",), "hybrid": ("replicate", "shard")}
     axes = ("shard",)
+    holds_parts = True
 
     def layout(self, config: DistributedConfig, world_size: int, per_node: int) -> Layout:
         """Return how many replicas and shards the sharding strategy makes of the ranks."""

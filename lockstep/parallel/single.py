@@ -42,6 +42,7 @@ class TensorParallel(Strategy):
     topologies = {"tensor": ("tensor",)}
     axes = ()
     beside = frozenset(SAME_BATCH)
+    holds_parts = True
 
     def layout(self, config: DistributedConfig, world_size: int, per_node: int) -> Layout:
         return layout_of_sizes(self.name, {}, world_size, given_sizes(config))
@@ -51,3 +52,4 @@ class ContextParallel(TensorParallel):
     """Only the axis `context`: each rank runs its part of every sequence."""
 
     topologies = {"context": ("context",)}
+    holds_parts = False

@@ -27,6 +27,7 @@ from lockstep.optim import Schedule, check_cut, check_optimizer, check_schedule
 from lockstep.output import say
 from lockstep.randomness import derive_key, seeded
 from lockstep.registry import OPTIMIZERS, load_object
+from lockstep.strategy import AUTO, strategy_named
 from lockstep.trainer.named_loss import check_named_loss
 from lockstep.trainer.trainer import Trainer
 
@@ -140,9 +141,11 @@ def check_named(config: Config, source: str) -> None:
         raise usage_error(mistakes, source)
 
 
-def _check_cut(optimizer: str) -> None:
-    kind = OPTIMIZERS.load_callable(optimizer)
-    check_cut(kind, "training.optimizer, distributed.strategy")
+def _check_parts(optimizer: str, strategy: str) -> None:
+    """Refuse an optimizer that fails on parts of parameters, where ranks hold these."""
+    if strategy != AUTO and strategy_named(strategy).holds_parts:
+        kind = OPTIMIZERS.load_callable(optimizer)
+        check_cut(kind, "training.optimizer, distributed.strategy")
 
 
 def _lookups(config: Config) -> Iterator[Callable[[], object]]:
@@ -155,8 +158,7 @@ def _lookups(config: Config) -> Iterator[Callable[[], object]]:
     yield partial(
         check_optimizer, training.optimizer, training.optimizer_args, training.weight_decay
     )
-    if config.distributed.strategy in ("fsdp", "tensor"):
-        yield partial(_check_cut, training.optimizer)
+    yield partial(_check_parts, training.optimizer, config.distributed.strategy)
     yield partial(
         check_schedule,
         Schedule(training.lr_schedule, training.max_steps or 0, training.warmup_steps),
