@@ -230,8 +230,7 @@ def losses_text(names: tuple[str, str], losses: PairedLosses, given: Sequence[st
             f"A: {names[0]}",
             f"B: {names[1]}",
             "",
-            f"loss over {len(losses.mine)} steps: A {fmean(losses.right):.6g}, B"
-            f" {fmean(losses.mine):.6g}",
+            f"loss over {len(losses.b)} steps: A {fmean(losses.a):.6g}, B {fmean(losses.b):.6g}",
             f"B − A, paired: {losses.difference:+.3g} ± {losses.error:.2g} (mean and its standard"
             f" error; unpaired the error is {losses.unpaired_error:.2g})",
             f"  B was given A's {listed(list(given))}" if given else "  B had what A had by itself",
@@ -244,8 +243,8 @@ def losses_json(names: tuple[str, str], losses: PairedLosses, given: Sequence[st
     result = {
         "a": names[0],
         "b": names[1],
-        "losses_a": losses.right,
-        "losses_b": losses.mine,
+        "losses_a": losses.a,
+        "losses_b": losses.b,
         "difference": losses.difference,
         "standard_error": _finite(losses.error),
         "unpaired_standard_error": _finite(losses.unpaired_error),

@@ -48,8 +48,8 @@ _LATER = ("gradients", "weights")  # columns of what a step computes
 class PairedLosses:
     """Losses of two runs on the same samples and random numbers, step by step."""
 
-    mine: list[float]  # of B
-    right: list[float]  # of A
+    b: list[float]  # of B
+    a: list[float]  # of A
 
     @property
     def difference(self) -> float:
@@ -59,7 +59,7 @@ class PairedLosses:
     @property
     def differences(self) -> list[float]:
         """B's loss minus A's, of each step."""
-        return [mine - right for mine, right in zip(self.mine, self.right, strict=True)]
+        return [b - a for b, a in zip(self.b, self.a, strict=True)]
 
     @property
     def error(self) -> float:
@@ -69,7 +69,7 @@ class PairedLosses:
     @property
     def unpaired_error(self) -> float:
         """The standard error if the steps of the runs had nothing in common."""
-        return math.hypot(_standard_error(self.mine), _standard_error(self.right))
+        return math.hypot(_standard_error(self.b), _standard_error(self.a))
 
 
 def _standard_error(values: Sequence[float]) -> float:
@@ -100,13 +100,13 @@ def paired_losses(a: Runs, b: Runs, ranks: int, folder: Path) -> tuple[PairedLos
     pair = _Pair(a, b, Outcome("", ranks), folder, keyed_passes=True)
     pair.run_both()
     given = pair.pairing()
-    _, mine = pair.runs.world(ranks, "B, given A's " + listed(list(given)), **pair.told(given))
-    steps = pair.steps_of(mine, pair.right)
+    _, records_b = pair.runs.world(ranks, "B, given A's " + listed(list(given)), **pair.told(given))
+    steps = pair.steps_of(records_b, pair.records_a)
 
     def losses(records: Sequence[ScriptRecord]) -> list[float]:
         return [fmean(sum(record.steps[at].losses) for record in records) for at in range(steps)]
 
-    return PairedLosses(losses(mine), losses(pair.right)), list(given)
+    return PairedLosses(losses(records_b), losses(pair.records_a)), list(given)
 
 
 def _sign(outcome: Outcome, column: str) -> str:
@@ -126,18 +126,18 @@ class _Pair(ScriptComparison):
     def __init__(self, a: Runs, b: Runs, outcome: Outcome, folder: Path, **both: Any) -> None:
         super().__init__(b, outcome)
         self.a = a
-        self.right: list[ScriptRecord] = []
+        self.records_a: list[ScriptRecord] = []
         self.both: dict[str, Any] = both  # how both are run
         self.names: dict[str, str] = {}  # B's name of a parameter → A's
         self.samples = folder / _SAMPLES
-        self.right_folder = folder
+        self.folder_a = folder
 
     def judge(self) -> None:
         """Run both as often as it takes, and fill the outcome."""
         self.run_both()
-        steps = self.steps_of(self.records, self.right)
+        steps = self.steps_of(self.records, self.records_a)
         self.outcome.take_steps(steps, self.records[0].framework)
-        first, rounding, same_bits = self.difference(self.records, self.right)
+        first, rounding, same_bits = self.difference(self.records, self.records_a)
         self.outcome.compare(first, rounding, same_bits=same_bits)
         if first is None:
             self._compare_lengths()
@@ -150,17 +150,17 @@ class _Pair(ScriptComparison):
 
     def run_both(self) -> None:
         """Run A and B as they are, and learn the names of their parameters."""
-        self.right_folder, self.right = self.a.world(self.ranks, "A, as it is", **self.both)
+        self.folder_a, self.records_a = self.a.world(self.ranks, "A, as it is", **self.both)
         self.take("B, as it is", **self.both)
-        self.names = names_by_order(self.records[0], self.right[0])
+        self.names = names_by_order(self.records[0], self.records_a[0])
         if self.names:
             self.take("B, with A's names of its parameters", names=self.names, **self.both)
 
-    def steps_of(self, mine: Sequence[ScriptRecord], right: Sequence[ScriptRecord]) -> int:
+    def steps_of(self, records_b: Sequence[ScriptRecord], records_a: Sequence[ScriptRecord]) -> int:
         """Return how many steps all ranks of both have taken."""
-        steps = min(len(record.steps) for record in chain(mine, right))
+        steps = min(len(record.steps) for record in chain(records_b, records_a))
         if not steps:
-            which = "A" if any(not record.steps for record in right) else "B"
+            which = "A" if any(not record.steps for record in records_a) else "B"
             raise RunError(
                 f"no call of optimizer.step() was seen in {which}",
                 why="it ended before its first step, or trains without torch.optim",
@@ -169,12 +169,12 @@ class _Pair(ScriptComparison):
         return steps
 
     def difference(
-        self, mine: Sequence[ScriptRecord], right: Sequence[ScriptRecord]
+        self, records_b: Sequence[ScriptRecord], records_a: Sequence[ScriptRecord]
     ) -> tuple[Difference | None, float, bool]:
         """Return the first difference, the largest before it, and whether all bits are the same."""
-        steps = self.steps_of(mine, right)
+        steps = self.steps_of(records_b, records_a)
         limits = [(ROUNDING, ROUNDING * 50)] * steps
-        first, rounding, same = self._first_of_ranks(mine, right, limits)
+        first, rounding, same = self._first_of_ranks(records_b, records_a, limits)
         if first is None or first.relative > CEILING:
             return first, rounding, same
         nudged = self.a.world(
@@ -182,14 +182,14 @@ class _Pair(ScriptComparison):
         )[1]
         limits = [
             (max(ROUNDING, NUDGES * gradients), max(ROUNDING * 50, NUDGES * weights))
-            for gradients, weights in self._moved(nudged, right)
+            for gradients, weights in self._moved(nudged, records_a)
         ]
-        return self._first_of_ranks(mine, right, limits)
+        return self._first_of_ranks(records_b, records_a, limits)
 
     def _first_of_ranks(
         self,
-        mine: Sequence[ScriptRecord],
-        right: Sequence[ScriptRecord],
+        records_b: Sequence[ScriptRecord],
+        records_a: Sequence[ScriptRecord],
         limits: Sequence[tuple[float, float]],
     ) -> tuple[Difference | None, float, bool]:
         """Compare each rank of B with the same rank of A, by complete tensors."""
@@ -198,7 +198,9 @@ class _Pair(ScriptComparison):
         same = True
         outcome = self.outcome
         outcome.take_steps(len(limits), outcome.framework)
-        for rank, (of_b, of_a) in enumerate(zip(_as_seen(mine), _as_seen(right), strict=True)):
+        for rank, (of_b, of_a) in enumerate(
+            zip(_as_seen(records_b), _as_seen(records_a), strict=True)
+        ):
             self.world = World([of_b])
             self.given["first"] = {name: [piece.local] for name, piece in of_a.first.items()}
             first, rounding = self.first_difference(of_a, limits)
@@ -213,11 +215,11 @@ class _Pair(ScriptComparison):
         return differences[0] if differences else None, largest, same
 
     def _moved(
-        self, nudged: Sequence[ScriptRecord], right: Sequence[ScriptRecord]
+        self, nudged: Sequence[ScriptRecord], records_a: Sequence[ScriptRecord]
     ) -> list[tuple[float, float]]:
         """Return how far changed last bits move A's gradients and weights, step by step."""
-        steps = self.steps_of(nudged, right)
-        pairs = list(zip(_as_seen(nudged), _as_seen(right), strict=True))
+        steps = self.steps_of(nudged, records_a)
+        pairs = list(zip(_as_seen(nudged), _as_seen(records_a), strict=True))
         moved = []
         for number in range(steps):
             each = []
@@ -231,21 +233,21 @@ class _Pair(ScriptComparison):
     # ---- what differs between A and B ----
 
     def _compare_lengths(self) -> None:
-        mine = min(len(record.steps) for record in self.records)
-        right = min(len(record.steps) for record in self.right)
-        if mine != right:
-            text = f"A takes {right} steps, and B {mine}"
+        steps_b = min(len(record.steps) for record in self.records)
+        steps_a = min(len(record.steps) for record in self.records_a)
+        if steps_b != steps_a:
+            text = f"A takes {steps_a} steps, and B {steps_b}"
             by = "the optimizer's steps"
             self.outcome.causes.append(Cause("number of steps", text, [by], column="weights"))
 
     def _missing_parameters(self) -> Cause | None:
         """Return the cause if A and B do not have the same parameters."""
-        if not self.records[0].first and self.right[0].first:
+        if not self.records[0].first and self.records_a[0].first:
             text = "B's model is in evaluation mode when it trains"
             return Cause("evaluation mode", text, ["the mode of each model that is called"])
         shapes = [
             {name: piece.shape for record in records for name, piece in record.first.items()}
-            for records in (self.right, self.records)
+            for records in (self.records_a, self.records)
         ]
         other = [name for name in shapes[0] if shapes[0][name] != shapes[1].get(name)]
         more = [name for name in shapes[1] if name not in shapes[0]]
@@ -266,22 +268,22 @@ class _Pair(ScriptComparison):
         return {kind: text for kind, text in texts.items() if text}
 
     def _other_first_values(self) -> str:
-        pairs = zip(_as_seen(self.records), _as_seen(self.right), strict=True)
-        for mine, right in pairs:
+        pairs = zip(_as_seen(self.records), _as_seen(self.records_a), strict=True)
+        for of_b, of_a in pairs:
             wrong = [
                 name
-                for name, piece in right.first.items()
-                if name not in mine.first or not torch.equal(piece.local, mine.first[name].local)
+                for name, piece in of_a.first.items()
+                if name not in of_b.first or not torch.equal(piece.local, of_b.first[name].local)
             ]
             if wrong:
                 return f"B starts from other values of {listed(wrong, 5)} than A"
         return ""
 
     def _other_samples(self) -> str:
-        for rank, (mine, right) in enumerate(zip(self.records, self.right, strict=True)):
-            for number in range(min(len(mine.steps), len(right.steps))):
-                read = [_samples_read(record, number) for record in (mine, right)]
-                passed = [record.steps[number].elements for record in (mine, right)]
+        for rank, (of_b, of_a) in enumerate(zip(self.records, self.records_a, strict=True)):
+            for number in range(min(len(of_b.steps), len(of_a.steps))):
+                read = [_samples_read(record, number) for record in (of_b, of_a)]
+                passed = [record.steps[number].elements for record in (of_b, of_a)]
                 if read[0] != read[1] and passed[0] != passed[1]:
                     where = f" on rank {rank}" if rank else ""
                     return f"B trains on other samples than A in step {number + 1}{where}"
@@ -289,11 +291,11 @@ class _Pair(ScriptComparison):
 
     def _other_draws(self) -> str:
         """Return what the loop or a forward pass of B draws otherwise than A; empty if nothing."""
-        for mine, right in zip(self.records, self.right, strict=True):
-            for draw, other in zip(mine.draws, _as_drawn(right, mine), strict=False):
+        for of_b, of_a in zip(self.records, self.records_a, strict=True):
+            for draw, other in zip(of_b.draws, _as_drawn(of_a, of_b), strict=False):
                 if draw.outside and other is not None and not draw.has_value_of(other):
                     return f"{draw.place} draws other numbers than A"
-            steps = zip(mine.steps, right.steps, strict=False)
+            steps = zip(of_b.steps, of_a.steps, strict=False)
             passes = chain.from_iterable(zip(m.draws, r.draws, strict=False) for m, r in steps)
             for pass_of_b, pass_of_a in passes:
                 names = [
@@ -308,9 +310,9 @@ class _Pair(ScriptComparison):
 
     def _other_settings(self) -> str:
         for number in range(self.outcome.steps):
-            mine = self.records[0].steps[number].settings
-            right = self.right[0].steps[number].settings
-            for group, other in zip(mine, right, strict=False):
+            of_b = self.records[0].steps[number].settings
+            of_a = self.records_a[0].steps[number].settings
+            for group, other in zip(of_b, of_a, strict=False):
                 for key in sorted({*group} & {*other}):  # another optimizer has others
                     if group[key] != other[key]:
                         name = "the learning rate" if key == "lr" else key
@@ -321,8 +323,8 @@ class _Pair(ScriptComparison):
         return ""
 
     def _other_precision(self) -> str:
-        for mine, right in zip(self.records, self.right, strict=True):
-            for step_of_b, step_of_a in zip(mine.steps, right.steps, strict=False):
+        for of_b, of_a in zip(self.records, self.records_a, strict=True):
+            for step_of_b, step_of_a in zip(of_b.steps, of_a.steps, strict=False):
                 if step_of_b.dtypes != step_of_a.dtypes:
                     return (
                         f"B computes with {listed(sorted(step_of_b.dtypes))}, and A with"
@@ -341,20 +343,20 @@ class _Pair(ScriptComparison):
             given |= {"feed": self._feed(), "samples": self.samples}
         if "random numbers" in kinds:
             given["draws"] = {
-                rank: [draw for draw in _as_drawn(right, mine) if draw is not None]
-                for rank, (mine, right) in enumerate(zip(self.records, self.right, strict=True))
+                rank: [draw for draw in _as_drawn(of_a, of_b) if draw is not None]
+                for rank, (of_b, of_a) in enumerate(zip(self.records, self.records_a, strict=True))
             }
         if "settings" in kinds:
-            given["settings"] = tuple(step.settings for step in self.right[0].steps)
+            given["settings"] = tuple(step.settings for step in self.records_a[0].steps)
         return given
 
     def _first_values(self) -> dict[str, list[Any]]:
         """Return A's first values on each rank, of the parameters that B has in the same shape."""
         firsts = []
-        for mine, right in zip(_as_seen(self.records), _as_seen(self.right), strict=True):
-            shapes = {name: piece.shape for name, piece in mine.first.items()}
+        for of_b, of_a in zip(_as_seen(self.records), _as_seen(self.records_a), strict=True):
+            shapes = {name: piece.shape for name, piece in of_b.first.items()}
             firsts.append(
-                {name: one for name, one in right.first.items() if shapes.get(name) == one.shape}
+                {name: one for name, one in of_a.first.items() if shapes.get(name) == one.shape}
             )
         return _by_rank(firsts)
 
@@ -365,20 +367,26 @@ class _Pair(ScriptComparison):
         """
         self.samples.mkdir(exist_ok=True)
         feed: Feed = {}
-        for rank, (mine, right) in enumerate(zip(self.records, self.right, strict=True)):
-            for number in range(min(len(mine.steps), len(right.steps))):
-                of_b = step_batches(mine, number)
-                of_a = step_batches(right, number)
-                if of_b is None or of_a is None or len(of_a.indices) % len(of_b.indices):
+        for rank, (of_b, of_a) in enumerate(zip(self.records, self.records_a, strict=True)):
+            for number in range(min(len(of_b.steps), len(of_a.steps))):
+                batches_b = step_batches(of_b, number)
+                batches_a = step_batches(of_a, number)
+                if (
+                    batches_b is None
+                    or batches_a is None
+                    or len(batches_a.indices) % len(batches_b.indices)
+                ):
                     return {}
-                each = len(of_a.indices) // len(of_b.indices)  # batches of A for one of B
-                for position, index in enumerate(of_b.indices):
-                    indices_of_a = of_a.indices[position * each : (position + 1) * each]
-                    feed[of_b.loader, index] = [(rank, index_of_a) for index_of_a in indices_of_a]
+                each = len(batches_a.indices) // len(batches_b.indices)  # batches of A for one of B
+                for position, index in enumerate(batches_b.indices):
+                    indices_of_a = batches_a.indices[position * each : (position + 1) * each]
+                    feed[batches_b.loader, index] = [
+                        (rank, index_of_a) for index_of_a in indices_of_a
+                    ]
                     for index_of_a in indices_of_a:
-                        link = batch_file(self.samples, rank, of_b.loader, index_of_a)
+                        link = batch_file(self.samples, rank, batches_b.loader, index_of_a)
                         link.unlink(missing_ok=True)
-                        file = batch_file(self.right_folder, rank, of_a.loader, index_of_a)
+                        file = batch_file(self.folder_a, rank, batches_a.loader, index_of_a)
                         link.symlink_to(file)
         return feed
 
@@ -390,14 +398,14 @@ class _Pair(ScriptComparison):
         settings = self._other_settings()
         if settings:
             differing["settings"] = settings
-        right = self.right
+        records_a = self.records_a
         without = self._run_without(differing)
         if without:
-            right = self.a.world(self.ranks, f"A, {listed(without)}", **self.both)[1]
-        gradients = _by_rank_and_step(right)
-        left = self._left(list(differing), right, gradients)
+            records_a = self.a.world(self.ranks, f"A, {listed(without)}", **self.both)[1]
+        gradients = _by_rank_and_step(records_a)
+        left = self._left(list(differing), records_a, gradients)
         if left is None:
-            causes = self._needed(differing, right, gradients)
+            causes = self._needed(differing, records_a, gradients)
             self.outcome.causes.extend(causes)
             if not causes:
                 self._pass_for_rounding(first)
@@ -407,7 +415,7 @@ class _Pair(ScriptComparison):
             Cause(kind, text, [by], column=_column(kind)) for kind, text in differing.items()
         )
         self.outcome.compare(left, self.outcome.rounding)
-        self._say_computed(left, list(differing), right)
+        self._say_computed(left, list(differing), records_a)
 
     def _run_without(self, differing: dict[str, str]) -> list[str]:
         """Let both run without dropout, or without 16 bits, where these differ."""
@@ -428,7 +436,7 @@ class _Pair(ScriptComparison):
     def _left(
         self,
         kinds: Sequence[str],
-        right: Sequence[ScriptRecord],
+        records_a: Sequence[ScriptRecord],
         gradients: Sequence[dict[str, list[Any]]],
         **changes: Any,
     ) -> Difference | None:
@@ -439,13 +447,13 @@ class _Pair(ScriptComparison):
         """
         what = f"B, given A's {listed([*kinds, 'gradients'])}"
         given = {**self.told(kinds), "gradients": gradients, **changes}
-        _, mine = self.runs.world(self.ranks, what, **given)
-        return self.difference(mine, right)[0]
+        _, records_b = self.runs.world(self.ranks, what, **given)
+        return self.difference(records_b, records_a)[0]
 
     def _needed(
         self,
         differing: dict[str, str],
-        right: Sequence[ScriptRecord],
+        records_a: Sequence[ScriptRecord],
         gradients: Sequence[dict[str, list[Any]]],
     ) -> list[Cause]:
         """Return what makes a difference by itself, when B is given all the rest."""
@@ -455,7 +463,7 @@ class _Pair(ScriptComparison):
             rest = [other for other in differing if other != kind]
             # Without dropout, or without 16 bits, A ran anew.
             is_given = kind not in ("random numbers", "precision") or not self.both
-            if rest and is_given and self._left(rest, right, gradients) is None:
+            if rest and is_given and self._left(rest, records_a, gradients) is None:
                 continue
             causes.append(Cause(kind, text, [undoes], column=_column(kind)))
         return causes
@@ -469,11 +477,11 @@ class _Pair(ScriptComparison):
         self.outcome.compare(None, self.outcome.rounding)
 
     def _say_computed(
-        self, left: Difference, kinds: Sequence[str], right: Sequence[ScriptRecord]
+        self, left: Difference, kinds: Sequence[str], records_a: Sequence[ScriptRecord]
     ) -> None:
         """Add what B computes otherwise, from the same values."""
         if left.aspect == "weights":
-            names = [records[0].steps[left.step].optimizer for records in (right, self.records)]
+            names = [records[0].steps[left.step].optimizer for records in (records_a, self.records)]
             text = (
                 f"{names[1]} in B makes another update than {names[0]} in A, of the same gradients"
             )
@@ -493,8 +501,8 @@ class _Pair(ScriptComparison):
             given = {**self.told(kinds), "traced": True}
             traced_b = self.runs.world(self.ranks, "B, with each operation traced", **given)[1]
             rank = left.ranks[0]
-            mine, theirs = (records[rank].steps[left.step] for records in (traced_b, traced_a))
-            differs = first_operation(mine.operations, theirs.operations, "A")
+            records_b, theirs = (records[rank].steps[left.step] for records in (traced_b, traced_a))
+            differs = first_operation(records_b.operations, theirs.operations, "A")
             operation = "" if differs is None else differs.text
         except LockstepError as error:  # what is compiled may not be traced
             operation = f"operations can't be traced: {first_line(error)}"
@@ -565,16 +573,16 @@ def _samples_read(record: ScriptRecord, number: int) -> list[str]:
     return [sample for index in trained.indices for sample in batches[index]]
 
 
-def _as_drawn(right: ScriptRecord, mine: ScriptRecord) -> list[LoopDraw | None]:
+def _as_drawn(of_a: ScriptRecord, of_b: ScriptRecord) -> list[LoopDraw | None]:
     """Return what A has drawn in place of each draw of B, keyed by B's batches and lines.
 
     A draw is the one of the same name and number for the same batch.
     """
     waiting: dict[tuple[int, str], list[LoopDraw]] = {}  # (batch, line) → A's draws, in order
-    for draw in right.draws:
+    for draw in of_a.draws:
         waiting.setdefault((draw.batch[1], draw.name), []).append(draw)
     drawn: list[LoopDraw | None] = []
-    for draw in mine.draws:
-        of_a = waiting.get((draw.batch[1], draw.name), [])
-        drawn.append(replace(draw, value=of_a.pop(0).value) if of_a else None)
+    for draw in of_b.draws:
+        drawn_by_a = waiting.get((draw.batch[1], draw.name), [])
+        drawn.append(replace(draw, value=drawn_by_a.pop(0).value) if drawn_by_a else None)
     return drawn
