@@ -6,6 +6,7 @@ with running statistics, or with each operation traced, and one process on the s
 Tests: tests/verify/test_script.py, tests/verify/test_values_of_ranks.py
 """
 
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -298,14 +299,24 @@ def _coupling_cause(
     c: ScriptComparison, first: Difference, evidence: GradientEvidence
 ) -> Cause | None:
     # Batches that are accumulated are judged one by one.
-    has_several = sum(map(bool, c.records[0].steps[first.step].read)) > 1
-    if not c.can_take_parts() or len(c.world.units) == 1 or has_several:
+    accumulates = _accumulates(c.records[0], first.step)
+    if not c.can_take_parts() or len(c.world.units) == 1 or accumulates:
         return None
     alone = c.alone_on_each(first.step)
     cause = gradients.coupling_cause(evidence, [gradient for gradient, _ in alone])
     if cause is not None:
         cause.place_at(_line_that_couples(c, first.step, [record for _, record in alone]))
     return cause
+
+
+def _accumulates(record: ScriptRecord, number: int) -> bool:
+    """Return whether a step has several backward passes over several batches of a loader.
+
+    All of the batches may be read before the first pass.
+    """
+    passes = record.steps[number].read
+    batches_read = Counter(loader for batches in passes for loader, _ in batches)
+    return len(passes) > 1 and max(batches_read.values(), default=0) > 1
 
 
 def _line_that_couples(c: ScriptComparison, number: int, alone: Sequence[ScriptRecord]) -> str:
