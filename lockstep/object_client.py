@@ -24,10 +24,11 @@ from lockstep.errors import LockstepError, RunError, UsageError, first_line
 SCHEMES = ("s3", "gs", "az")
 _URL = re.compile(r"(s3|gs|az)://([^/@?#\s]+)(/[^?#\s]*)?")
 
-# The limits of obstore's retries, after pauses that double up to 5 s: of server errors, connections
-# that are lost, and reads that take too long.
-RETRIES = 10
-RETRY_SECONDS = 60.0  # for a request and all its retries
+# The limits of obstore's retries, after pauses that grow up to 5 s: of server errors, connections
+# that are lost, and reads that take too long. The time is what ends them: ten of them, obstore's
+# own limit, pass in three seconds. A service that is away for a minute loses no checkpoint.
+RETRIES = 10_000
+RETRY_SECONDS = 120.0  # for a request and all its retries
 _REQUEST_SECONDS = 30.0
 _CHECK_SECONDS = 10.0  # of the retries while a run starts
 _APART_SECONDS = 1800  # of what a process of its own does

@@ -5,6 +5,7 @@ import os
 import random
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -360,6 +361,39 @@ def test_a_run_keeps_its_checkpoints_in_a_bucket(
     client = ObjectClient(url)
     assert not any(bucket.SECRET.encode() in client.get(key) for key in keys(url, ""))
     assert bucket.SECRET not in "".join(capfd.readouterr())
+
+
+@pytest.mark.fault(
+    "storage: in a bucket: the service is away for a minute",
+    "each connection is dropped, from the first request of a background save on",
+    "training takes its steps meanwhile; the save is tried again until the service is back, and no"
+    " checkpoint is lost",
+)
+@pytest.mark.parametrize("seconds", [0, pytest.param(60, marks=pytest.mark.full)])
+def test_a_service_that_is_away_stalls_nothing_but_the_save(
+    proxy: Proxy, url: str, tmp_path: Path, seconds: int
+) -> None:
+    """It comes back when training has taken three more steps, and so many seconds have passed."""
+    keep = {"storage": {"name": url, "args": {}}, "async": True, "save_steps": 4}
+    run = trainer(tmp_path / "run", checkpoint=keep)
+    away_since: list[float] = []
+    dropped_at: list[int] = []  # the steps that were done by then
+
+    def plan(request: Request) -> str | None:
+        done = run.step.progress.step
+        if done >= 4 and not away_since:
+            away_since.append(time.monotonic())
+        if not away_since or (done >= 7 and time.monotonic() - away_since[0] >= seconds):
+            return None
+        dropped_at.append(done)
+        return "drop"
+
+    proxy.plan = plan
+    run.train(Points())
+    assert dropped_at[0] == 4
+    assert not events(tmp_path / "run", "save_failed")
+    steps = [Location(ObjectStorage(url), f"step-{step:08d}") for step in (4, 8, 12)]
+    assert [checkpoint.verify(path) for path in steps] == [[], [], []]
 
 
 def test_what_is_done_apart_and_fails_is_told() -> None:
