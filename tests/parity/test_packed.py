@@ -261,7 +261,12 @@ def updated(topology: str, model: str, folder: str, *, packed: bool) -> dict[str
         **{f"distributed.{key}": value for key, value in parse_topology(topology)[0].items()},
     }
     sizes = {"block_size": LENGTH, "vocab_size": 64}
-    args = {} if model.startswith("hf:") else WITHOUT_DROPOUT
+    args: dict[str, Any] = {} if model.startswith("hf:") else dict(WITHOUT_DROPOUT)
+    if model == "hf:gpt2":
+        args |= {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+    if model == "mixture":
+        # The router's terms are means over the positions of a micro-batch, padding among them.
+        args |= {"balance": "none", "z_weight": 0.0}
     trainer = unchecked(
         Trainer(language_model(model, **sizes, **args), config=config_from(settings))
     )
