@@ -174,7 +174,7 @@ def _order_of(wanted: str, state: dict[str, Any] | None, start_step: int) -> str
 
 @dataclass(frozen=True)
 class _UserData:
-    """What a user has given, and how it is read."""
+    """The data that a user has given, and the way in which they are read."""
 
     data: Any  # the dataset or the iterable
     batch_size: int | None = None  # of a DataLoader

@@ -95,7 +95,7 @@ class StepBatches:
 
 @dataclass(frozen=True)
 class SourceSettings:
-    """What every source of steps is told, whatever its data are."""
+    """The settings of every source of steps, whatever its data are."""
 
     start_step: int
     stop_step: int | None  # the steps are those before it; None: until the data, or `epochs`, end

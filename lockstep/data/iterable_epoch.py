@@ -96,7 +96,7 @@ class IterableEpoch:
 
     @property
     def more(self) -> bool:
-        """Whether an item is left."""
+        """True if an item is left."""
         return bool(self._ahead)
 
     @property

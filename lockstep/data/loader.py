@@ -130,7 +130,7 @@ class StepLoader:
 
     @property
     def _has_ended(self) -> bool:
-        """Whether no step is left."""
+        """True if no step is left."""
         return self._stop is not None and self._stop <= self._start
 
     def _one_step_ahead(self, num_workers: int) -> int:

@@ -116,7 +116,7 @@ class _TrainedModel:
 
 @dataclass(frozen=True)
 class _Updates:
-    """What makes updates of gradients."""
+    """The parts that make updates of gradients: the step, and what it was made with."""
 
     step: Step
     modes: Modes

@@ -107,7 +107,7 @@ class MessageRounding:
 
 @dataclass(frozen=True)
 class Tolerance:
-    """What rounding may change in a step: gradients, and by them the updated values."""
+    """The most that rounding may change in a step: gradients, and by them the updated values."""
 
     learning_rate: float
     messages: MessageRounding

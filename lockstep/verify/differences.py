@@ -156,12 +156,12 @@ class _ComparedTensor:
 
     @property
     def missing(self) -> bool:
-        """Whether it exists on one side only, on any rank."""
+        """True if it exists on one side only, on any rank."""
         return any(piece.missing for piece in self.pieces.values())
 
     @property
     def differs(self) -> bool:
-        """Whether it differs by more than rounding."""
+        """True if it differs by more than rounding."""
         return self.excess > 1.0 or self.missing
 
     @property

@@ -148,7 +148,7 @@ def spec_of(
 
 @dataclass(frozen=True)
 class _Change:
-    """What makes a config comparable in one respect; nothing where it is so already."""
+    """A change that makes a config comparable in one respect; empty where it is so already."""
 
     settings: dict[str, Any] = field(default_factory=dict)
     notice: str = ""  # a line on it, to print

@@ -397,7 +397,7 @@ def _fits(uncut: _CutStep, parts: _CutStep) -> list[_Fit]:
 
 @dataclass(frozen=True)
 class _SecondStep:
-    """How far step 2 is from the reference's, and the parameters that are farthest."""
+    """The distance of step 2 from the reference's, and the parameters that are farthest."""
 
     gradient: float  # difference of all gradients, relative to these
     worst_gradient: str  # the parameter whose gradient differs most

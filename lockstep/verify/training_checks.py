@@ -102,7 +102,7 @@ class Nesting:
 
 @dataclass(frozen=True)
 class _LastUpdate:
-    """What is known of an optimizer's last update."""
+    """The facts that are known of an optimizer's last update."""
 
     passes: int = -1  # backward passes that this process had begun by then
     cleared: bool = True  # whether its gradients were seen cleared since

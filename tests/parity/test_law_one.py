@@ -38,11 +38,11 @@ def test_the_number_of_ranks_changes_nothing(ranks: int) -> None:
     last batches.
     """
     cases = [
-        ({"distributed.strategy": s}, m, {"steps": 5})
+        ({"distributed.strategy": s}, m, {"steps": 8})
         for s in ("ddp", "fsdp")
         for m in ("transformer", "bdh")
     ]
-    reference = {model: losses({}, model, steps=5) for model in ("transformer", "bdh")}
+    reference = {model: losses({}, model, steps=8) for model in ("transformer", "bdh")}
     for results in run_ranks(many, ranks, cases):
         for (settings, model, _), result in zip(cases, results, strict=True):
             expected = reference[model]

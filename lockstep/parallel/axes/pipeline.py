@@ -114,7 +114,10 @@ class LocalStages:
 
 @dataclass(frozen=True)
 class _GradientSums:
-    """How gradients of this rank's stages are summed over micro-batches, pipelines and stages."""
+    """The way in which gradients of this rank's stages are summed.
+
+    Over micro-batches, pipelines, and stages that share a weight.
+    """
 
     assign: AssignAnyRank  # the micro-batches of a step to pipelines
     finishers: list[Callable[[], None]]  # complete `.grad` after the last backward pass

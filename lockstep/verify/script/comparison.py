@@ -153,7 +153,7 @@ class ScriptComparison:
 
     @property
     def undone(self) -> dict[str, Any]:
-        """What ranks are run without, and must be in each further run of them."""
+        """The settings without which ranks are run, as each further run of them must be."""
         return {key: self.given[key] for key in _UNDONE if key in self.given}
 
     def can_take_parts(self) -> bool:
