@@ -33,6 +33,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lockstep.config import TrainingConfig
+from lockstep.config.checks import NEED_WHOLE_PARAMETERS, ON_PARTS
 from lockstep.errors import RunError, UsageError, first_line, lost_a_peer
 from lockstep.registry import OPTIMIZERS, SCHEDULES, keywords_of, require_arguments, require_call
 
@@ -49,15 +50,6 @@ _ELEMENTWISE: Final = (
     torch.optim.Adagrad,
     torch.optim.Adadelta,
     torch.optim.ASGD,
-)
-# Those of torch that fail on parameters of which each rank holds a part, and why.
-_NEED_WHOLE_PARAMETERS: Final[Mapping[type[Optimizer], str]] = {
-    torch.optim.Rprop: "it writes into a parameter by a mask, which torch can't do on a part",
-    torch.optim.Adafactor: "its norms are those of whole parameters",
-}
-_ON_PARTS = (
-    "take AdamW, or another optimizer that updates each element on its own; or strategy: ddp,"
-    " where each rank holds whole parameters"
 )
 # so users say of these
 _registered: set[type[Optimizer]] = set()
@@ -100,12 +92,13 @@ def check_shardable(optimizer: Optimizer) -> None:
         unfuse(optimizer)
 
 
-def check_cut(kind: object, where: str = "the optimizer") -> None:
+def check_cut(kind: type[Optimizer]) -> None:
     """Raise a UsageError for a class of optimizer that fails on parts of parameters."""
-    for known, why in _NEED_WHOLE_PARAMETERS.items():
-        if isinstance(kind, type) and issubclass(kind, known):
+    for name, why in NEED_WHOLE_PARAMETERS.items():
+        known = OPTIMIZERS.load(name)
+        if issubclass(kind, known):
             what = f"{kind.__name__} can't update parameters of which each rank holds a part"
-            raise UsageError(what, where=where, why=why, fix=_ON_PARTS)
+            raise UsageError(what, where="the optimizer", why=why, fix=ON_PARTS)
 
 
 def explain_failed_update(optimizer: Optimizer, error: Exception) -> None:
@@ -132,7 +125,7 @@ def explain_failed_update(optimizer: Optimizer, error: Exception) -> None:
         f"{type(optimizer).__name__} failed on parameters of which each rank holds a part",
         where="the optimizer",
         why=first_line(error),
-        fix=_ON_PARTS,
+        fix=ON_PARTS,
     ) from error
 
 
@@ -248,14 +241,6 @@ def check_optimizer(name: str, args: Mapping[str, Any], weight_decay: float | No
     Of torch's own optimizers one of a single parameter is made, which refuses bad values.
     """
     kind = OPTIMIZERS.load_callable(name)
-    for key, name_of_setting in (("lr", "learning_rate"), ("weight_decay", "weight_decay")):
-        if key in args and (key == "lr" or weight_decay is not None):
-            raise UsageError(
-                f"training.optimizer_args.{key} and training.{name_of_setting} set the same",
-                where=f"training.optimizer_args.{key}",
-                why=f"the optimizer is made with training.{name_of_setting}",
-                fix=f"leave it out, and write training.{name_of_setting}: {args[key]}",
-            )
     if isinstance(kind, type) and not issubclass(kind, Optimizer):
         fix = (
             "name a class that is one, or a function (params, lr, …) that returns an object of one"

@@ -7,7 +7,8 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from lockstep.config import TrainingConfig, config_from
+from lockstep.config import TrainingConfig, check, config_from
+from lockstep.config.checks import NEED_WHOLE_PARAMETERS
 from lockstep.errors import UsageError
 from lockstep.optim import (
     Schedule,
@@ -20,7 +21,6 @@ from lockstep.optim import (
     register_elementwise,
     scaled_learning_rate,
 )
-from lockstep.trainer import check_named
 
 
 def test_trap_10_the_scaling_rule_is_applied_once_and_warmup_never_gives_zero() -> None:
@@ -170,23 +170,30 @@ def test_values_that_an_optimizer_refuses_are_one_error_before_and_in_a_run(
 
 
 @pytest.mark.parametrize(
-    ("args", "weight_decay", "key"),
-    [({"lr": 0.1}, None, "lr"), ({"weight_decay": 0.1}, 0.2, "weight_decay")],
+    ("settings", "key"),
+    [
+        ({"training.optimizer_args": {"lr": 0.1}}, "lr"),
+        (
+            {"training.optimizer_args": {"weight_decay": 0.1}, "training.weight_decay": 0.2},
+            "weight_decay",
+        ),
+    ],
 )
-def test_an_argument_that_a_setting_is_for_is_refused(
-    args: dict[str, Any], weight_decay: float | None, key: str
-) -> None:
+def test_an_argument_that_a_setting_is_for_is_refused(settings: dict[str, Any], key: str) -> None:
     """It would win over the setting without a word."""
-    with pytest.raises(UsageError, match=rf"optimizer_args\.{key} and training\.\w+ set the same"):
-        check_optimizer("adamw", args, weight_decay)
-    check_optimizer("adamw", {"weight_decay": 0.1})
+    with pytest.raises(UsageError, match="is set twice, and the argument would win") as caught:
+        check(config_from(settings))
+    assert caught.value.where is not None
+    assert f"training.optimizer_args.{key}" in caught.value.where
+    check(config_from({"training.optimizer_args": {"weight_decay": 0.1}}))
 
 
-def test_an_optimizer_that_needs_whole_parameters_is_refused_before_a_run() -> None:
-    cut = {"distributed.strategy": "fsdp", "training.optimizer": "torch.optim:Rprop"}
-    with pytest.raises(UsageError, match="Rprop can't update parameters of which each rank"):
-        check_named(config_from(cut), "x.yaml")
-    check_named(config_from({**cut, "distributed.strategy": "ddp"}), "x.yaml")
+@pytest.mark.parametrize("name", NEED_WHOLE_PARAMETERS)
+def test_an_optimizer_that_needs_whole_parameters_is_refused_before_a_run(name: str) -> None:
+    cut = {"distributed.strategy": "fsdp", "training.optimizer": name}
+    with pytest.raises(UsageError, match="can't update parameters of which each rank holds a part"):
+        check(config_from(cut))
+    check(config_from({**cut, "distributed.strategy": "ddp"}))
 
 
 @pytest.mark.parametrize("option", ["capturable", "differentiable"])

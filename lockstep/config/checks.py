@@ -17,6 +17,16 @@ from lockstep.paths import is_bucket_url, url_as_path
 from lockstep.registry import AXES, BY_SIZE, STRATEGIES
 from lockstep.strategy import AUTO, Strategy, strategy_named
 
+# Optimizers of torch that fail on parameters of which each rank holds a part, and why.
+NEED_WHOLE_PARAMETERS = {
+    "torch.optim:Rprop": "it writes into a parameter by a mask, which torch can't do on a part",
+    "torch.optim:Adafactor": "its norms are those of whole parameters",
+}
+ON_PARTS = (
+    "take AdamW, or another optimizer that updates each element on its own; or strategy: ddp,"
+    " where each rank holds whole parameters"
+)
+
 
 def check(config: Config) -> None:
     """Refuse a config that contradicts itself.
@@ -62,7 +72,7 @@ def step_contradictions(
     config: StepConfig, layout: Layout | None = None, device_type: str | None = None
 ) -> Iterator[Contradiction]:
     """Yield the contradictions in the step: general ones, and those of the config's strategy."""
-    for part in (_numbers, _reproducible, _accelerate):
+    for part in (_optimizer, _numbers, _reproducible, _accelerate):
         yield from part(config)
     distributed = config.distributed
     if distributed.backend in ("nccl", "xccl") and distributed.device == "cpu":
@@ -339,9 +349,30 @@ def _of_strategy(
             " gathered"
         )
         yield Contradiction(("precision.param_dtype",), what, fix, why)
+    optimizer = config.training.optimizer
+    if strategy.holds_parts and optimizer in NEED_WHOLE_PARAMETERS:
+        keys = ("training.optimizer", "distributed.strategy")
+        name = optimizer.rpartition(":")[2]
+        what = f"{name} can't update parameters of which each rank holds a part"
+        yield Contradiction(keys, what, ON_PARTS, NEED_WHOLE_PARAMETERS[optimizer])
     for kind in strategy.kinds:
         yield from kind.contradictions(config, layout)
     yield from strategy.contradictions(config, layout)
+
+
+def _optimizer(config: StepConfig) -> Iterator[Contradiction]:
+    """Yield arguments of the optimizer that a setting is for: they would win over it unseen."""
+    training = config.training
+    set_by = {"lr": "learning_rate"}
+    if training.weight_decay is not None:
+        set_by["weight_decay"] = "weight_decay"
+    for argument, setting in set_by.items():
+        if argument in training.optimizer_args:
+            keys = (f"training.optimizer_args.{argument}", f"training.{setting}")
+            value = training.optimizer_args[argument]
+            fix = f"leave the argument out, and write training.{setting}: {value}"
+            what = f"the optimizer's {argument} is set twice, and the argument would win"
+            yield Contradiction(keys, what, fix)
 
 
 def _paths(config: Config) -> Iterator[Contradiction]:

@@ -234,13 +234,8 @@ def _checkpoint(subject: EvaluationSubject) -> checkpoint.CheckpointPath | None:
 def _placed(
     subject: EvaluationSubject, config: Config, data: Data, path: checkpoint.CheckpointPath | None
 ) -> Trainer:
-    """Return a trainer that has the weights, and trains nothing.
-
-    Its optimizer makes no update, so it is one that can hold any parameter: the run's own may need
-    whole ones, or a package that is not here.
-    """
+    """Return a trainer that has the weights, and trains nothing."""
     model = build(config, data)
-    config = config.replaced({"training.optimizer": "sgd", "training.optimizer_args": {}})
     if subject.weights is not None:
         model = in_memory(model)
         _fill(model, subject.weights)

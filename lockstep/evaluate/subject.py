@@ -62,7 +62,7 @@ def find_subject(asked: Asked) -> EvaluationSubject:
     if not target.exists():
         raise UsageError(f"there is no file or folder {asked.target}", where="RUN", fix=_FIX)
     name = str(asked.target)
-    overrides = asked.overrides
+    overrides = [*_WITHOUT_UPDATES, *asked.overrides]
     run = RunDirectory(target)
     if run.config.is_file() and not (target / _MANIFEST).is_file():
         _refuse_config(asked, "a run")
@@ -91,6 +91,11 @@ def find_subject(asked: Asked) -> EvaluationSubject:
     if target.is_file():
         why = f"the name of a file of weights ends with {', '.join(_WEIGHTS)}"
     raise UsageError(what, where="RUN", why=why, fix=_FIX)
+
+
+# An evaluation makes no update: a run's own optimizer may need whole parameters, or a package that
+# is not here.
+_WITHOUT_UPDATES = ("training.optimizer=sgd", "training.optimizer_args={}")
 
 
 def _refuse_config(asked: Asked, kind: str) -> None:

@@ -23,11 +23,10 @@ from lockstep.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, NoEffectWarn
 from lockstep.models import build_model, check_model
 from lockstep.monitor.callbacks import check_callback
 from lockstep.monitor.sinks import sink_named
-from lockstep.optim import Schedule, check_cut, check_optimizer, check_schedule
+from lockstep.optim import Schedule, check_optimizer, check_schedule
 from lockstep.output import say
 from lockstep.randomness import derive_key, seeded
-from lockstep.registry import OPTIMIZERS, load_object
-from lockstep.strategy import AUTO, strategy_named
+from lockstep.registry import load_object
 from lockstep.trainer.named_loss import check_named_loss
 from lockstep.trainer.trainer import Trainer
 
@@ -141,13 +140,6 @@ def check_named(config: Config, source: str) -> None:
         raise usage_error(mistakes, source)
 
 
-def _check_parts(optimizer: str, strategy: str) -> None:
-    """Refuse an optimizer that fails on parts of parameters, where ranks hold these."""
-    if strategy != AUTO and strategy_named(strategy).holds_parts:
-        kind = OPTIMIZERS.load_callable(optimizer)
-        check_cut(kind, "training.optimizer, distributed.strategy")
-
-
 def _lookups(config: Config) -> Iterator[Callable[[], object]]:
     """Yield a call for each name in the config, which raises a UsageError if a run can't use it."""
     training = config.training
@@ -155,10 +147,7 @@ def _lookups(config: Config) -> Iterator[Callable[[], object]]:
     yield partial(check_data, config.data)
     if config.loss_fn is not None:
         yield partial(check_named_loss, config.loss_fn)
-    yield partial(
-        check_optimizer, training.optimizer, training.optimizer_args, training.weight_decay
-    )
-    yield partial(_check_parts, training.optimizer, config.distributed.strategy)
+    yield partial(check_optimizer, training.optimizer, training.optimizer_args)
     yield partial(
         check_schedule,
         Schedule(training.lr_schedule, training.max_steps or 0, training.warmup_steps),
