@@ -41,13 +41,10 @@ TENSORS = 12  # in the bucket
 LIMITS = (
     "What limits a load from the bucket: every byte is read twice, once for its checksum and once"
     " for its value, and a file",
-    "is asked for three times before its first byte; the server takes 10 to 50 ms for each request"
-    " of four ranks. A local",
-    "cache (`checkpoint.local_cache`) spares both. Of the small tensors, each of which is an"
-    " archive of torch's own, 4,000",
-    "calls of `torch.save` alone take 0.6 to 0.8 s here, and of `torch.load` 1.1 to 1.5 s; the rest"
-    " is planning by",
-    "`torch.distributed.checkpoint` and the comparison of what is read.",
+    "is asked for three times before its first byte. Each of the small tensors is an archive of"
+    " torch's own, which",
+    "`torch.save` and `torch.load` are called for one by one, as `torch.distributed.checkpoint`"
+    " has it.",
 )
 Seconds = dict[str, list[float]]
 
