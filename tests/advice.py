@@ -54,8 +54,12 @@ class Advice:
         return f"{self.file}:{self.line} {self.text}"
 
 
-def all_advice() -> list[Advice]:
-    """The advice in the source of Lockstep, and in the table of known errors."""
+@functools.cache
+def all_advice() -> tuple[Advice, ...]:
+    """The advice in the source of Lockstep, and in the table of known errors.
+
+    Read when a test asks: all workers import its file, and reading takes seconds.
+    """
     root = Path(REPOSITORY)
     found = []
     for path in sorted((root / "lockstep").rglob("*.py")):
@@ -66,7 +70,7 @@ def all_advice() -> list[Advice]:
         cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", row)[1:-1]]
         if len(cells) in (4, 5) and not cells[0].startswith("-"):
             found.append(_parsed(str(page.relative_to(root)), line, cells[3]))
-    return found
+    return tuple(found)
 
 
 def _parsed(file: str, line: int, text: str) -> Advice:

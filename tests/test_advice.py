@@ -38,7 +38,6 @@ from lockstep.submit import SCHEDULERS
 from tests.advice import HOLE, Advice, all_advice
 from tests.docs.commands import commands_in, parse
 
-ADVICE = all_advice()
 # What is said of other programs: `torchrun`, `accelerate launch`, `sbatch`, `pip`.
 OTHERS_FLAGS = {"--shm-size", "--ipc", "--multi_gpu", "--num_processes"}
 STAND_INS = {
@@ -73,7 +72,7 @@ def test_keys_that_advice_names_are_keys() -> None:
     free = tuple(f"{name}." for name, info in known.items() if info.free)
     wrong = [
         f"{one}: {key}"
-        for one in ADVICE
+        for one in all_advice()
         for key in one.keys
         if key not in known and not key.startswith(free) and not is_in_python(key, one)
     ]
@@ -89,7 +88,7 @@ def is_in_python(key: str, advice: Advice) -> bool:
 def test_values_that_advice_writes_are_values_of_their_keys() -> None:
     wrong = [
         f"{one}: {key}: {value}"
-        for one in ADVICE
+        for one in all_advice()
         for key, value in one.pairs
         if not is_value(key, value)
     ]
@@ -113,7 +112,7 @@ def is_value(key: str, value: str) -> bool:
 def test_flags_that_advice_names_are_options() -> None:
     wrong = [
         f"{one}: {flag}"
-        for one in ADVICE
+        for one in all_advice()
         for flag in one.flags
         if flag not in flags() | OTHERS_FLAGS
     ]
@@ -121,7 +120,7 @@ def test_flags_that_advice_names_are_options() -> None:
 
 
 def test_names_of_python_that_advice_writes_exist() -> None:
-    wrong = [f"{one}: {name}" for one in ADVICE for name in one.names if not exists(name)]
+    wrong = [f"{one}: {name}" for one in all_advice() for name in one.names if not exists(name)]
     assert not wrong, "\n".join(wrong)
 
 
@@ -169,7 +168,7 @@ def beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("beside")
 def test_commands_that_advice_writes_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = []
-    for one in ADVICE:
+    for one in all_advice():
         for command in one.commands:
             words = OPTIONAL.sub("", command).split()
             words = [STAND_INS.get(word, word.replace(HOLE, "c.yaml")) for word in words]

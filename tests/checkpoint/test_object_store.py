@@ -373,24 +373,29 @@ def test_a_run_keeps_its_checkpoints_in_a_bucket(
 def test_a_service_that_is_away_stalls_nothing_but_the_save(
     proxy: Proxy, url: str, tmp_path: Path, seconds: int
 ) -> None:
-    """It comes back when training has taken three more steps, and so many seconds have passed."""
+    """It comes back when training has taken step 7, the last before it waits for the save, and so
+    many seconds have passed.
+    """
     keep = {"storage": {"name": url, "args": {}}, "async": True, "save_steps": 4}
     run = trainer(tmp_path / "run", checkpoint=keep)
     away_since: list[float] = []
-    dropped_at: list[int] = []  # the steps that were done by then
+    dropped: list[Request] = []
 
     def plan(request: Request) -> str | None:
         done = run.step.progress.step
         if done >= 4 and not away_since:
             away_since.append(time.monotonic())
-        if not away_since or (done >= 7 and time.monotonic() - away_since[0] >= seconds):
+        if not away_since:
             return None
-        dropped_at.append(done)
+        # at least one: on a busy machine the save may begin after step 7
+        if dropped and done >= 7 and time.monotonic() - away_since[0] >= seconds:
+            return None
+        dropped.append(request)
         return "drop"
 
     proxy.plan = plan
     run.train(Points())
-    assert dropped_at[0] == 4
+    assert dropped
     assert not events(tmp_path / "run", "save_failed")
     steps = [Location(ObjectStorage(url), f"step-{step:08d}") for step in (4, 8, 12)]
     assert [checkpoint.verify(path) for path in steps] == [[], [], []]
