@@ -19,7 +19,7 @@ from pathlib import Path
 
 from benchmarks.page import machine, page, table, tell
 from lockstep.verify.command import verify_script
-from lockstep.verify.outcome import UNKNOWN
+from lockstep.verify.comparison_result import UNKNOWN
 
 
 @dataclass(frozen=True)

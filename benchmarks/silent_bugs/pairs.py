@@ -13,7 +13,7 @@ from pathlib import Path
 from benchmarks.page import machine, page, table, tell
 from lockstep.scratch import temporary
 from lockstep.verify.compare_command import Program
-from lockstep.verify.outcome import Outcome
+from lockstep.verify.comparison_result import Outcome
 from lockstep.verify.script.pair import compare_scripts
 
 SCRIPT = Path(__file__).parent / "scripts" / "pair.py"

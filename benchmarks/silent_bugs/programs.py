@@ -21,7 +21,7 @@ from benchmarks.silent_bugs.cases import CASES
 from benchmarks.silent_bugs.sound import ON_RANKS, PROGRAMS
 from lockstep.scratch import temporary
 from lockstep.verify.command import verify_script
-from lockstep.verify.outcome import UNKNOWN
+from lockstep.verify.comparison_result import UNKNOWN
 
 FOLDER = Path(__file__).parent
 STEPS = 3

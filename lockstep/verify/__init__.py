@@ -26,15 +26,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lockstep.verify.outcome import Cause, Difference, Outcome
+    from lockstep.verify.comparison_result import Cause, Difference, Outcome
     from lockstep.verify.proof import Verdict, verify
     from lockstep.verify.subject import Subject
 
 # A script that is observed imports what observes it from this package, and none of these.
 _HOME = {
-    "Cause": "outcome",
-    "Difference": "outcome",
-    "Outcome": "outcome",
+    "Cause": "comparison_result",
+    "Difference": "comparison_result",
+    "Outcome": "comparison_result",
     "Subject": "subject",
     "Verdict": "proof",
     "verify": "proof",

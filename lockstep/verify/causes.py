@@ -13,9 +13,9 @@ from lockstep.errors import listed
 from lockstep.strategy import parse_topology
 from lockstep.verify import direct_causes, experiments
 from lockstep.verify.algebra import OTHER_COUNT, UNRELATED, WRONG_REFERENCE
+from lockstep.verify.comparison_result import ROUNDING, UNKNOWN, Cause
 from lockstep.verify.comparisons import TOO_FAR
 from lockstep.verify.differences import Evidence, first_seen, located, name_ranks, ranks_of
-from lockstep.verify.outcome import ROUNDING, UNKNOWN, Cause
 from lockstep.verify.recorded_flow import BACKWARD, FORWARD, LOSS, REDUCTION
 
 # largest relative rounding of a gradient by bfloat16 when the same terms are summed

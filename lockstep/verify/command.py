@@ -16,8 +16,8 @@ from lockstep.launch.spawn import spawn_again
 from lockstep.report.page import require_replaceable
 from lockstep.scratch import temporary
 from lockstep.verify import text
+from lockstep.verify.comparison_result import Outcome
 from lockstep.verify.configs import Start
-from lockstep.verify.outcome import Outcome
 from lockstep.verify.page import write_page
 from lockstep.verify.proof import DEFAULT_STEPS, require_startable, verify
 from lockstep.verify.script.judge import judge_script

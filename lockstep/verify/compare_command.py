@@ -15,9 +15,9 @@ from lockstep.launch import fork_server
 from lockstep.scratch import temporary
 from lockstep.verify import text
 from lockstep.verify.command import starter_of
+from lockstep.verify.comparison_result import Outcome
 from lockstep.verify.config_pair import compare_configs, losses_of_configs
 from lockstep.verify.launchers import with_ranks
-from lockstep.verify.outcome import Outcome
 from lockstep.verify.proof import require_startable
 from lockstep.verify.script.pair import PairedLosses, compare_scripts, paired_losses
 from lockstep.verify.script.record import ScriptTask

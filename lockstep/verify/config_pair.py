@@ -20,8 +20,8 @@ from lockstep.config import Config, config_from
 from lockstep.config.keys import all_keys
 from lockstep.errors import RunError, UsageError, listed
 from lockstep.strategy import SINGLE
+from lockstep.verify.comparison_result import UNKNOWN, Cause, Outcome
 from lockstep.verify.configs import Start, outcomes_of, record
-from lockstep.verify.outcome import UNKNOWN, Cause, Outcome
 from lockstep.verify.proof import spec_of
 from lockstep.verify.script.pair import PairedLosses
 from lockstep.verify.subject import MAIN, Case, Spec, VerifyJob

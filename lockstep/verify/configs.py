@@ -15,9 +15,16 @@ from typing import Any
 
 from lockstep.errors import first_line
 from lockstep.verify.causes import cause_of, is_clear, wanted_experiments
+from lockstep.verify.comparison_result import (
+    ALLOWED,
+    DIFFERENT,
+    EQUAL,
+    NOT_RUN,
+    Outcome,
+    PartDifference,
+)
 from lockstep.verify.differences import ASPECTS, Evidence, StepResult
 from lockstep.verify.experiments import NUDGED, first_experiments, further_experiments
-from lockstep.verify.outcome import ALLOWED, DIFFERENT, EQUAL, NOT_RUN, Outcome, PartDifference
 from lockstep.verify.recorded_flow import Deviation
 from lockstep.verify.reference import Check, judge
 from lockstep.verify.subject import MAIN, Case, Spec, VerifyJob, run_isolated, why_not_ended

@@ -16,8 +16,8 @@ from pathlib import Path
 from lockstep.config import Config
 from lockstep.errors import listed
 from lockstep.verify.algebra import NOT_REDUCED, Relation
+from lockstep.verify.comparison_result import Difference
 from lockstep.verify.experiments import FORCED
-from lockstep.verify.outcome import Difference
 from lockstep.verify.recorded_flow import (
     BACKWARD,
     FORWARD,

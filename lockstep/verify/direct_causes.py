@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 from lockstep.errors import listed
 from lockstep.verify import experiments
+from lockstep.verify.comparison_result import UNKNOWN, Cause
 from lockstep.verify.differences import Evidence, first_seen, located, name_ranks
-from lockstep.verify.outcome import UNKNOWN, Cause
 from lockstep.verify.trace import UpdateFacts
 
 

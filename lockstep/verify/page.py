@@ -19,7 +19,7 @@ from pathlib import Path
 
 from lockstep.report.page import write
 from lockstep.report.units import moment
-from lockstep.verify.outcome import Outcome, PartDifference
+from lockstep.verify.comparison_result import Outcome, PartDifference
 
 _SMALLEST = -8.0  # the power of ten at which a bar has no length
 

@@ -18,8 +18,8 @@ from lockstep.launch.spawn import spawn_again
 from lockstep.layout import SAME_BATCH
 from lockstep.scratch import temporary
 from lockstep.strategy import AUTO, SINGLE, parse_topology, strategy_named
+from lockstep.verify.comparison_result import Outcome
 from lockstep.verify.configs import Start, check_reference, compare, record
-from lockstep.verify.outcome import Outcome
 from lockstep.verify.reference import Check
 from lockstep.verify.subject import Case, Make, Spec, VerifyJob
 

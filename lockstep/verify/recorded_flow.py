@@ -18,7 +18,7 @@ from torch import Tensor
 from lockstep.tensors import fingerprint
 from lockstep.torch_compat.dispatch_mode import TorchDispatchMode
 from lockstep.verify.algebra import Relation
-from lockstep.verify.places import line_of_code
+from lockstep.verify.own_lines import line_of_code
 
 # micro-batch, module, number of its call, what: "input 0", "gradient of output 1" …
 Key = tuple[int, str, int, str]

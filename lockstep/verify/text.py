@@ -15,10 +15,10 @@ from lockstep.errors import first_line, listed
 from lockstep.report.units import columns
 from lockstep.strategy import SINGLE
 from lockstep.verify import Verdict
+from lockstep.verify.comparison_result import ALLOWED, DIFFERENT, EQUAL, NOT_JUDGED, Cause, Outcome
 from lockstep.verify.configs import COLUMNS
-from lockstep.verify.outcome import ALLOWED, DIFFERENT, EQUAL, NOT_JUDGED, Cause, Outcome
+from lockstep.verify.own_lines import code_at
 from lockstep.verify.page import DrawnOutcome
-from lockstep.verify.places import code_at
 from lockstep.verify.script import signs
 from lockstep.verify.script.pair import PairedLosses
 from lockstep.verify.script.record import for_ranks

@@ -24,7 +24,7 @@ from lockstep.errors import listed
 from lockstep.tensors import local
 from lockstep.torch_compat.loss_functions import is_mean
 from lockstep.torch_compat.wrapper_names import WRAPPER_NAMES
-from lockstep.verify.places import own_line
+from lockstep.verify.own_lines import own_line
 
 _WRAPPERS = {*WRAPPER_NAMES, "module", "_forward_module"}
 _DRAWS_OR_NORMALISES = (

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from lockstep.verify.places import code_at
+from lockstep.verify.own_lines import code_at
 from lockstep.verify.script.operations import (
     FORWARD,
     OperationDifference,

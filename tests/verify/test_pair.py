@@ -11,8 +11,8 @@ from benchmarks.silent_bugs.pairs import PAIRS, Pair, is_right, judge
 from lockstep.cli import main
 from lockstep.config import Config, config_from
 from lockstep.errors import RunError
+from lockstep.verify.comparison_result import Difference, Outcome
 from lockstep.verify.config_pair import compare_configs, losses_of_configs, other_keys
-from lockstep.verify.outcome import Difference, Outcome
 from lockstep.verify.script.pair import PairedLosses
 from lockstep.verify.text import losses_text, pair_text
 from tests.verify.test_faults import COMMON, START

@@ -84,7 +84,7 @@ def test_each_of_several_loaders_is_looked_at() -> None:
         keys = [[(0, number), (1, number)] for number in range(2)]
         record = ScriptRecord([RecordedStep(losses=[1.0], read=[read]) for read in keys])
         record.batches = {0: labelled, 1: [["x"], ["y"]], 2: [["evaluated"], ["by all"]]}
-        record.places.loaders = {0: "train.py:1", 1: "train.py:2"}
+        record.lines.loaders = {0: "train.py:1", 1: "train.py:2"}
         records.append(record)
     assert records[0].training_loaders == [0, 1]
     (cause,) = seen_on_ranks(World(records))

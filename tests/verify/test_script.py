@@ -17,8 +17,8 @@ from benchmarks.silent_bugs.idioms import IDIOMS, Idiom, judge
 from lockstep.cli import main
 from lockstep.errors import UsageError
 from lockstep.verify.command import verify_script
-from lockstep.verify.outcome import Outcome
-from lockstep.verify.places import code_at
+from lockstep.verify.comparison_result import Outcome
+from lockstep.verify.own_lines import code_at
 from lockstep.verify.text import script_text as text
 from lockstep.verify.watch import injected
 from tests.sampled import quick_and_full

@@ -17,10 +17,10 @@ from lockstep.verify import Subject
 from lockstep.verify import proof as package
 from lockstep.verify.algebra import reduced_relation
 from lockstep.verify.causes import cause_of
+from lockstep.verify.comparison_result import Difference
 from lockstep.verify.comparisons import compare_with_perturbed
 from lockstep.verify.differences import Evidence, StepResult, differing_options
 from lockstep.verify.experiments import AGAIN
-from lockstep.verify.outcome import Difference
 from lockstep.verify.script.observe import schedules_alive
 from lockstep.verify.subject import Case
 from lockstep.verify.trace import StepObserver, Trace, UpdateFacts

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from lockstep.verify.outcome import Outcome
+from lockstep.verify.comparison_result import Outcome
 from lockstep.verify.script.comparison import ScriptComparison
 from lockstep.verify.script.record import ScriptRecord, ScriptTask, TensorPiece, World
 from lockstep.verify.script.runs import Runs

@@ -8,8 +8,8 @@ where a gradient differs: one process a rank   given that rank's samples alone; 
                                                how they were added
 
 In each observed process observe.py runs the script, and writes a record (record.py, values.py,
-draws.py); hangs.py ends ranks that wait for each other. runs.py starts these processes. judge.py is
+draws.py, recorded_lines.py); hangs.py ends ranks that wait for each other. runs.py starts these processes. judge.py is
 the way above: it looks at the ranks (ranks.py, samples_of_ranks.py), compares with one process
 (comparison.py), and explains (explanation.py, by gradients.py, reduction.py and operations.py).
-lines.py, fixes.py and signs.py make the report. pair.py compares two scripts by the same means.
+cause_lines.py, fixes.py and signs.py make the report. pair.py compares two scripts by the same means.
 """

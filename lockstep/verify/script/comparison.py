@@ -17,7 +17,7 @@ import torch
 
 from lockstep.errors import LockstepError, RunError
 from lockstep.verify.algebra import Values, distance
-from lockstep.verify.outcome import Difference, Outcome
+from lockstep.verify.comparison_result import Difference, Outcome
 from lockstep.verify.script import gradients
 from lockstep.verify.script.gradients import vector
 from lockstep.verify.script.operations import (

@@ -13,7 +13,7 @@ import numpy as np
 
 from lockstep.errors import LockstepError, listed
 from lockstep.verify.algebra import CEILING, Values, distance, mean_of
-from lockstep.verify.outcome import UNKNOWN, Cause, Difference
+from lockstep.verify.comparison_result import UNKNOWN, Cause, Difference
 from lockstep.verify.script import gradients
 from lockstep.verify.script.comparison import MOST_PARTS, NUDGES, ROUNDING, ScriptComparison
 from lockstep.verify.script.fixes import NORMALISATION, script_cause

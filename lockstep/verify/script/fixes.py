@@ -7,7 +7,7 @@ Tests: tests/verify/test_script.py
 
 from collections.abc import Sequence
 
-from lockstep.verify.outcome import Cause
+from lockstep.verify.comparison_result import Cause
 from lockstep.verify.script.record import ACCELERATE, FABRIC, LIGHTNING, TORCH, TRANSFORMERS
 
 NORMALISATION = "loss normalisation"

@@ -25,7 +25,7 @@ from lockstep.verify.algebra import (
     factor,
     mean_of,
 )
-from lockstep.verify.outcome import Cause
+from lockstep.verify.comparison_result import Cause
 from lockstep.verify.script.fixes import NORMALISATION, script_cause
 from lockstep.verify.script.record import RecordedStep, ScriptRecord, Tensors
 

@@ -18,7 +18,7 @@ from contextlib import suppress
 
 from lockstep.launch.failures import short_path
 from lockstep.processes import descendants, is_running, wants_processor
-from lockstep.verify.places import is_own
+from lockstep.verify.own_lines import is_own
 from lockstep.verify.script.record import ScriptRecord, ScriptTask
 
 _PATIENCE = 15.0  # seconds for which no rank may compute; longer than a script sleeps on purpose

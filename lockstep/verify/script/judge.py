@@ -14,12 +14,12 @@ from typing import Any
 from lockstep.diagnose import recognise
 from lockstep.errors import LockstepError, RunError, first_line, listed
 from lockstep.verify.algebra import CEILING
-from lockstep.verify.outcome import Cause, Outcome, PartDifference
+from lockstep.verify.comparison_result import Cause, Outcome, PartDifference
+from lockstep.verify.script.cause_lines import LineEvidence, name_lines
 from lockstep.verify.script.comparison import NUDGES, ROUNDING, ScriptComparison
 from lockstep.verify.script.draws import drawn_apart
 from lockstep.verify.script.explanation import check_accumulation, explain
 from lockstep.verify.script.fixes import script_cause
-from lockstep.verify.script.lines import LineEvidence, name_lines
 from lockstep.verify.script.ranks import (
     hang_cause,
     loop_causes,

@@ -50,7 +50,7 @@ from lockstep.tensors import local, with_other_last_bits
 from lockstep.torch_compat import script_patches
 from lockstep.torch_compat.pytree import tree_leaves
 from lockstep.verify.operation_modes import FullPrecision, MeanDraws
-from lockstep.verify.places import (
+from lockstep.verify.own_lines import (
     is_own,
     line_of_definition,
     line_outside_of_modules,
@@ -231,7 +231,7 @@ class _ScriptObserver:
     def _made(self, made: Any) -> None:
         self._checks.note_made(made)
         if isinstance(made, torch.optim.Optimizer):
-            self.record.places.optimizers.append(own_line())
+            self.record.lines.optimizers.append(own_line())
             self._draws.begin()
 
     def _module_made(self, module: nn.Module) -> None:
@@ -241,7 +241,7 @@ class _ScriptObserver:
     def _schedule_stepped(self, schedule: LRScheduler) -> None:
         self._checks.schedule_stepped(schedule)
         if schedule.last_epoch > 0:  # else it is made
-            self.record.places.note_schedule(own_line())
+            self.record.lines.note_schedule(own_line())
 
     def _broadcast(self, text: str) -> None:
         if torch.is_grad_enabled():  # else it may be a metric
@@ -250,7 +250,7 @@ class _ScriptObserver:
     def _seeded(self, seed: Any) -> None:
         begun = self.record.batches or self.record.steps
         if not self._seeds_pass and self._states is None and not begun:
-            self.record.places.seeds.append((own_line(), str(seed)))
+            self.record.lines.seeds.append((own_line(), str(seed)))
 
     def _batch_read(self) -> None:
         self._checks.batch_read()
@@ -260,7 +260,7 @@ class _ScriptObserver:
 
     def _hook_registered(self, name: str, of_torch: bool) -> bool:
         self.record.hooks.append((name, of_torch))
-        self.record.places.note_hook(own_line())
+        self.record.lines.note_hook(own_line())
         return not self.task.plain_reduction
 
     def _sources(self) -> list[BatchKey]:
@@ -338,12 +338,12 @@ class _ScriptObserver:
         prefix = self._prefixes.get(number)
         if prefix is None:
             return
-        places = self.record.places
+        lines = self.record.lines
         line = own_line()
         if line:
-            places.models[prefix] = line
+            lines.models[prefix] = line
         if isinstance(model, DistributedDataParallel | FullyShardedDataParallel | FSDPModule):
-            places.wrapped.add(prefix)
+            lines.wrapped.add(prefix)
 
     def _begin_pass(self) -> dict[str, Any]:
         """Return the generators' states, and change how this pass draws and rounds if told so."""
@@ -388,7 +388,7 @@ class _ScriptObserver:
         prefix = f"{len(self._models)}:" if self._models and is_new else ""
         if is_new or not self._models:
             self._prefixes[len(self._models)] = prefix
-            self.record.places.made[prefix] = self._line_that_made(model)
+            self.record.lines.made[prefix] = self._line_that_made(model)
         self._models.append(model)
         modules = list(model.modules())
         if any(isinstance(module, _STATISTICS) for module in modules):
@@ -467,7 +467,7 @@ class _ScriptObserver:
     def _around_schedule(self, call: Any, schedule: Any) -> Any:
         """Take a pipeline's step, with the passes of all its micro-batches, as one pass."""
         loss = script_patches.loss_of_schedule(schedule)
-        self.record.places.note_loss(line_of_definition(loss))
+        self.record.lines.note_loss(line_of_definition(loss))
         self._step.calls.append((BACKWARD, own_line()))
         self._states = self._begin_pass()
         self._called_with = values.generator_states()

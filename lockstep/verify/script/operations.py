@@ -22,7 +22,7 @@ from torch import Tensor
 from lockstep.tensors import fingerprint
 from lockstep.torch_compat.dispatch_mode import TorchDispatchMode
 from lockstep.torch_compat.pytree import tree_leaves
-from lockstep.verify.places import is_reading, line_of_code, own_line
+from lockstep.verify.own_lines import is_reading, line_of_code, own_line
 
 FORWARD = "forward"
 BACKWARD = "backward"

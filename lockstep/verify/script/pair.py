@@ -25,7 +25,7 @@ import torch
 
 from lockstep.errors import LockstepError, RunError, first_line, listed
 from lockstep.verify.algebra import CEILING
-from lockstep.verify.outcome import DIFFERENT, EQUAL, NOT_RUN, Cause, Difference, Outcome
+from lockstep.verify.comparison_result import DIFFERENT, EQUAL, NOT_RUN, Cause, Difference, Outcome
 from lockstep.verify.script.comparison import NUDGES, ROUNDING, ScriptComparison
 from lockstep.verify.script.draws import LoopDraw
 from lockstep.verify.script.operations import first_operation

@@ -13,7 +13,7 @@ from itertools import zip_longest
 import numpy as np
 
 from lockstep.errors import listed
-from lockstep.verify.outcome import Cause
+from lockstep.verify.comparison_result import Cause
 from lockstep.verify.script.draws import BatchKey, drawn_alike
 from lockstep.verify.script.fixes import fix_for, script_cause
 from lockstep.verify.script.record import (

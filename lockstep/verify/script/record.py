@@ -17,9 +17,9 @@ from torch import Tensor
 
 from lockstep.division import ceil_div
 from lockstep.torch_compat.script_patches import COLLECTIVES
-from lockstep.verify.places import ScriptPlaces
 from lockstep.verify.script.draws import BatchKey, Draws, LoopDraw
 from lockstep.verify.script.operations import BACKWARD, TracedOperation, line_of_loss
+from lockstep.verify.script.recorded_lines import ScriptLines
 
 Tensors = dict[str, Tensor]
 _TASK = "task.pt"  # file in the folder of a task
@@ -310,7 +310,7 @@ class ScriptRecord:
     draws: list[LoopDraw] = field(default_factory=list)  # what the loop drew, in order
     # places of draws for which the ranks' numbers could not be given to this process
     unkeyed: list[str] = field(default_factory=list)
-    places: ScriptPlaces = field(default_factory=ScriptPlaces)  # lines of the script
+    lines: ScriptLines = field(default_factory=ScriptLines)  # where the script did what
     # communication hooks of DistributedDataParallel: name, and whether torch offers it
     hooks: list[tuple[str, bool]] = field(default_factory=list)
 

@@ -32,7 +32,7 @@ from lockstep.verify.algebra import (
     weighted_sum,
     wrong_sums,
 )
-from lockstep.verify.outcome import Cause
+from lockstep.verify.comparison_result import Cause
 from lockstep.verify.script.fixes import script_cause
 from lockstep.verify.script.gradients import (
     BY_PARTS,

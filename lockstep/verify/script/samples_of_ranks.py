@@ -14,7 +14,7 @@ Tests: tests/verify/test_samples_of_ranks.py, tests/verify/test_script.py
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lockstep.verify.outcome import Cause
+from lockstep.verify.comparison_result import Cause
 from lockstep.verify.script.draws import drawn_apart
 from lockstep.verify.script.fixes import fix_for, script_cause
 from lockstep.verify.script.record import ScriptRecord, World
@@ -124,7 +124,7 @@ class _ReadSamples:
         record = self.leaders[0]
         cause = script_cause("samples", text, by, record.framework)
         if self.loader is not None:
-            cause.place_at(record.places.loaders.get(self.loader, ""))
+            cause.place_at(record.lines.loaders.get(self.loader, ""))
         return cause
 
 

@@ -3,7 +3,15 @@
 Tests: tests/verify/test_script.py
 """
 
-from lockstep.verify.outcome import ALLOWED, DIFFERENT, EQUAL, NOT_JUDGED, NOT_RUN, Cause, Outcome
+from lockstep.verify.comparison_result import (
+    ALLOWED,
+    DIFFERENT,
+    EQUAL,
+    NOT_JUDGED,
+    NOT_RUN,
+    Cause,
+    Outcome,
+)
 from lockstep.verify.script.record import LOCKSTEP
 
 COLUMNS = ("loop", "samples", "random numbers", "first values", "settings", "gradients", "weights")

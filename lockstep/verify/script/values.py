@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 from lockstep.tensors import bytes_of, local, shard_like
 from lockstep.torch_compat import script_patches
 from lockstep.torch_compat.pytree import tree_leaves, tree_map_only
-from lockstep.verify.places import order_of, own_line
+from lockstep.verify.own_lines import order_of, own_line
 from lockstep.verify.script.draws import BatchKey
 from lockstep.verify.script.record import ScriptRecord, ScriptTask, TensorPiece, batch_file
 
@@ -203,7 +203,7 @@ class ObservedLoaders:
         loader.collate_fn = _Collate(
             loader.collate_fn, self, self._made, loader.dataset, in_batches=in_batches
         )
-        self._record.places.loaders[self._made] = order_of(loader) or own_line()
+        self._record.lines.loaders[self._made] = order_of(loader) or own_line()
         self._made += 1
 
     def take_unused(self) -> list[BatchKey]:
@@ -243,7 +243,7 @@ class ObservedLoaders:
         self._evaluated = []
         if torch.is_grad_enabled():
             self._unused.append((loader, index))
-        self._record.places.reads[loader] = own_line()
+        self._record.lines.reads[loader] = own_line()
         samples = own
         task = self._task
         self.last = (loader, index)

@@ -9,18 +9,18 @@
 
 A cause for which nothing of this was seen has no line: none is better than a wrong one.
 
-Tests: tests/verify/test_places.py, tests/verify/test_script.py
+Tests: tests/verify/test_own_lines.py, tests/verify/test_script.py
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from lockstep.verify.outcome import UNKNOWN, Cause, Outcome
-from lockstep.verify.places import seed_that_agrees, seed_that_differs
+from lockstep.verify.comparison_result import UNKNOWN, Cause, Outcome
 from lockstep.verify.script.fixes import NORMALISATION
 from lockstep.verify.script.gradients import NOT_SYNCHRONISED, SUM
 from lockstep.verify.script.operations import BACKWARD, UPDATE, OperationDifference
 from lockstep.verify.script.record import CLIP, RecordedStep, ScriptRecord
+from lockstep.verify.script.recorded_lines import seed_that_agrees, seed_that_differs
 
 
 @dataclass
@@ -46,10 +46,10 @@ class LineEvidence:
     @property
     def loss(self) -> str:
         """Return the line of the loss; where that was not traced, that of its backward pass."""
-        places = self.records[-1].places
+        lines = self.records[-1].lines
         steps = [record.steps[self.step :] for record in self.traced]
         traced = [step[0].loss_line for step in steps if step]
-        found = next(filter(None, traced), "") or places.loss
+        found = next(filter(None, traced), "") or lines.loss
         return found or self.last_step.line_of(BACKWARD)
 
 
@@ -63,15 +63,15 @@ def name_lines(outcome: Outcome, evidence: LineEvidence) -> None:
 def _line(cause: Cause, evidence: LineEvidence) -> str:
     """Return the script's own line for a cause; empty if none was seen."""
     record = evidence.records[0]
-    places = record.places
+    recorded = record.lines
     step = evidence.last_step
     if cause.kind == "samples":
         return _line_of_samples(evidence)
     if cause.kind == "random numbers":
-        return seed_that_agrees([each.places for each in evidence.records])
+        return seed_that_agrees([each.lines for each in evidence.records])
     if cause.kind == "first values":
-        seed = seed_that_differs([each.places for each in evidence.records])
-        return seed or _of_parameters(cause, places.made, record)
+        seed = seed_that_differs([each.lines for each in evidence.records])
+        return seed or _of_parameters(cause, recorded.made, record)
     if cause.kind in ("computation of a rank", UNKNOWN):
         return "" if evidence.differs is None else evidence.differs.line
     if cause.kind == SUM:
@@ -81,19 +81,19 @@ def _line(cause: Cause, evidence: LineEvidence) -> str:
     if cause.kind == NOT_SYNCHRONISED:
         return _line_of_synchronisation(cause, evidence)
     if cause.kind == "precision":
-        return _of_parameters(cause, places.models, record)
+        return _of_parameters(cause, recorded.models, record)
     # Rank 0 may be one that does not clip, say, where others do.
     lines = {
         "clipping": _first([each.line_of(CLIP) for each in evidence.steps]),
-        "communication hook": _first([each.places.hook for each in evidence.records]),
-        "learning rate schedule": _first([each.places.schedule for each in evidence.records]),
-        "uneven steps": places.reads.get(record.training_loader or 0, ""),
+        "communication hook": _first([each.lines.hook for each in evidence.records]),
+        "learning rate schedule": _first([each.lines.schedule for each in evidence.records]),
+        "uneven steps": recorded.reads.get(record.training_loader or 0, ""),
         "replicas": step.line_of(UPDATE),
     }
     if cause.column == "settings" and cause.kind not in lines:
         first = record.steps[0].settings if record.steps else []
-        scheduled = places.schedule and first == step.settings and evidence.step
-        return places.schedule if scheduled else next(iter(places.optimizers), "")
+        scheduled = recorded.schedule and first == step.settings and evidence.step
+        return recorded.schedule if scheduled else next(iter(recorded.optimizers), "")
     return lines.get(cause.kind, "")
 
 
@@ -104,7 +104,7 @@ def _first(lines: Sequence[str]) -> str:
 def _of_parameters(cause: Cause, lines: dict[str, str], record: ScriptRecord) -> str:
     """Return the line of the model whose parameters a cause is about; else of the first model."""
     name = next(iter(cause.parameters), next(iter(record.first), ""))
-    return record.places.of_parameter(lines, name)
+    return record.lines.of_parameter(lines, name)
 
 
 def _line_of_samples(evidence: LineEvidence) -> str:
@@ -112,8 +112,8 @@ def _line_of_samples(evidence: LineEvidence) -> str:
     record = evidence.records[0]
     loader = next(iter(record.training_loaders), None)
     if loader is not None:
-        return record.places.loaders.get(loader, "")
-    seed = seed_that_agrees([each.places for each in evidence.records])
+        return record.lines.loaders.get(loader, "")
+    seed = seed_that_agrees([each.lines for each in evidence.records])
     drawn = [draw.line for draw in record.draws if draw.outside]
     return seed or next(iter(reversed(drawn)), "")
 
@@ -146,6 +146,6 @@ def _line_of_synchronisation(cause: Cause, evidence: LineEvidence) -> str:
         added_later = BACKWARD in names[last + 1 :]
         return step.line_of(BACKWARD) if added_later else reduced[-1]
     name = next(iter(cause.parameters), next(iter(step.gradients), ""))
-    if record.places.is_wrapped(name):
+    if record.lines.is_wrapped(name):
         return step.line_of(BACKWARD)
-    return record.places.of_parameter(record.places.models, name)
+    return record.lines.of_parameter(record.lines.models, name)

@@ -9,15 +9,14 @@ libraries, of Python and of `lockstep verify` are not the user's own.
     train.py:22   training_step self.body(inputs)              own, and nearest to the call
     …/torch/nn/modules/module.py:1775                          torch's
 
-Tests: tests/verify/test_places.py, tests/verify/test_script.py
+Tests: tests/verify/test_own_lines.py, tests/verify/test_script.py
 """
 
 import inspect
 import linecache
 import re
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from types import FrameType
@@ -91,63 +90,6 @@ def _line_of(frame: FrameType | None) -> str:
     if frame is None:
         return ""
     return f"{short_path(frame.f_code.co_filename)}:{frame.f_lineno}"
-
-
-@dataclass
-class ScriptPlaces:
-    """Keeps lines of a script, in one process of it."""
-
-    # loader → where it is made, or where the script's own sampler or stream orders its samples
-    loaders: dict[int, str] = field(default_factory=dict)
-    reads: dict[int, str] = field(default_factory=dict)  # loader → where its last batch was read
-    # first letters of its parameters' names → where a model was called last
-    models: dict[str, str] = field(default_factory=dict)
-    made: dict[str, str] = field(default_factory=dict)  # the same → where the model was made
-    wrapped: set[str] = field(default_factory=set)  # the same, of models whose wrapper reduces
-    optimizers: list[str] = field(default_factory=list)  # where each is made
-    schedule: str = ""  # where a learning rate schedule was stepped last
-    loss: str = ""  # where a pipeline's loss is defined
-    hook: str = ""  # where a communication hook was registered
-    seeds: list[tuple[str, str]] = field(default_factory=list)  # line and seed, in order
-
-    def note_schedule(self, line: str) -> None:
-        """Note where a learning rate schedule is stepped."""
-        self.schedule = line
-
-    def note_loss(self, line: str) -> None:
-        """Note where a pipeline's loss is defined."""
-        self.loss = line
-
-    def note_hook(self, line: str) -> None:
-        """Note where a communication hook is registered."""
-        self.hook = line
-
-    def of_parameter(self, lines: dict[str, str], name: str) -> str:
-        """Return the line that is kept for the model of a parameter."""
-        begins = [prefix for prefix in lines if name.startswith(prefix)]
-        return lines[max(begins, key=len)] if begins else ""
-
-    def is_wrapped(self, name: str) -> bool:
-        """Return whether the gradient of a parameter is reduced by a wrapper of its model."""
-        begins = [prefix for prefix in self.models if name.startswith(prefix)]
-        return bool(begins) and max(begins, key=len) in self.wrapped
-
-
-def seed_that_differs(places: Sequence[ScriptPlaces]) -> str:
-    """Return the first line that seeds ranks otherwise; empty if none does."""
-    for seeds in zip(*(place.seeds for place in places), strict=False):
-        line: str = seeds[0][0]
-        if any(seed != seeds[0][1] for _, seed in seeds):
-            return line
-    return ""
-
-
-def seed_that_agrees(places: Sequence[ScriptPlaces]) -> str:
-    """Return the last line that seeds ranks, if it seeds all alike; else empty."""
-    last = [place.seeds[-1] for place in places if place.seeds]
-    if len(last) < len(places) or any(seed != last[0] for seed in last):
-        return ""
-    return last[0][0]
 
 
 def order_of(loader: Any) -> str:

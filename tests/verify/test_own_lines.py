@@ -6,12 +6,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler, TensorDataset
 
-from lockstep.verify import places
-from lockstep.verify.outcome import UNKNOWN, Cause, Outcome
-from lockstep.verify.places import ScriptPlaces, own_line, seed_that_agrees, seed_that_differs
+from lockstep.verify import own_lines
+from lockstep.verify.comparison_result import UNKNOWN, Cause, Outcome
+from lockstep.verify.own_lines import own_line
+from lockstep.verify.script.cause_lines import LineEvidence, name_lines
 from lockstep.verify.script.fixes import NORMALISATION
 from lockstep.verify.script.gradients import NOT_SYNCHRONISED, SUM
-from lockstep.verify.script.lines import LineEvidence, name_lines
 from lockstep.verify.script.operations import (
     BACKWARD,
     FORWARD,
@@ -22,8 +22,13 @@ from lockstep.verify.script.operations import (
     line_of_loss,
 )
 from lockstep.verify.script.record import CLIP, RecordedStep, ScriptRecord
+from lockstep.verify.script.recorded_lines import (
+    ScriptLines,
+    seed_that_agrees,
+    seed_that_differs,
+)
 
-HERE = "tests/verify/test_places.py"
+HERE = "tests/verify/test_own_lines.py"
 
 
 def line_with(text: str) -> str:
@@ -36,7 +41,7 @@ def line_with(text: str) -> str:
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.line = places.line_outside_of_modules()
+        self.line = own_lines.line_outside_of_modules()
 
 
 class Model(nn.Module):
@@ -51,10 +56,10 @@ class Reversed(Sampler[int]):
 
 
 def test_own_lines() -> None:
-    assert places.code_at(own_line()).startswith("assert places.code_at(own_line())")
-    assert not places.is_own(nn.__file__)
-    assert not places.is_own(places.__file__)
-    assert places.is_own(__file__)
+    assert own_lines.code_at(own_line()).startswith("assert own_lines.code_at(own_line())")
+    assert not own_lines.is_own(nn.__file__)
+    assert not own_lines.is_own(own_lines.__file__)
+    assert own_lines.is_own(__file__)
     # a library calls this: the line is that which calls the library
     found = [own_line() for _ in sorted([1], key=lambda _: 0)]
     assert found == [line_with("key=lambda _: 0)]")]
@@ -67,19 +72,19 @@ def test_a_module_is_made_outside_of_the_constructors_of_others() -> None:
 
 def test_the_scripts_own_sampler_orders_a_loader() -> None:
     data = TensorDataset(torch.ones(4))
-    assert places.order_of(DataLoader(data)) == ""
+    assert own_lines.order_of(DataLoader(data)) == ""
     loader = DataLoader(data, sampler=Reversed())
-    assert places.order_of(loader) == line_with("# orders samples")
+    assert own_lines.order_of(loader) == line_with("# orders samples")
 
 
 def test_seeds_of_ranks() -> None:
-    alike = [ScriptPlaces(seeds=[("a.py:1", "0"), ("a.py:9", "7")]) for _ in range(2)]
+    alike = [ScriptLines(seeds=[("a.py:1", "0"), ("a.py:9", "7")]) for _ in range(2)]
     assert seed_that_agrees(alike) == "a.py:9"
     assert seed_that_differs(alike) == ""
-    apart = [ScriptPlaces(seeds=[("a.py:1", "0"), ("a.py:9", str(rank))]) for rank in range(2)]
+    apart = [ScriptLines(seeds=[("a.py:1", "0"), ("a.py:9", str(rank))]) for rank in range(2)]
     assert seed_that_agrees(apart) == ""
     assert seed_that_differs(apart) == "a.py:9"
-    assert seed_that_agrees([ScriptPlaces(), ScriptPlaces()]) == ""
+    assert seed_that_agrees([ScriptLines(), ScriptLines()]) == ""
 
 
 def test_the_line_that_computes_a_loss() -> None:
@@ -101,15 +106,15 @@ def step(*calls: tuple[str, str], loss_line: str = "") -> RecordedStep:
 def lines_of(
     kind: str,
     *calls: tuple[str, str],
-    places: ScriptPlaces | None = None,
+    lines: ScriptLines | None = None,
     differs: OperationDifference | None = None,
     traced: str = "",
     parameters: tuple[str, ...] = (),
     column: str = "gradients",
 ) -> str:
     """Return the line that a cause of a kind gets."""
-    known = ScriptPlaces() if places is None else places
-    records = [ScriptRecord(steps=[step(*calls)], places=known) for _ in range(2)]
+    known = ScriptLines() if lines is None else lines
+    records = [ScriptRecord(steps=[step(*calls)], lines=known) for _ in range(2)]
     ranks = [ScriptRecord(steps=[step(loss_line=traced)])] if traced else []
     outcome = Outcome("2 ranks", 2)
     outcome.causes = [Cause(kind, "", column=column, parameters=list(parameters))]
@@ -125,8 +130,8 @@ STEP = (UPDATE, "t.py:40")
 def test_the_line_of_a_loss() -> None:
     assert lines_of(NORMALISATION, BACK, STEP) == "t.py:20"
     assert lines_of(NORMALISATION, BACK, STEP, traced="t.py:18") == "t.py:18"
-    stages = ScriptPlaces(loss="t.py:3")
-    assert lines_of(SUM, BACK, STEP, places=stages) == "t.py:3"
+    stages = ScriptLines(loss="t.py:3")
+    assert lines_of(SUM, BACK, STEP, lines=stages) == "t.py:3"
 
 
 def test_the_line_of_a_reduction() -> None:
@@ -135,12 +140,12 @@ def test_the_line_of_a_reduction() -> None:
     assert lines_of(SUM, REDUCE, BACK, STEP) == "t.py:20"  # counts are summed before
     assert lines_of(NOT_SYNCHRONISED, BACK, REDUCE, STEP) == "t.py:30"
     assert lines_of(NOT_SYNCHRONISED, BACK, REDUCE, BACK, STEP) == "t.py:20"
-    plain = ScriptPlaces(models={"": "t.py:15", "1:": "t.py:16"}, wrapped={""})
+    plain = ScriptLines(models={"": "t.py:15", "1:": "t.py:16"}, wrapped={""})
     parameters = ("1:head.weight",)
-    assert lines_of(NOT_SYNCHRONISED, BACK, places=plain, parameters=parameters) == "t.py:16"
-    assert lines_of(NOT_SYNCHRONISED, BACK, places=plain, parameters=("head.bias",)) == "t.py:20"
+    assert lines_of(NOT_SYNCHRONISED, BACK, lines=plain, parameters=parameters) == "t.py:16"
+    assert lines_of(NOT_SYNCHRONISED, BACK, lines=plain, parameters=("head.bias",)) == "t.py:20"
     later = OperationDifference("mul_", "t.py:25", is_update=True)
-    assert lines_of(NOT_SYNCHRONISED, BACK, differs=later, places=plain) == "t.py:25"
+    assert lines_of(NOT_SYNCHRONISED, BACK, differs=later, lines=plain) == "t.py:25"
 
 
 def test_lines_of_other_causes() -> None:
@@ -148,12 +153,12 @@ def test_lines_of_other_causes() -> None:
     assert lines_of("computation of a rank", BACK, differs=found) == "t.py:11"
     assert lines_of(UNKNOWN, BACK) == ""  # none is better than a wrong one
     assert lines_of("clipping", BACK, (CLIP, "t.py:35")) == "t.py:35"
-    assert lines_of("learning rate schedule", places=ScriptPlaces(schedule="t.py:41")) == "t.py:41"
+    assert lines_of("learning rate schedule", lines=ScriptLines(schedule="t.py:41")) == "t.py:41"
     # what rank 1 alone does has its line there
     only_there = [ScriptRecord(steps=[step(BACK)]), ScriptRecord(steps=[step((CLIP, "t.py:36"))])]
     outcome = Outcome("2 ranks", 2, causes=[Cause("clipping", "")])
     name_lines(outcome, LineEvidence(only_there))
     assert outcome.causes[0].line == "t.py:36"
-    made = ScriptPlaces(optimizers=["t.py:8"], made={"": "t.py:7"})
-    assert lines_of("learning rate", STEP, places=made, column="settings") == "t.py:8"
-    assert lines_of("first values", places=made, parameters=("head.weight",)) == "t.py:7"
+    made = ScriptLines(optimizers=["t.py:8"], made={"": "t.py:7"})
+    assert lines_of("learning rate", STEP, lines=made, column="settings") == "t.py:8"
+    assert lines_of("first values", lines=made, parameters=("head.weight",)) == "t.py:7"
