@@ -21,8 +21,8 @@ from lockstep.verify.configs import Start
 from lockstep.verify.page import write_page
 from lockstep.verify.proof import DEFAULT_STEPS, require_startable, verify
 from lockstep.verify.script.judge import judge_script
-from lockstep.verify.script.record import ScriptTask
 from lockstep.verify.script.runs import Runs, script_starter, start_command
+from lockstep.verify.script.task import ScriptTask
 
 _DEFAULT_STEPS_OF_SCRIPT = 3
 

@@ -20,8 +20,8 @@ from lockstep.verify.config_pair import compare_configs, losses_of_configs
 from lockstep.verify.launchers import with_ranks
 from lockstep.verify.proof import require_startable
 from lockstep.verify.script.pair import PairedLosses, compare_scripts, paired_losses
-from lockstep.verify.script.record import ScriptTask
 from lockstep.verify.script.runs import Runs, script_starter, start_command
+from lockstep.verify.script.task import ScriptTask
 
 STEPS = 5
 PAIRED_STEPS = 30  # where the losses are compared

@@ -5,7 +5,8 @@ import torch
 
 from lockstep.verify.script.draws import LoopDraw
 from lockstep.verify.script.ranks import seen_on_ranks
-from lockstep.verify.script.record import RecordedStep, ScriptRecord, World
+from lockstep.verify.script.record import RecordedStep, ScriptRecord
+from lockstep.verify.script.world import World
 
 READ = ([["a", "b", "c"], ["d", "e", "f"]], [["d", "e", "g"], ["a", "h", "i"]])  # of two ranks
 

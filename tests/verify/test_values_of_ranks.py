@@ -6,8 +6,10 @@ import torch
 
 from lockstep.verify.comparison_result import Outcome
 from lockstep.verify.script.comparison import ScriptComparison
-from lockstep.verify.script.record import ScriptRecord, ScriptTask, TensorPiece, World
+from lockstep.verify.script.record import ScriptRecord, TensorPiece
 from lockstep.verify.script.runs import Runs
+from lockstep.verify.script.task import ScriptTask
+from lockstep.verify.script.world import World
 
 
 def test_a_gradient_that_rank_0_lacks_is_given_to_one_process(tmp_path: Path) -> None:

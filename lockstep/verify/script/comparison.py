@@ -1,19 +1,20 @@
 """Compares the gradients and updates of a script's ranks with those of one process.
 
 `ScriptComparison` runs the ranks (`take`) and one process (`alone`), which is `given` what the
-ranks had, and reads a `feed` of their samples. Vectors of all gradients are compared, parameter
-after parameter in a row; `explanation.py` says why they differ.
+ranks had, and reads a `feed` of their samples; both under the same `conditions`. Vectors of all
+gradients are compared, parameter after parameter in a row; `explanation.py` says why they differ.
 
 Tests: tests/verify/test_script.py, tests/verify/test_values_of_ranks.py
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from lockstep.errors import LockstepError, RunError
 from lockstep.verify.algebra import Values, distance
@@ -23,20 +24,15 @@ from lockstep.verify.script.gradients import vector
 from lockstep.verify.script.operations import (
     OperationDifference,
 )
-from lockstep.verify.script.record import (
-    Pieces,
-    RecordedStep,
-    ScriptRecord,
-    TensorPiece,
-    World,
-)
+from lockstep.verify.script.record import Pieces, RecordedStep, ScriptRecord, TensorPiece
 from lockstep.verify.script.runs import Feed, Runs, TrainedBatches, step_batches
 from lockstep.verify.script.samples_of_ranks import is_cut_by_script
+from lockstep.verify.script.task import AS_IT_IS, AS_WRITTEN, GivenValues
+from lockstep.verify.script.world import World
 
 ROUNDING = 2e-5  # relative difference that needs no explanation in float32
 NUDGES = 10.0  # how many times as far as changed last bits do a difference may be
 MOST_PARTS = 8  # processes that are started for the parts of one step
-_UNDONE = ("mean_draws", "full_precision", "plain_reduction", "first")
 
 
 class ScriptComparison:
@@ -52,7 +48,9 @@ class ScriptComparison:
         self.folder = Path()
         self.rounding = ROUNDING
         # what each run of one process is given, but for its samples
-        self.given: dict[str, Any] = {}
+        self.given = AS_IT_IS
+        # of each further run: without what is other by nature, as draws and autocast
+        self.conditions = AS_WRITTEN
         self.feed: Feed = {}
         self.in_turn = False  # whether one process takes the ranks' batches one after another
         self.sizes: dict[str, int] = {}  # of the gradients that are compared
@@ -65,10 +63,15 @@ class ScriptComparison:
         self.rank_that_differs = 0
         self.traced: list[ScriptRecord] = []  # the ranks, with each operation
 
-    def take(self, what: str, **changes: Any) -> None:
+    def take(self, what: str, given: GivenValues = AS_IT_IS) -> None:
         """Run the ranks, whose records are judged from now on."""
-        self.folder, self.records = self.runs.world(self.ranks, what, **changes)
+        self.folder, self.records = self.runs.world(self.ranks, what, given, self.conditions)
         self.world = World(self.records, self.joined)
+
+    def rerun(self, what: str, **conditions: bool) -> tuple[Path, list[ScriptRecord]]:
+        """Run the ranks once more, from the same first values, with some conditions besides."""
+        given = GivenValues(first=self.given.first)
+        return self.runs.world(self.ranks, what, given, replace(self.conditions, **conditions))
 
     def on_ranks(self, pieces: Sequence[Pieces]) -> dict[str, list[Any]]:
         """Return each parameter's value, or another tensor of it, on each rank."""
@@ -76,9 +79,26 @@ class ScriptComparison:
         names = dict.fromkeys(name for rank in ranks for name in rank)
         return {name: [rank[name] for rank in ranks if name in rank] for name in names}
 
-    def alone(self, what: str, feeds: Sequence[Feed], **changes: Any) -> list[ScriptRecord]:
-        """Run the script as one process for each of the feeds."""
-        return self.runs.alone(what, [{**self.given, **changes, "feed": feed} for feed in feeds])
+    def alone(
+        self,
+        what: str,
+        feeds: Sequence[Feed],
+        *,
+        given: GivenValues | None = None,
+        steps: int | None = None,
+        **conditions: bool,
+    ) -> list[ScriptRecord]:
+        """Run the script as one process for each of the feeds.
+
+        It takes the steps of the ranks, or `steps`, with what is `given`, or else `self.given`.
+        """
+        values = self.given if given is None else given
+        return self.runs.alone(
+            what,
+            [replace(values, feed=feed) for feed in feeds],
+            replace(self.conditions, **conditions),
+            self.outcome.steps if steps is None else steps,
+        )
 
     def distances(self, number: int, world: World, reference: ScriptRecord) -> tuple[float, float]:
         """Return how far the ranks' gradients are off, and their updates."""
@@ -103,7 +123,7 @@ class ScriptComparison:
         if number:
             before = one_process.tensors([reference.steps[number - 1].values])[0]
         else:
-            before = {name: ranks[0] for name, ranks in self.given["first"].items()}
+            before = {name: ranks[0] for name, ranks in self.given.first.items()}
         moved = max(float(np.linalg.norm(right - vector(before, sizes))), 1e-300)
         ranks = world.tensors([record.steps[number].values for record in world.records])
         return [float(np.linalg.norm(vector(mine, sizes) - right)) / moved for mine in ranks]
@@ -151,11 +171,6 @@ class ScriptComparison:
         pieces = {**step.unclipped, **step.gradients}
         self.sizes = {name: piece.local.numel() for name, piece in pieces.items()}
 
-    @property
-    def undone(self) -> dict[str, Any]:
-        """The settings without which ranks are run, as each further run of them must be."""
-        return {key: self.given[key] for key in _UNDONE if key in self.given}
-
     def can_take_parts(self) -> bool:
         """Return whether one process can be given the samples of each unit alone."""
         is_limited = len(self.world.units) <= MOST_PARTS and not is_cut_by_script(self.world)
@@ -173,16 +188,20 @@ class ScriptComparison:
                 self._on_each[number] = self._alone_on_each(number)
         return self._on_each[number]
 
-    def _alone_on_each(self, number: int, **changes: Any) -> list[tuple[Values, ScriptRecord]]:
+    def _alone_on_each(
+        self, number: int, *, traced: bool = False
+    ) -> list[tuple[Values, ScriptRecord]]:
         trained = step_batches(self.records[0], number)
         if trained is not None:
             feeds = [[[(unit[0], index)] for index in trained.indices] for unit in self.world.units]
-            return self.parts(number, trained, feeds, **changes)
+            return self.parts(number, trained, feeds, traced=traced)
         # A batch serves several steps, or a step takes batches of several loaders: a process is
         # given its unit's samples throughout, and updates with the gradients of all ranks.
-        changes |= {"steps": number + 1, "gradients": self._gradients_of_ranks()}
-        records = self.alone("given each rank's samples alone", self._unit_feeds(), **changes)
-        self._check_steps(records, number, "given each rank's samples alone")
+        given = replace(self.given, gradients=self._gradients_of_ranks())
+        what = "given each rank's samples alone"
+        of_units = self._unit_feeds()
+        records = self.alone(what, of_units, given=given, steps=number + 1, traced=traced)
+        self._check_steps(records, number, what)
         return [(self.gradients(number, World([record]))[0], record) for record in records]
 
     def _unit_feeds(self) -> list[Feed]:
@@ -208,7 +227,7 @@ class ScriptComparison:
         records = self.alone(what, self._unit_feeds())
         steps = zip(*(record.steps for record in records), strict=False)
         means = [
-            _mean_step(of_units, self.given["gradients"][number])
+            _mean_step(of_units, self.given.gradients[number])
             for number, of_units in enumerate(steps)
         ]
         return replace(records[0], steps=means)
@@ -224,7 +243,7 @@ class ScriptComparison:
 
     def give_gradients(self) -> None:
         """Let the optimizers of one process use the ranks' gradients from now on."""
-        self.given["gradients"] = self._gradients_of_ranks()
+        self.given = replace(self.given, gradients=self._gradients_of_ranks())
 
     def _gradients_of_ranks(self) -> list[dict[str, list[Any]]]:
         """Return the gradients of each step, by parameter, on each rank."""
@@ -236,7 +255,8 @@ class ScriptComparison:
         step: int,
         trained: TrainedBatches,
         samples: Sequence[Sequence[Sequence[tuple[int, int]]]],
-        **changes: Any,
+        *,
+        traced: bool = False,
     ) -> list[tuple[Values, ScriptRecord]]:
         """Return a step's gradient on one process for each member of `samples`.
 
@@ -250,7 +270,7 @@ class ScriptComparison:
                 feed[trained.loader, index] = list(of_batch)
             feeds.append(feed)
         what = "given parts of the samples alone"
-        records = self.alone(what, feeds, steps=step + 1, **changes)
+        records = self.alone(what, feeds, steps=step + 1, traced=traced)
         self._check_steps(records, step, what)
         return [(self.gradients(step, World([record]))[0], record) for record in records]
 
@@ -264,7 +284,9 @@ class ScriptComparison:
             )
 
 
-def _mean_step(steps: Sequence[RecordedStep], of_ranks: dict[str, list[Any]]) -> RecordedStep:
+def _mean_step(
+    steps: Sequence[RecordedStep], of_ranks: Mapping[str, Sequence[Tensor]]
+) -> RecordedStep:
     """Return a step with the mean of the gradients of several processes.
 
     Where they clip them, the clipped ones are those of the ranks: a norm of a mean is not the mean

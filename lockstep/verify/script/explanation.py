@@ -8,6 +8,7 @@ Tests: tests/verify/test_script.py, tests/verify/test_values_of_ranks.py
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -27,10 +28,11 @@ from lockstep.verify.script.operations import (
     line_that_couples,
 )
 from lockstep.verify.script.ranks import replicas_cause
-from lockstep.verify.script.record import ScriptRecord, World
+from lockstep.verify.script.record import ScriptRecord
 from lockstep.verify.script.reduction import reduction_cause
 from lockstep.verify.script.runs import step_batches, united
 from lockstep.verify.script.samples_of_ranks import is_cut_by_script
+from lockstep.verify.script.world import World
 
 
 def explain(c: ScriptComparison, first: Difference, reference: ScriptRecord) -> None:
@@ -80,7 +82,7 @@ def _first_operation(c: ScriptComparison, first: Difference, evidence: GradientE
     if not c.can_take_parts():
         return ""
     try:
-        _, records = c.runs.world(c.ranks, "with each operation traced", **c.undone, traced=True)
+        _, records = c.rerun("with each operation traced", traced=True)
     except LockstepError:  # what is compiled may not be traced
         return ""
     c.note_traced(records)
@@ -180,8 +182,7 @@ def _hook_cause(c: ScriptComparison, first: Difference, evidence: GradientEviden
     )
     if not names:
         return None
-    changes = c.undone | {"plain_reduction": True}
-    _, records = c.runs.world(c.ranks, f"without {listed(names)}", **changes)
+    _, records = c.rerun(f"without {listed(names)}", plain_reduction=True)
     if any(len(record.steps) <= first.step for record in records):
         return None
     plain = c.gradients(first.step, World(records, c.joined))
@@ -363,14 +364,14 @@ def _statistics_cause(c: ScriptComparison, first: Difference) -> Cause | None:
     """Return the cause if the gradients agree where batch normalisation uses running statistics."""
     if not any(record.normalises for record in c.records):
         return None
-    folder, records = c.runs.world(
-        c.ranks, "with running statistics", fixed_statistics=True, **c.undone
-    )
+    what = "with running statistics"
+    folder, records = c.rerun(what, fixed_statistics=True)
     if any(len(record.steps) <= first.step for record in records):
         return None
     world = World(records, c.joined)
     feed = united(world, shared=is_cut_by_script(world))
-    reference = c.alone("with running statistics", [feed], fixed_statistics=True, samples=folder)[0]
+    given = replace(c.given, samples=folder)
+    reference = c.alone(what, [feed], given=given, fixed_statistics=True)[0]
     right = c.gradients(first.step, World([reference]))[0]
     if any(distance(mine, right) > ROUNDING * 50 for mine in c.gradients(first.step, world)):
         return None

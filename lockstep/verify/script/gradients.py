@@ -27,7 +27,8 @@ from lockstep.verify.algebra import (
 )
 from lockstep.verify.comparison_result import Cause
 from lockstep.verify.script.fixes import NORMALISATION, script_cause
-from lockstep.verify.script.record import RecordedStep, ScriptRecord, Tensors
+from lockstep.verify.script.record import RecordedStep, ScriptRecord
+from lockstep.verify.script.world import Tensors
 
 EXACT = 1e-4  # relative difference up to which gradients are taken for equal
 _NEARLY = 0.02  # relative difference up to which a weight is taken for another number

@@ -19,7 +19,8 @@ from contextlib import suppress
 from lockstep.launch.failures import short_path
 from lockstep.processes import descendants, is_running, wants_processor
 from lockstep.verify.own_lines import is_own
-from lockstep.verify.script.record import ScriptRecord, ScriptTask
+from lockstep.verify.script.record import ScriptRecord
+from lockstep.verify.script.task import ScriptTask
 
 _PATIENCE = 15.0  # seconds for which no rank may compute; longer than a script sleeps on purpose
 _POLL = 0.5

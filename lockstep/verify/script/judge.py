@@ -2,14 +2,14 @@
 
 `_Judgement.judge` is the whole way: the ranks as they are, without what is other by nature (draws,
 autocast, first values), then one process with the ranks' samples, and the first difference between
-the two. What it gives to one process stands in `ScriptComparison.given` and `.feed`; `explain`
-(explanation.py) names the cause.
+the two. What one process is given stands in `ScriptComparison.given` and `.feed`, and what all runs
+are without in `.conditions`; `explain` (explanation.py) names the cause.
 
 Tests: tests/verify/test_script.py
 """
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
 
 from lockstep.diagnose import recognise
 from lockstep.errors import LockstepError, RunError, first_line, listed
@@ -26,17 +26,12 @@ from lockstep.verify.script.ranks import (
     seen_on_ranks,
     settings_cause,
 )
-from lockstep.verify.script.record import (
-    LOCKSTEP,
-    TORCH,
-    ScriptRecord,
-    World,
-    batch_file,
-    names_by_order,
-)
+from lockstep.verify.script.record import LOCKSTEP, TORCH, ScriptRecord, batch_file, names_by_order
 from lockstep.verify.script.runs import HangError, Runs, one_after_another, united
 from lockstep.verify.script.samples_of_ranks import is_cut_by_script
 from lockstep.verify.script.signs import signs_of
+from lockstep.verify.script.task import AS_IT_IS, GivenValues
+from lockstep.verify.script.world import World
 
 _ROUNDING_16 = 2e-2  # the same for parameters of 16 bits
 _EXACT_HOOK = "allreduce_hook"  # of torch: what DistributedDataParallel does without a hook
@@ -90,7 +85,7 @@ def _explain_crash(runs: Runs, outcome: Outcome, text: str) -> None:
     not come.
     """
     try:
-        records = runs.alone("as it is, since the ranks failed", [{}])
+        records = runs.alone("as it is, since the ranks failed")
     except LockstepError:
         outcome.notices.append("one process fails, too")
         return
@@ -192,7 +187,7 @@ class _Judgement(ScriptComparison):
             return causes
         try:
             first = self.on_ranks([record.first for record in self.records])
-            probe = self.alone("as it is", [{}], first=first, steps=1)[0]
+            probe = self.alone("as it is", [{}], given=GivenValues(first=first), steps=1)[0]
         except LockstepError:
             return causes
         if not probe.joined:
@@ -203,12 +198,12 @@ class _Judgement(ScriptComparison):
 
     def _undo(self) -> None:
         """Run the ranks again without what is other by nature: draws, autocast, first values."""
-        changes: dict[str, Any] = {}  # of the next run of the ranks
+        given = AS_IT_IS  # in the next run of the ranks
         clauses = []  # what the run is called
         if self._draw_in_forward_passes():
-            changes["mean_draws"] = self.given["mean_draws"] = True
+            self.conditions = replace(self.conditions, mean_draws=True)
             losses = self._losses()
-            self.take("without random numbers", **changes)
+            self.take("without random numbers")
             if losses == self._losses():  # as where the probability of dropout is 0
                 self._drop_causes("random numbers")
 
@@ -216,7 +211,7 @@ class _Judgement(ScriptComparison):
             dtype for record in self.records for step in record.steps for dtype in step.dtypes
         }
         if any("autocast" in dtype for dtype in dtypes):
-            changes["full_precision"] = self.given["full_precision"] = True
+            self.conditions = replace(self.conditions, full_precision=True)
             clauses.append("without autocast")
             self.outcome.notices.append(
                 "without autocast: 16 bits round differently in batches of another size"
@@ -230,7 +225,7 @@ class _Judgement(ScriptComparison):
         hooks = {name for record in self.records for name, of_torch in record.hooks if of_torch}
         hooks.discard(_EXACT_HOOK)
         if hooks:
-            changes["plain_reduction"] = self.given["plain_reduction"] = True
+            self.conditions = replace(self.conditions, plain_reduction=True)
             clauses.append(f"without {listed(sorted(hooks))}")
             self.outcome.notices.append(
                 f"without {listed(sorted(hooks))}: it sends gradients with less precision, and"
@@ -238,11 +233,11 @@ class _Judgement(ScriptComparison):
             )
 
         if any(cause.kind == "first values" for cause in self.outcome.causes):
-            changes["first"] = self.on_ranks([record.first for record in self.records])
+            given = GivenValues(first=self.on_ranks([record.first for record in self.records]))
             clauses.append("with rank 0's first values")
 
         if clauses:
-            self.take(" and ".join(clauses), **changes)
+            self.take(" and ".join(clauses), given)
 
     def _draw_in_forward_passes(self) -> bool:
         """Return whether a forward pass has moved a generator of random numbers."""
@@ -272,7 +267,7 @@ class _Judgement(ScriptComparison):
             return None
         names = names_by_order(reference, self.records[0])
         if names:
-            self.given["names"] = names
+            self.given = replace(self.given, names=names)
             reference = self.alone("with the ranks' names of its parameters", [self.feed])[0]
         reference = self._accumulating_as_ranks(reference, readers)
         self._require_same_samples(reference)
@@ -294,16 +289,21 @@ class _Judgement(ScriptComparison):
             self.outcome.notices.append("samples could not be stored: one process reads its own")
         loaders = self.records[0].batches if self.feed else {}
         sizes = {loader: _size_of_batch(readers, loader) for loader in loaders}
-        self.given["samples"] = self.folder
-        self.given["sizes"] = {loader: size for loader, size in sizes.items() if size}
+        self.given = replace(
+            self.given,
+            samples=self.folder,
+            sizes={loader: size for loader, size in sizes.items() if size},
+        )
 
     def _give_state(self) -> None:
         """Let one process start from the ranks' first values, with their settings and draws."""
-        self.given["first"] = self.on_ranks([record.first for record in self.records])
-        self.given["settings"] = tuple(step.settings for step in self.records[0].steps)
-        self.given["steps"] = self.outcome.steps
         leaders = [unit[0] for unit in self.world.units]
-        self.given["draws"] = {rank: self.records[rank].draws for rank in leaders}
+        self.given = replace(
+            self.given,
+            first=self.on_ranks([record.first for record in self.records]),
+            settings=tuple(step.settings for step in self.records[0].steps),
+            draws={rank: self.records[rank].draws for rank in leaders},
+        )
 
     def _accumulating_as_ranks(
         self, reference: ScriptRecord, readers: Sequence[ScriptRecord]
@@ -322,14 +322,14 @@ class _Judgement(ScriptComparison):
         if not self.feed:
             if not makes_up:
                 return reference
-            self.given["in_turn"] = True
+            self.given = replace(self.given, in_turn=True)
             return self.alone("given each rank's random numbers in turn", [self.feed])[0]
         if loader is None:
             return reference
         if not makes_up:
             self._say_batch(reference, loader, readers)
             return reference
-        self.given["sizes"] = {}
+        self.given = replace(self.given, sizes={})
         self.feed = one_after_another(self.world)
         self.in_turn = True
         reference = self.alone("given the samples of each rank in turn", [self.feed])[0]

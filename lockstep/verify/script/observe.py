@@ -61,15 +61,8 @@ from lockstep.verify.script.broadcasts import watch_losses
 from lockstep.verify.script.draws import BatchKey, ObservedDraws
 from lockstep.verify.script.hangs import ScriptHangWatch
 from lockstep.verify.script.operations import BACKWARD, FORWARD, UPDATE, TracedOperations
-from lockstep.verify.script.record import (
-    CLIP,
-    RandomDraw,
-    RecordedStep,
-    ScriptRecord,
-    ScriptTask,
-    TensorPiece,
-    for_ranks,
-)
+from lockstep.verify.script.record import CLIP, RandomDraw, RecordedStep, ScriptRecord, TensorPiece
+from lockstep.verify.script.task import ScriptTask, for_ranks
 from lockstep.verify.script.values import ObservedLoaders
 from lockstep.verify.training_checks import Nesting, TrainingChecks, plain_name
 from lockstep.verify.watch import verified_part
@@ -149,7 +142,7 @@ class _ScriptObserver:
         )
         self._loaders = ObservedLoaders(task, self.record, rank, self._batch_read)
         self._draws = ObservedDraws(
-            task.draws,
+            task.given.draws,
             self._sources,
             lambda: self._loaders.last or (-1, self._passes),
             self.record.draws.append,
@@ -187,7 +180,7 @@ class _ScriptObserver:
         script_patches.patch_schedules(self._schedule_stepped)
         script_patches.patch_seeds(self._seeded)
         watch_losses(self._broadcast)
-        if self.task.traced:  # what is made before a step, too
+        if self.task.conditions.traced:  # what is made before a step, too
             traced = TracedOperations(
                 self._place, lambda operation: self._step.operations.append(operation)
             )
@@ -261,16 +254,16 @@ class _ScriptObserver:
     def _hook_registered(self, name: str, of_torch: bool) -> bool:
         self.record.hooks.append((name, of_torch))
         self.record.lines.note_hook(own_line())
-        return not self.task.plain_reduction
+        return not self.task.conditions.plain_reduction
 
     def _sources(self) -> list[BatchKey]:
         """Return which ranks' numbers belong to the samples that this process has now."""
-        if self.task.by_rank:
+        if self.task.given.by_rank:
             return [(self.rank, (self._loaders.last or (-1, self._passes))[1])]
         if self._loaders.last is not None:
             return self._loaders.sources
-        ranks = list(self.task.draws)
-        if not self.task.in_turn:
+        ranks = list(self.task.given.draws)
+        if not self.task.given.in_turn:
             return [(rank, self._passes) for rank in ranks]
         index, turn = divmod(self._passes, len(ranks))
         return [(ranks[turn], index)]
@@ -309,7 +302,7 @@ class _ScriptObserver:
         if not any(module is model for model in self._models):
             self._begin_with(module)
         self._note_call(module)
-        if self.task.fixed_statistics:
+        if self.task.conditions.fixed_statistics:
             for inner in module.modules():
                 if isinstance(inner, _STATISTICS):
                     inner.eval()
@@ -319,7 +312,7 @@ class _ScriptObserver:
 
     def _trace(self) -> None:
         """Trace operations from here to the update, if the task says so."""
-        self._is_traced = self.task.traced
+        self._is_traced = self.task.conditions.traced
 
     def _place(self) -> tuple[str, str] | None:
         """Return the module that runs, and the phase of the step; None if it is not traced."""
@@ -351,13 +344,13 @@ class _ScriptObserver:
         self._has_passed = False
         self._seeds_pass = True
         self._trace()
-        if self.task.mean_draws:
+        if self.task.conditions.mean_draws:
             random.seed(0)
             np.random.seed(0)
             self._modes.enter_context(self._mean_draws)
-        if self.task.full_precision:
+        if self.task.conditions.full_precision:
             self._modes.enter_context(FullPrecision())  # type: ignore[no-untyped-call]
-        if self.task.keyed_passes:
+        if self.task.conditions.keyed_passes:
             torch.manual_seed(self.rank * 1_000_003 + self._passes)
         self._seeds_pass = False
         return states
@@ -402,10 +395,10 @@ class _ScriptObserver:
             if id(parameter) in self._names:  # a part of a model that was called before, or around
                 continue
             plain = prefix + plain_name(name)
-            plain = self.task.names.get(plain, plain)
+            plain = self.task.given.names.get(plain, plain)
             self._begin_with_parameter(plain, parameter, is_flat=is_flat)
             can_be_nudged = parameter.is_floating_point() and not isinstance(parameter, DTensor)
-            if self.task.nudged and can_be_nudged:
+            if self.task.conditions.nudged and can_be_nudged:
                 with torch.no_grad():
                     parameter.copy_(with_other_last_bits(parameter, generator))
 
@@ -420,7 +413,7 @@ class _ScriptObserver:
             parameter.register_hook(partial(self._own_gradient, name))  # type: ignore[no-untyped-call]
         self._names[id(parameter)] = name
         self.record.first[name] = self._piece(parameter)
-        given = self.task.for_rank(self.task.first.get(name, ()), self.rank)
+        given = self.task.given.for_rank(self.task.given.first.get(name, ()), self.rank)
         if given:
             with torch.no_grad():
                 joined = values.give(parameter, given)
@@ -438,7 +431,7 @@ class _ScriptObserver:
 
     def _name_of_module(self, name: str) -> str:
         """Return the name that the ranks have for a module of this process."""
-        return (self.task.prefix + name).rstrip(".")
+        return (self.task.given.prefix + name).rstrip(".")
 
     # ---- backward ----
 
@@ -500,10 +493,10 @@ class _ScriptObserver:
     def _end_pass(self) -> None:
         self._modes.close()
         self._has_passed = True
-        if self.task.mean_draws and self._states is not None:
+        if self.task.conditions.mean_draws and self._states is not None:
             random.setstate(self._states["python"])
             np.random.set_state(self._states["numpy"])
-        if self.task.keyed_passes and self._states is not None:
+        if self.task.conditions.keyed_passes and self._states is not None:
             torch.set_rng_state(self._states["torch"])
         self._states = None
         self._moved = {}
@@ -554,7 +547,7 @@ class _ScriptObserver:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         for position, parameter in enumerate(parameters):
             name = f"parameter {position}"
-            self._names.setdefault(id(parameter), self.task.names.get(name, name))
+            self._names.setdefault(id(parameter), self.task.given.names.get(name, name))
         if not self.record.steps:
             self.record.note_framework()
         self._step.dtypes.update(str(parameter.dtype) for parameter in parameters)
@@ -571,21 +564,21 @@ class _ScriptObserver:
     def _give_gradients(self, parameters: list[Tensor]) -> None:
         """Put the task's gradients of this step in place of the script's."""
         number = len(self.record.steps)
-        if number >= len(self.task.gradients):
+        if number >= len(self.task.given.gradients):
             return
-        of_step = self.task.gradients[number]
+        of_step = self.task.given.gradients[number]
         for parameter in parameters:
-            given = self.task.for_rank(of_step.get(self._names[id(parameter)], ()), self.rank)
+            given = self.task.given.for_rank(of_step.get(self._names[id(parameter)], ()), self.rank)
             if given and parameter.grad is not None and not parameter.grad.is_sparse:
                 values.give(parameter.grad, given)
 
     def _give_settings(self, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
         """Give the parameter groups the task's settings of this step; return the script's own."""
         number = len(self.record.steps)
-        if number >= len(self.task.settings):
+        if number >= len(self.task.given.settings):
             return []
         own = []
-        groups = zip(optimizer.param_groups, self.task.settings[number], strict=False)
+        groups = zip(optimizer.param_groups, self.task.given.settings[number], strict=False)
         for group, given in groups:
             own.append({key: group[key] for key in given if key in group})
             group.update({key: value for key, value in given.items() if key in group})

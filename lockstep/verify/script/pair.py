@@ -14,7 +14,7 @@ Tests: tests/verify/test_pair.py
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -33,11 +33,12 @@ from lockstep.verify.script.record import (
     Pieces,
     ScriptRecord,
     TensorPiece,
-    World,
     batch_file,
     names_by_order,
 )
 from lockstep.verify.script.runs import Feed, Runs, step_batches
+from lockstep.verify.script.task import AS_WRITTEN, Conditions, GivenValues
+from lockstep.verify.script.world import World
 
 PAIR_COLUMNS = ("samples", "random numbers", "first values", "settings", "gradients", "weights")
 _SAMPLES = "samples of A"  # folder
@@ -97,10 +98,11 @@ def paired_losses(a: Runs, b: Runs, ranks: int, folder: Path) -> tuple[PairedLos
 
     Raises RunError: they took no step in common.
     """
-    pair = _Pair(a, b, Outcome("", ranks), folder, keyed_passes=True)
+    pair = _Pair(a, b, Outcome("", ranks), folder, Conditions(keyed_passes=True))
     pair.run_both()
     given = pair.pairing()
-    _, records_b = pair.runs.world(ranks, "B, given A's " + listed(list(given)), **pair.told(given))
+    what = "B, given A's " + listed(list(given))
+    _, records_b = pair.runs.world(ranks, what, pair.values_of_a(given), pair.conditions)
     steps = pair.steps_of(records_b, pair.records_a)
 
     def losses(records: Sequence[ScriptRecord]) -> list[float]:
@@ -123,11 +125,18 @@ def _sign(outcome: Outcome, column: str) -> str:
 class _Pair(ScriptComparison):
     """B is what is judged, and A is right."""
 
-    def __init__(self, a: Runs, b: Runs, outcome: Outcome, folder: Path, **both: Any) -> None:
+    def __init__(
+        self,
+        a: Runs,
+        b: Runs,
+        outcome: Outcome,
+        folder: Path,
+        conditions: Conditions = AS_WRITTEN,
+    ) -> None:
         super().__init__(b, outcome)
+        self.conditions = conditions  # of both
         self.a = a
         self.records_a: list[ScriptRecord] = []
-        self.both: dict[str, Any] = both  # how both are run
         self.names: dict[str, str] = {}  # B's name of a parameter → A's
         self.samples = folder / _SAMPLES
         self.folder_a = folder
@@ -150,11 +159,17 @@ class _Pair(ScriptComparison):
 
     def run_both(self) -> None:
         """Run A and B as they are, and learn the names of their parameters."""
-        self.folder_a, self.records_a = self.a.world(self.ranks, "A, as it is", **self.both)
-        self.take("B, as it is", **self.both)
+        self.folder_a, self.records_a = self._run_a("as it is")
+        self.take("B, as it is")
         self.names = names_by_order(self.records[0], self.records_a[0])
         if self.names:
-            self.take("B, with A's names of its parameters", names=self.names, **self.both)
+            self.take("B, with A's names of its parameters", GivenValues(names=self.names))
+
+    def _run_a(self, how: str, **conditions: bool) -> tuple[Path, list[ScriptRecord]]:
+        """Run A under the conditions of both, and some besides."""
+        return self.a.world(
+            self.ranks, f"A, {how}", conditions=replace(self.conditions, **conditions)
+        )
 
     def steps_of(self, records_b: Sequence[ScriptRecord], records_a: Sequence[ScriptRecord]) -> int:
         """Return how many steps all ranks of both have taken."""
@@ -177,9 +192,7 @@ class _Pair(ScriptComparison):
         first, rounding, same = self._first_of_ranks(records_b, records_a, limits)
         if first is None or first.relative > CEILING:
             return first, rounding, same
-        nudged = self.a.world(
-            self.ranks, "A, with other last bits in its weights", nudged=True, **self.both
-        )[1]
+        _, nudged = self._run_a("with other last bits in its weights", nudged=True)
         limits = [
             (max(ROUNDING, NUDGES * gradients), max(ROUNDING * 50, NUDGES * weights))
             for gradients, weights in self._moved(nudged, records_a)
@@ -202,7 +215,7 @@ class _Pair(ScriptComparison):
             zip(_as_seen(records_b), _as_seen(records_a), strict=True)
         ):
             self.world = World([of_b])
-            self.given["first"] = {name: [piece.local] for name, piece in of_a.first.items()}
+            self._begin_from(of_a)
             first, rounding = self.first_difference(of_a, limits)
             exact, _ = self.first_difference(of_a, [(0.0, 0.0)] * len(limits))
             same &= exact is None
@@ -213,6 +226,11 @@ class _Pair(ScriptComparison):
         order = ("gradients", "clipped gradients", "weights")
         differences.sort(key=lambda each: (each.step, order.index(each.aspect)))
         return differences[0] if differences else None, largest, same
+
+    def _begin_from(self, of_a: ScriptRecord) -> None:
+        """Measure updates from the first values of a rank of A."""
+        first = {name: [piece.local] for name, piece in of_a.first.items()}
+        self.given = replace(self.given, first=first)
 
     def _moved(
         self, nudged: Sequence[ScriptRecord], records_a: Sequence[ScriptRecord]
@@ -225,7 +243,7 @@ class _Pair(ScriptComparison):
             each = []
             for of_b, of_a in pairs:
                 self.size(of_a.steps[number])
-                self.given["first"] = {name: [piece.local] for name, piece in of_a.first.items()}
+                self._begin_from(of_a)
                 each.append(self.distances(number, World([of_b]), of_a))
             moved.append((max(off for off, _ in each), max(off for _, off in each)))
         return moved
@@ -334,20 +352,22 @@ class _Pair(ScriptComparison):
 
     # ---- what B is given ----
 
-    def told(self, kinds: Sequence[str] | dict[str, str]) -> dict[str, Any]:
-        """Return how B is run, given A's own of some kinds."""
-        given: dict[str, Any] = {"names": self.names, "by_rank": True, **self.both}
+    def values_of_a(self, kinds: Collection[str]) -> GivenValues:
+        """Return what B is given: each rank's own of A, of some kinds."""
+        given = GivenValues(names=self.names, by_rank=True)
         if "first values" in kinds:
-            given["first"] = self._first_values()
+            given = replace(given, first=self._first_values())
         if "samples" in kinds:
-            given |= {"feed": self._feed(), "samples": self.samples}
+            given = replace(given, feed=self._feed(), samples=self.samples)
         if "random numbers" in kinds:
-            given["draws"] = {
+            draws = {
                 rank: [draw for draw in _as_drawn(of_a, of_b) if draw is not None]
                 for rank, (of_b, of_a) in enumerate(zip(self.records, self.records_a, strict=True))
             }
+            given = replace(given, draws=draws)
         if "settings" in kinds:
-            given["settings"] = tuple(step.settings for step in self.records_a[0].steps)
+            settings = tuple(step.settings for step in self.records_a[0].steps)
+            given = replace(given, settings=settings)
         return given
 
     def _first_values(self) -> dict[str, list[Any]]:
@@ -401,7 +421,7 @@ class _Pair(ScriptComparison):
         records_a = self.records_a
         without = self._run_without(differing)
         if without:
-            records_a = self.a.world(self.ranks, f"A, {listed(without)}", **self.both)[1]
+            _, records_a = self._run_a(listed(without))
         gradients = _by_rank_and_step(records_a)
         left = self._left(list(differing), records_a, gradients)
         if left is None:
@@ -424,12 +444,12 @@ class _Pair(ScriptComparison):
             draw.moved for record in self.records for step in record.steps for draw in step.draws
         )
         if "random numbers" in differing and drew:
-            self.both["mean_draws"] = True
+            self.conditions = replace(self.conditions, mean_draws=True)
             without.append("without random numbers in forward passes")
         precision = self._other_precision()
         if precision:
             differing["precision"] = precision
-            self.both["full_precision"] = True
+            self.conditions = replace(self.conditions, full_precision=True)
             without.append("without autocast")
         return without
 
@@ -438,7 +458,6 @@ class _Pair(ScriptComparison):
         kinds: Sequence[str],
         records_a: Sequence[ScriptRecord],
         gradients: Sequence[dict[str, list[Any]]],
-        **changes: Any,
     ) -> Difference | None:
         """Return the first difference that is left when B is given A's own of some kinds.
 
@@ -446,8 +465,8 @@ class _Pair(ScriptComparison):
         nothing.
         """
         what = f"B, given A's {listed([*kinds, 'gradients'])}"
-        given = {**self.told(kinds), "gradients": gradients, **changes}
-        _, records_b = self.runs.world(self.ranks, what, **given)
+        given = replace(self.values_of_a(kinds), gradients=gradients)
+        _, records_b = self.runs.world(self.ranks, what, given, self.conditions)
         return self.difference(records_b, records_a)[0]
 
     def _needed(
@@ -459,10 +478,10 @@ class _Pair(ScriptComparison):
         """Return what makes a difference by itself, when B is given all the rest."""
         causes = []
         undoes = "B, given A's, computes what A computes"
+        ran_anew = self.conditions != AS_WRITTEN  # without dropout, or without 16 bits
         for kind, text in differing.items():
             rest = [other for other in differing if other != kind]
-            # Without dropout, or without 16 bits, A ran anew.
-            is_given = kind not in ("random numbers", "precision") or not self.both
+            is_given = kind not in ("random numbers", "precision") or not ran_anew
             if rest and is_given and self._left(rest, records_a, gradients) is None:
                 continue
             causes.append(Cause(kind, text, [undoes], column=_column(kind)))
@@ -496,10 +515,11 @@ class _Pair(ScriptComparison):
             self.outcome.causes.append(Cause("clipping", text, [by]))
             return
         try:
-            traced = {**self.both, "traced": True}
-            traced_a = self.a.world(self.ranks, "A, with each operation traced", **traced)[1]
-            given = {**self.told(kinds), "traced": True}
-            traced_b = self.runs.world(self.ranks, "B, with each operation traced", **given)[1]
+            how = "with each operation traced"
+            _, traced_a = self._run_a(how, traced=True)
+            given = self.values_of_a(kinds)
+            conditions = replace(self.conditions, traced=True)
+            _, traced_b = self.runs.world(self.ranks, f"B, {how}", given, conditions)
             rank = left.ranks[0]
             records_b, theirs = (records[rank].steps[left.step] for records in (traced_b, traced_a))
             differs = first_operation(records_b.operations, theirs.operations, "A")

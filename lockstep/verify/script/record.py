@@ -1,28 +1,23 @@
-"""Describes one run of a script: its task, and what each process writes down of its steps.
+"""Describes what each process of a script writes down of its steps.
 
-It also puts pieces of ranks together to complete tensors.
+A run's `ScriptTask` (task.py) names the files; the pieces that ranks hold of a tensor are put
+together by their `World` (world.py).
 
 Tests: tests/verify/test_script.py
 """
 
-import re
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from lockstep.division import ceil_div
 from lockstep.torch_compat.script_patches import COLLECTIVES
-from lockstep.verify.script.draws import BatchKey, Draws, LoopDraw
+from lockstep.verify.script.draws import BatchKey, LoopDraw
 from lockstep.verify.script.operations import BACKWARD, TracedOperation, line_of_loss
 from lockstep.verify.script.recorded_lines import ScriptLines
 
-Tensors = dict[str, Tensor]
-_TASK = "task.pt"  # file in the folder of a task
 TORCH = "PyTorch"
 ACCELERATE = "Accelerate"
 FABRIC = "Fabric"
@@ -43,127 +38,6 @@ _FRAMEWORKS = {
     "accelerate.optimizer": ACCELERATE,
     "lockstep.trainer": LOCKSTEP,
 }
-
-
-@dataclass(frozen=True)
-class ScriptTask:
-    """A run of a script in one world."""
-
-    script: str
-    arguments: tuple[str, ...]
-    steps: int
-    folder: Path  # receives the records, and the samples
-    # (loader, batch) → the recorded batches (rank, index) whose samples it gets together
-    feed: Mapping[BatchKey, list[BatchKey]] = field(default_factory=dict)
-    # what ranks drew for these batches, and gets one process that takes them
-    draws: Draws = field(default_factory=dict)
-    # ranks whose passes a process takes in turn, where samples come from no loader; else together
-    in_turn: bool = False
-    # name of a parameter in this process → in the ranks
-    names: Mapping[str, str] = field(default_factory=dict)
-    samples: Path | None = None  # the folder of the records that `feed` names
-    # loader → batch size with which it is made
-    sizes: Mapping[int, int] = field(default_factory=dict)
-    # values to start from; several: of each rank
-    first: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
-    # of each step, what the optimizer gets in place of those that were computed, as `first`
-    gradients: Sequence[Mapping[str, Sequence[Tensor]]] = ()
-    settings: tuple[list[dict[str, Any]], ...] = ()  # of each step, of each parameter group
-    # random numbers in forward and backward passes are the mean of their distribution
-    mean_draws: bool = False
-    fixed_statistics: bool = False  # batch normalisation uses its running statistics
-    full_precision: bool = False  # nothing is converted to 16 bits
-    plain_reduction: bool = False  # no communication hook is registered
-    nudged: bool = False  # the last bits of the first parameters are changed
-    traced: bool = False  # each operation is recorded
-    # a rank is given what the same rank of another run had; else what one process is given
-    by_rank: bool = False
-    keyed_passes: bool = False  # a forward pass draws by its rank and number, in any run alike
-
-    def record_file(self, rank: int) -> Path:
-        """Return the file of a rank's record."""
-        return self.folder / f"record-{rank}.pt"
-
-    def for_rank(self, ranks: Sequence[Any], rank: int) -> Sequence[Any]:
-        """Return what a rank is given of values of all ranks: its own, or all of them."""
-        if not self.by_rank:
-            return ranks
-        return [value for value in ranks[rank : rank + 1] if value is not None]
-
-    @property
-    def prefix(self) -> str:
-        """Return the beginning of the ranks' names of parameters, before this process's own."""
-        begins = {mine: name.removesuffix(mine) for mine, name in self.names.items()}
-        are_the_same = list(begins) == list(self.names.values())
-        different_begins = set(begins.values())
-        if are_the_same or len(different_begins) != 1:
-            return ""
-        return different_begins.pop()
-
-    @property
-    def runs(self) -> Path:
-        """The folder that takes the run directories which the script names."""
-        return self.folder / "runs"
-
-    def hang_file(self, rank: int) -> Path:
-        """Return the file that says where a rank hangs."""
-        return self.folder / f"hang-{rank}.json"
-
-    def idle_file(self, rank: int) -> Path:
-        """Return the file that is there while a rank has computed nothing for a while."""
-        return self.folder / f"idle-{rank}"
-
-    def write(self) -> Path:
-        """Write the task into its folder, and return the folder, from which `read` takes it.
-
-        A task may hold every tensor of a model on each rank: handed over in memory, each tensor
-        takes a file descriptor of the process that hands it over.
-        """
-        torch.save(self, self.folder / _TASK)
-        return self.folder
-
-    @staticmethod
-    def read(folder: Path) -> "ScriptTask":
-        """Return the task that was written into a folder."""
-        task: ScriptTask = _mapped(folder / _TASK)
-        return task
-
-    def keep_step(self, rank: int, number: int, step: "RecordedStep") -> "RecordedStep":
-        """Write a step of a rank, and return it with tensors that stay in the file until read."""
-        path = self._step_file(rank, number)
-        torch.save(step, path)
-        kept: RecordedStep = _mapped(path)
-        return kept
-
-    def write_record(self, rank: int, record: "ScriptRecord") -> None:
-        """Write the record of a rank, whose steps are kept, so that it appears as a whole."""
-        path = self.record_file(rank)
-        part = path.with_suffix(".part")
-        torch.save((replace(record, steps=[]), len(record.steps)), part)
-        part.rename(path)
-
-    def load_record(self, rank: int) -> "ScriptRecord":
-        """Load the record of a rank; its tensors stay in files until they are read."""
-        record: ScriptRecord
-        record, steps = _mapped(self.record_file(rank))
-        record.steps.extend(_mapped(self._step_file(rank, number)) for number in range(steps))
-        return record
-
-    def _step_file(self, rank: int, number: int) -> Path:
-        return self.folder / f"step-{rank}-{number}.pt"
-
-
-def _mapped(path: Path) -> Any:
-    return torch.load(path, weights_only=False, mmap=True)
-
-
-def for_ranks(argument: str, ranks: int) -> str:
-    """Replace `{n}` by the number of ranks, and `{16/n}` by a rank's share of 16."""
-    return re.sub(
-        r"\{(?:(\d+)/)?n\}",
-        lambda match: str(int(match[1]) // ranks if match[1] else ranks),
-        argument,
-    )
 
 
 @dataclass
@@ -395,74 +269,3 @@ def names_by_order(reference: ScriptRecord, record: ScriptRecord) -> dict[str, s
 def batch_file(folder: Path, rank: int, loader: int, index: int) -> Path:
     """Return the file with the samples of one batch of a loader."""
     return folder / f"samples-{rank}-{loader}-{index}.pickle"
-
-
-def _assembled(pieces: Sequence[TensorPiece], dim: int | None) -> Tensor:
-    """Return the complete tensor from the pieces that ranks hold.
-
-    A script may have cut it along `dim` over the ranks. Of equal copies, the last is taken.
-    """
-    if dim is not None:
-        return torch.cat([piece.local for piece in pieces], dim)
-    if pieces[0].flat:
-        return torch.cat([piece.local.flatten() for piece in pieces])
-    if not pieces[0].cuts:
-        return pieces[-1].local
-    result = torch.zeros(pieces[0].shape, dtype=pieces[0].local.dtype)
-    for piece in pieces:
-        part = result
-        for sharded, parts, index in piece.cuts:
-            size = ceil_div(part.shape[sharded], parts)
-            start = min(index * size, part.shape[sharded])
-            part = part.narrow(sharded, start, min(size, part.shape[sharded] - start))
-        part.copy_(piece.local)
-    return result
-
-
-class World:
-    """Ranks of a run, and what they hold of one model.
-
-    `joined`: name → dim along which the script itself cuts it.
-    """
-
-    def __init__(
-        self, records: Sequence[ScriptRecord], joined: Mapping[str, int] | None = None
-    ) -> None:
-        self.records = records
-        self.joined = dict(joined or {})
-        self._held = [set(record.first) for record in records]
-        by_hand = bool(self.joined) or any(held != self._held[0] for held in self._held)
-        everybody = set(range(len(records)))
-        together = [
-            everybody if by_hand else {rank} | record.together
-            for rank, record in enumerate(records)
-        ]
-        # A pipeline's ranks and those of tensor parallel may overlap.
-        for _ in records:
-            together = [set().union(*(together[other] for other in mine)) for mine in together]
-        # Ranks that compute the same samples together, in order; each rank alone, where a model is
-        # not cut.
-        self.units = [sorted(mine) for rank, mine in enumerate(together) if rank == min(mine)]
-        self.leaders = [records[unit[0]] for unit in self.units]
-
-    def tensors(self, ranks: Sequence[Pieces]) -> list[Tensors]:
-        """Return the complete tensors as each rank sees them.
-
-        A rank sees its own copies, then those of its unit, then those of other units.
-        """
-        complete: list[Tensors] = [{} for _ in ranks]
-        for name in dict.fromkeys(name for rank in ranks for name in rank):
-            holders = [rank for rank, pieces in enumerate(ranks) if name in pieces]
-            pieces = [ranks[rank][name] for rank in holders]
-            in_parts = name in self.joined or any(piece.cuts or piece.flat for piece in pieces)
-            if not in_parts and all(name in names or not names for names in self._held):
-                for rank in holders:
-                    complete[rank][name] = ranks[rank][name].local
-                continue
-            for unit in self.units:
-                in_order = name in self.joined or ranks[holders[0]][name].flat
-                ordered = holders if in_order else sorted(holders, key=lambda rank: rank in unit)
-                value = _assembled([ranks[rank][name] for rank in ordered], self.joined.get(name))
-                for rank in unit:
-                    complete[rank][name] = value
-        return complete

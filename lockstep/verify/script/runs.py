@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from lockstep.division import ceil_div
 from lockstep.environment import rank_facts
@@ -20,7 +20,16 @@ from lockstep.launch.spawn import spawn_again
 from lockstep.paths import RUNS
 from lockstep.processes import die_with_this_process
 from lockstep.verify.script.observe import observe
-from lockstep.verify.script.record import ScriptRecord, ScriptTask, World, for_ranks
+from lockstep.verify.script.record import ScriptRecord
+from lockstep.verify.script.task import (
+    AS_IT_IS,
+    AS_WRITTEN,
+    Conditions,
+    GivenValues,
+    ScriptTask,
+    for_ranks,
+)
+from lockstep.verify.script.world import World
 from lockstep.verify.subject import run_isolated, why_not_ended
 from lockstep.verify.watch import injected
 
@@ -54,13 +63,19 @@ class Runs:
         self._report = report
         self._number = 0
 
-    def world(self, ranks: int, what: str, **changes: Any) -> tuple[Path, list[ScriptRecord]]:
+    def world(
+        self,
+        ranks: int,
+        what: str,
+        given: GivenValues = AS_IT_IS,
+        conditions: Conditions = AS_WRITTEN,
+    ) -> tuple[Path, list[ScriptRecord]]:
         """Run the script on several ranks, and return the folder of its records, and these.
 
         Raises HangError: a collective waits for a rank that does not call it. LockstepError: a rank
         failed.
         """
-        task = self._new_task(changes)
+        task = self._new_task(given, conditions)
         self._report(f"{ranks} rank{'s' * (ranks != 1)}: {what}")
         self._start([task], ranks)
         hanging = {rank: path for rank in range(ranks) if (path := task.hang_file(rank)).exists()}
@@ -78,12 +93,20 @@ class Runs:
             raise _with_output(error, task.folder, ranks)
         return task.folder, [task.load_record(rank) for rank in range(ranks)]
 
-    def alone(self, what: str, changes: Sequence[dict[str, Any]]) -> list[ScriptRecord]:
-        """Run the script as one process for each of `changes`, at the same time.
+    def alone(
+        self,
+        what: str,
+        given: Sequence[GivenValues] = (AS_IT_IS,),
+        conditions: Conditions = AS_WRITTEN,
+        steps: int | None = None,
+    ) -> list[ScriptRecord]:
+        """Run the script as one process for each of `given`, at the same time.
+
+        They take as many steps as the ranks are to take, or `steps`.
 
         Raises LockstepError: one failed.
         """
-        tasks = [self._new_task(change) for change in changes]
+        tasks = [self._new_task(values, conditions, steps) for values in given]
         self._report(f"one process: {what}")
         self._start(tasks, len(tasks))
         for number, task in enumerate(tasks):
@@ -99,11 +122,19 @@ class Runs:
                 raise _with_output(error, task.folder, 1)
         return [task.load_record(0) for task in tasks]
 
-    def _new_task(self, changes: dict[str, Any]) -> ScriptTask:
+    def _new_task(
+        self, given: GivenValues, conditions: Conditions, steps: int | None = None
+    ) -> ScriptTask:
         self._number += 1
         folder = self._task.folder / f"run-{self._number}"
         folder.mkdir()
-        return replace(self._task, folder=folder, **changes)
+        return replace(
+            self._task,
+            folder=folder,
+            given=given,
+            conditions=conditions,
+            steps=self._task.steps if steps is None else steps,
+        )
 
 
 def script_starter(script: str) -> Start:

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from lockstep.verify.comparison_result import Cause
 from lockstep.verify.script.draws import drawn_apart
 from lockstep.verify.script.fixes import fix_for, script_cause
-from lockstep.verify.script.record import ScriptRecord, World
+from lockstep.verify.script.record import ScriptRecord
+from lockstep.verify.script.world import World
 
 _BY_SAMPLES = "fingerprints of the samples of each rank"
 

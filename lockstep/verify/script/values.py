@@ -23,7 +23,8 @@ from lockstep.torch_compat import script_patches
 from lockstep.torch_compat.pytree import tree_leaves, tree_map_only
 from lockstep.verify.own_lines import order_of, own_line
 from lockstep.verify.script.draws import BatchKey
-from lockstep.verify.script.record import ScriptRecord, ScriptTask, TensorPiece, batch_file
+from lockstep.verify.script.record import ScriptRecord, TensorPiece, batch_file
+from lockstep.verify.script.task import ScriptTask
 
 
 def give(parameter: Tensor, ranks: Sequence[Tensor]) -> int | None:
@@ -185,8 +186,9 @@ class ObservedLoaders:
         size = arguments.get("batch_size", 1)
         if size is not None and arguments.get("batch_sampler") is None:
             self._record.asked.setdefault(loader, size)
-            if loader in self._task.sizes:
-                arguments["batch_size"] = self._task.sizes[loader]
+            sizes = self._task.given.sizes
+            if loader in sizes:
+                arguments["batch_size"] = sizes[loader]
 
     def _after(self, loader: Any) -> None:
         """Give a loader a number, and let it give its batches through `_Collate`."""
@@ -246,17 +248,18 @@ class ObservedLoaders:
         self._record.lines.reads[loader] = own_line()
         samples = own
         task = self._task
+        given = task.given
         self.last = (loader, index)
         self.sources = []
-        if task.feed:
-            wanted = task.feed.get((loader, index))
-            if wanted is not None and task.by_rank:
+        if given.feed:
+            wanted = given.feed.get((loader, index))
+            if wanted is not None and given.by_rank:
                 wanted = [(self._rank, number) for _, number in wanted]
             self.sources = list(wanted or ())
             if wanted is not None:
-                assert task.samples is not None
+                assert given.samples is not None
                 parts = [
-                    pickle.loads(batch_file(task.samples, r, loader, i).read_bytes())
+                    pickle.loads(batch_file(given.samples, r, loader, i).read_bytes())
                     for r, i in wanted
                 ]
                 samples = list(chain.from_iterable(parts)) if in_batches else joined(parts)

@@ -8,7 +8,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from lockstep.verify.script.record import ScriptRecord, ScriptTask
+from lockstep.verify.script.record import ScriptRecord
+from lockstep.verify.script.task import ScriptTask
 
 
 def write_late() -> None:
