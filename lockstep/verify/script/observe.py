@@ -17,23 +17,17 @@ Tests: tests/verify/test_script.py, tests/verify/test_watch.py
 import atexit
 import gc
 import os
-import random
 import time
 import traceback
-import weakref
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -46,31 +40,30 @@ from lockstep.launch.script import run_script
 from lockstep.launch.worker import mark_done
 from lockstep.output import flush_both
 from lockstep.paths import RUNS
-from lockstep.tensors import local, with_other_last_bits
+from lockstep.tensors import local
 from lockstep.torch_compat import script_patches
 from lockstep.torch_compat.pytree import tree_leaves
-from lockstep.verify.operation_modes import FullPrecision, MeanDraws
 from lockstep.verify.own_lines import (
     is_own,
     line_of_definition,
-    line_outside_of_modules,
     own_line,
 )
 from lockstep.verify.script import values
 from lockstep.verify.script.broadcasts import watch_losses
 from lockstep.verify.script.draws import BatchKey, ObservedDraws
 from lockstep.verify.script.hangs import ScriptHangWatch
+from lockstep.verify.script.observed_models import STATISTICS, ObservedModels
+from lockstep.verify.script.observed_pass import AppliedConditions, GeneratorStates
 from lockstep.verify.script.operations import BACKWARD, FORWARD, UPDATE, TracedOperations
-from lockstep.verify.script.record import CLIP, RandomDraw, RecordedStep, ScriptRecord, TensorPiece
+from lockstep.verify.script.record import CLIP, RecordedStep, ScriptRecord
 from lockstep.verify.script.task import ScriptTask, for_ranks
 from lockstep.verify.script.values import ObservedLoaders
-from lockstep.verify.training_checks import Nesting, TrainingChecks, plain_name
+from lockstep.verify.training_checks import Nesting, TrainingChecks
 from lockstep.verify.watch import verified_part
 
 # seconds to wait for the other ranks to finish their last step; longer than `ScriptHangWatch` does
 _WAIT = 60.0
 _MOST_COLLECTIVES = 10_000
-_STATISTICS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 def observe(task: ScriptTask, *, alone: bool) -> None:
@@ -116,27 +109,24 @@ class _ScriptObserver:
         self.record = ScriptRecord()
         self.active = True  # whether what happens now is recorded
         self._step = RecordedStep()
-        self._names: dict[int, str] = {}
-        self._flat: set[int] = set()  # parameters in modules that FSDP1 cuts
-        self._models: list[nn.Module] = []
-        self._prefixes: dict[int, str] = {}  # number of a model → of its parameters' names
-        self._depth = 0  # of modules that call each other
-        self._inside: list[str] = []  # their names; empty before they are known
-        self._is_traced = False
+        self._models = ObservedModels(task, self.record, rank, world, self._own_gradient)
+
+        # where the script is in its step
+        self._inside: list[str] = []  # modules that call each other; empty names are not known yet
         self._in_backward = False
         self._in_schedule = False  # of a pipeline
-        self._modes = ExitStack()  # from the forward pass to the end of the backward pass
-        self._mean_draws = MeanDraws()
-        self._states: dict[str, Any] | None = None  # of the generators, when the micro-batch began
-        self._called_with: dict[str, Any] = {}  # those when the outermost module was called
-        self._moved: dict[str, Any] = {}  # generator that a forward pass has moved → its state then
-        self._passes = 0  # backward passes
-        self._nesting = Nesting()
-        self._modules: dict[int, str] = {}
-        # where modules were made
-        self._modules_made: dict[int, tuple[weakref.ref[nn.Module], str]] = {}
-        self._seeds_pass = False  # whether this observer gives seeds itself
         self._has_passed = False  # whether the last batch of the step has passed backward
+        self._is_traced = False
+        self._passes = 0  # backward passes
+        self._generators = GeneratorStates()
+        self._conditions = AppliedConditions(task.conditions, rank)
+
+        # its optimizers
+        self._nesting = Nesting()
+        # settings of the parameter groups to put back after the step
+        self._own_settings: list[list[dict[str, Any]]] = []
+
+        # others that observe
         self._checks = TrainingChecks(
             task.steps, 1, lambda finding: self.record.findings.append(vars(finding))
         )
@@ -147,12 +137,10 @@ class _ScriptObserver:
             lambda: self._loaders.last or (-1, self._passes),
             self.record.draws.append,
             self.record.unkeyed.append,
-            lambda: self._depth > 0,
+            lambda: bool(self._inside),
             self._draw,
             is_own,
         )
-        # settings of the parameter groups to put back after the step
-        self._own: list[list[dict[str, Any]]] = []
         self._hang_watch = ScriptHangWatch(task, rank, world, self.record)
         self._watch_calls()
         verified_part.append((partial(setattr, self, "active", True), self.finish))
@@ -182,7 +170,7 @@ class _ScriptObserver:
         watch_losses(self._broadcast)
         if self.task.conditions.traced:  # what is made before a step, too
             traced = TracedOperations(
-                self._place, lambda operation: self._step.operations.append(operation)
+                self._module_and_phase, lambda operation: self._step.operations.append(operation)
             )
             traced.__enter__()  # type: ignore[no-untyped-call]
 
@@ -228,8 +216,8 @@ class _ScriptObserver:
             self._draws.begin()
 
     def _module_made(self, module: nn.Module) -> None:
-        if self.active and self._states is None:
-            self._modules_made[id(module)] = (weakref.ref(module), line_outside_of_modules())
+        if self.active and not self._generators.in_pass:
+            self._models.module_made(module)
 
     def _schedule_stepped(self, schedule: LRScheduler) -> None:
         self._checks.schedule_stepped(schedule)
@@ -242,7 +230,8 @@ class _ScriptObserver:
 
     def _seeded(self, seed: Any) -> None:
         begun = self.record.batches or self.record.steps
-        if not self._seeds_pass and self._states is None and not begun:
+        by_script = not self._conditions.seeding and not self._generators.in_pass
+        if by_script and not begun:
             self.record.lines.seeds.append((own_line(), str(seed)))
 
     def _batch_read(self) -> None:
@@ -270,10 +259,7 @@ class _ScriptObserver:
 
     def _draw(self, call: Callable[[], Any]) -> Any:
         """Draw: outside of modules the numbers themselves, which one process is given, too."""
-        if self._depth:
-            return call()
-        with self._mean_draws.paused():
-            return call()
+        return call() if self._inside else self._conditions.draw_outside_of_modules(call)
 
     # ---- forward ----
 
@@ -281,40 +267,40 @@ class _ScriptObserver:
         """Note a module that is called; a micro-batch begins with an entire model in training."""
         if torch.compiler.is_compiling():
             return
-        self._depth += 1
-        self._inside.append(self._modules.get(id(module), ""))
+        self._inside.append(self._models.module_name(module) or "")
         device = next(module.parameters(), torch.empty(0)).device.type
         if torch.is_autocast_enabled(device):
             self._step.dtypes.add(f"autocast to {torch.get_autocast_dtype(device)}")
-        if self._states is not None and not self._in_backward:
+        if self._generators.in_pass and not self._in_backward:
             # also where a part of a model runs without gradients
             self._checks.module_called(module)
-        if self._depth > 1 or not torch.is_grad_enabled() or self._in_backward or not self.active:
+        is_inner = len(self._inside) > 1
+        if is_inner or not torch.is_grad_enabled() or self._in_backward or not self.active:
             return
-        self._called_with = {} if self._states is None else values.generator_states()
+        self._generators.note_call()
         if not any(parameter.requires_grad for parameter in module.parameters()):
             return  # a module for the loss
         self._checks.model_called(module)
         if not module.training:
-            if self._states is None:  # it is evaluated, with gradients that nobody uses
+            if not self._generators.in_pass:  # it is evaluated, with gradients that nobody uses
                 self._loaders.note_evaluation()
             return
-        if not any(module is model for model in self._models):
-            self._begin_with(module)
-        self._note_call(module)
+        if module not in self._models:
+            self.watch()
+            self._models.begin_with(module)
+        self._models.note_call(module)
         if self.task.conditions.fixed_statistics:
             for inner in module.modules():
-                if isinstance(inner, _STATISTICS):
+                if isinstance(inner, STATISTICS):
                     inner.eval()
-        if self._states is None:
-            self._states = self._begin_pass()
-            self._called_with = values.generator_states()
+        if not self._generators.in_pass:
+            self._begin_pass()
 
     def _trace(self) -> None:
         """Trace operations from here to the update, if the task says so."""
         self._is_traced = self.task.conditions.traced
 
-    def _place(self) -> tuple[str, str] | None:
+    def _module_and_phase(self) -> tuple[str, str] | None:
         """Return the module that runs, and the phase of the step; None if it is not traced."""
         if not self._is_traced:
             return None
@@ -325,35 +311,13 @@ class _ScriptObserver:
             return BACKWARD
         return UPDATE if self._has_passed else FORWARD
 
-    def _note_call(self, model: nn.Module) -> None:
-        """Note where a model of the script is called, and whether a wrapper reduces for it."""
-        number = next(at for at, each in enumerate(self._models) if each is model)
-        prefix = self._prefixes.get(number)
-        if prefix is None:
-            return
-        lines = self.record.lines
-        line = own_line()
-        if line:
-            lines.models[prefix] = line
-        if isinstance(model, DistributedDataParallel | FullyShardedDataParallel | FSDPModule):
-            lines.wrapped.add(prefix)
-
-    def _begin_pass(self) -> dict[str, Any]:
-        """Return the generators' states, and change how this pass draws and rounds if told so."""
-        states = values.generator_states()
+    def _begin_pass(self) -> None:
+        """Note the generators' states, and change how this pass draws and rounds if told so."""
+        self._generators.begin()
         self._has_passed = False
-        self._seeds_pass = True
         self._trace()
-        if self.task.conditions.mean_draws:
-            random.seed(0)
-            np.random.seed(0)
-            self._modes.enter_context(self._mean_draws)
-        if self.task.conditions.full_precision:
-            self._modes.enter_context(FullPrecision())  # type: ignore[no-untyped-call]
-        if self.task.conditions.keyed_passes:
-            torch.manual_seed(self.rank * 1_000_003 + self._passes)
-        self._seeds_pass = False
-        return states
+        self._conditions.begin(self._passes)
+        self._generators.note_call()
 
     def _after_forward(self, module: nn.Module, args: Any, *rest: Any) -> None:
         """Note what a module returned, and the inputs of an entire model."""
@@ -361,77 +325,16 @@ class _ScriptObserver:
         kwargs, output = rest if len(rest) == 2 else ({}, rest[0])
         if torch.compiler.is_compiling():
             return
-        self._depth -= 1
         self._inside.pop()
-        if self._states is None or self._in_backward or not torch.is_grad_enabled():
+        if not self._generators.in_pass or self._in_backward or not torch.is_grad_enabled():
             return
-        if self._depth == 0:
-            self._note_moved()
-        name = self._modules.get(id(module))
+        if not self._inside:
+            self._generators.note_moved()
+        name = self._models.module_name(module)
         if name is not None:
             self._step.flow.append((name, *values.two_numbers(output)))
-        if self._depth == 0 and any(module is model for model in self._models):
+        if not self._inside and module in self._models:
             self._step.add_inputs(values.rows((args, kwargs)), values.elements((args, kwargs)))
-
-    def _begin_with(self, model: nn.Module) -> None:
-        """Learn the names of a model at its first call, and give it the task's first values."""
-        self.watch()
-        parameters = dict(model.named_parameters())
-        is_new = not any(id(parameter) in self._names for parameter in parameters.values())
-        prefix = f"{len(self._models)}:" if self._models and is_new else ""
-        if is_new or not self._models:
-            self._prefixes[len(self._models)] = prefix
-            self.record.lines.made[prefix] = self._line_that_made(model)
-        self._models.append(model)
-        modules = list(model.modules())
-        if any(isinstance(module, _STATISTICS) for module in modules):
-            self.record.note_statistics()
-        classes = {cls.__name__ for module in modules for cls in type(module).__mro__}
-        is_flat = "FullyShardedDataParallel" in classes
-        for name, module in model.named_modules():
-            self._modules.setdefault(id(module), self._name_of_module(prefix + plain_name(name)))
-        generator = torch.Generator().manual_seed(0)
-        for name, parameter in parameters.items():
-            if id(parameter) in self._names:  # a part of a model that was called before, or around
-                continue
-            plain = prefix + plain_name(name)
-            plain = self.task.given.names.get(plain, plain)
-            self._begin_with_parameter(plain, parameter, is_flat=is_flat)
-            can_be_nudged = parameter.is_floating_point() and not isinstance(parameter, DTensor)
-            if self.task.conditions.nudged and can_be_nudged:
-                with torch.no_grad():
-                    parameter.copy_(with_other_last_bits(parameter, generator))
-
-    def _begin_with_parameter(self, name: str, parameter: nn.Parameter, *, is_flat: bool) -> None:
-        """Record a parameter's first value, and give it that of the task; watch its gradient.
-
-        `is_flat`: FSDP1 has put it into one flat parameter with others, and has its gradients.
-        """
-        if is_flat:
-            self._flat.add(id(parameter))
-        elif parameter.requires_grad and not isinstance(parameter, DTensor):
-            parameter.register_hook(partial(self._own_gradient, name))  # type: ignore[no-untyped-call]
-        self._names[id(parameter)] = name
-        self.record.first[name] = self._piece(parameter)
-        given = self.task.given.for_rank(self.task.given.first.get(name, ()), self.rank)
-        if given:
-            with torch.no_grad():
-                joined = values.give(parameter, given)
-            if joined is not None:
-                self.record.joined[name] = joined
-
-    def _line_that_made(self, model: nn.Module) -> str:
-        """Return the line that made the innermost of a model's modules; empty if none is known."""
-        lines = []
-        for part in model.modules():
-            reference, line = self._modules_made.get(id(part), (None, ""))
-            if reference is not None and reference() is part and line:
-                lines.append(line)
-        return lines[-1] if lines else ""
-
-    def _name_of_module(self, name: str) -> str:
-        """Return the name that the ranks have for a module of this process."""
-        return (self.task.given.prefix + name).rstrip(".")
 
     # ---- backward ----
 
@@ -462,8 +365,7 @@ class _ScriptObserver:
         loss = script_patches.loss_of_schedule(schedule)
         self.record.lines.note_loss(line_of_definition(loss))
         self._step.calls.append((BACKWARD, own_line()))
-        self._states = self._begin_pass()
-        self._called_with = values.generator_states()
+        self._begin_pass()
         self._in_schedule = True
         self._step.losses.append(0.0)
         self._step.read.append(self._loaders.take_unused())
@@ -472,34 +374,20 @@ class _ScriptObserver:
             return call()
         finally:
             self._checks.backward_done()
-            self._note_moved()
+            self._generators.note_moved()
             self._record_draws()
             self._in_schedule = False
             self._end_pass()
 
     def _record_draws(self) -> None:
-        if self._states is not None:
-            before = {name: values.fingerprint(state) for name, state in self._states.items()}
-            moved = {name: values.fingerprint(state) for name, state in self._moved.items()}
-            self._step.draws.append(RandomDraw(before, {**before, **moved}))
-
-    def _note_moved(self) -> None:
-        """Note the generators that have moved since the outermost module was called."""
-        now = values.generator_states()
-        for name, state in self._called_with.items():
-            if values.fingerprint(state) != values.fingerprint(now[name]):
-                self._moved[name] = now[name]
+        draw = self._generators.draw()
+        if draw is not None:
+            self._step.draws.append(draw)
 
     def _end_pass(self) -> None:
-        self._modes.close()
+        self._conditions.end(self._generators.before)
+        self._generators.end()
         self._has_passed = True
-        if self.task.conditions.mean_draws and self._states is not None:
-            random.setstate(self._states["python"])
-            np.random.set_state(self._states["numpy"])
-        if self.task.conditions.keyed_passes and self._states is not None:
-            torch.set_rng_state(self._states["torch"])
-        self._states = None
-        self._moved = {}
         self._passes += 1
 
     def _own_gradient(self, name: str, gradient: Tensor) -> None:
@@ -513,7 +401,7 @@ class _ScriptObserver:
         tensors = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         self._checks.clipped(tensors)
         self._step.calls.append((CLIP, own_line()))
-        self._step.unclipped.update(self._gradients(tensors))
+        self._step.unclipped.update(self._models.gradients(tensors))
         return call()
 
     # ---- the optimizer ----
@@ -545,30 +433,28 @@ class _ScriptObserver:
         self._step.calls.append((UPDATE, own_line()))
         self._checks.begin_update(optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        for position, parameter in enumerate(parameters):
-            name = f"parameter {position}"
-            self._names.setdefault(id(parameter), self.task.given.names.get(name, name))
+        names = self._models.name_by_position(parameters)
         if not self.record.steps:
             self.record.note_framework()
         self._step.dtypes.update(str(parameter.dtype) for parameter in parameters)
         self._step.begin_update(
-            self._gradients(parameters),
-            {self._names[id(p)]: values.fingerprint(local(p)) for p in parameters},
+            self._models.gradients(parameters),
+            {name: values.fingerprint(local(p)) for name, p in zip(names, parameters, strict=True)},
             [values.settings_of(group) for group in optimizer.param_groups],
             [schedule.last_epoch for schedule in schedules_alive()],
             type(optimizer).__name__,
         )
-        self._give_gradients(parameters)
-        self._own.append(self._give_settings(optimizer))
+        self._give_gradients(names, parameters)
+        self._own_settings.append(self._give_settings(optimizer))
 
-    def _give_gradients(self, parameters: list[Tensor]) -> None:
+    def _give_gradients(self, names: list[str], parameters: list[Tensor]) -> None:
         """Put the task's gradients of this step in place of the script's."""
         number = len(self.record.steps)
         if number >= len(self.task.given.gradients):
             return
         of_step = self.task.given.gradients[number]
-        for parameter in parameters:
-            given = self.task.given.for_rank(of_step.get(self._names[id(parameter)], ()), self.rank)
+        for name, parameter in zip(names, parameters, strict=True):
+            given = self.task.given.for_rank(of_step.get(name, ()), self.rank)
             if given and parameter.grad is not None and not parameter.grad.is_sparse:
                 values.give(parameter.grad, given)
 
@@ -588,33 +474,23 @@ class _ScriptObserver:
         """Record the updated parameters; end the process after the task's last step."""
         if not self.active or not self._nesting.ends(optimizer):
             return
-        own_settings = self._own.pop() if self._own else []
+        own_settings = self._own_settings.pop() if self._own_settings else []
         for group, settings in zip(optimizer.param_groups, own_settings, strict=False):
             group.update(settings)
         self._checks.end_update(optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._step.end_update(
-            {self._names[id(p)]: self._piece(p) for p in parameters if id(p) in self._names}
+            {
+                name: self._models.piece(p)
+                for p in parameters
+                if (name := self._models.name_of(p)) is not None
+            }
         )
         number = len(self.record.steps)
         self.record.steps.append(self.task.keep_step(self.rank, number, self._step))
         self._step = RecordedStep()
         if len(self.record.steps) == self.task.steps:
             self.finish()
-
-    def _gradients(self, parameters: list[Tensor]) -> dict[str, TensorPiece]:
-        """Return this rank's pieces of the gradients, by the names of their parameters."""
-        pieces = {}
-        for position, parameter in enumerate(parameters):
-            if parameter.grad is not None:
-                name = self._names.get(id(parameter), f"parameter {position}")
-                pieces[name] = self._piece(parameter.grad, parameter)
-        return pieces
-
-    def _piece(self, tensor: Tensor, parameter: Tensor | None = None) -> TensorPiece:
-        """Return this rank's piece of a parameter, or of its gradient."""
-        is_flat = id(tensor if parameter is None else parameter) in self._flat
-        return values.piece_of(tensor, flat=self.world > 1 and is_flat)
 
 
 def schedules_alive() -> list[LRScheduler]:
