@@ -1,7 +1,8 @@
 """Builds models: those that ship, by name, and the user's own; families are imported on demand.
 
     what a model offers   protocol.py reads it; chain.py runs its segments, traced.py finds them
-    from batch to loss    objective.py; observed.py sees what a loss was divided by
+    from batch to loss    objective.py, of forward_arguments.py, batch_parts.py and
+                          loss_reductions.py; observed.py sees what a loss was divided by
     families that ship    transformer.py, bdh.py, mixture.py, free_transformer.py, vae.py, of the
                           parts in language.py, attention.py and sums.py
     Hugging Face          hf.py builds, by hf_hub.py, hf_auto.py and hf_stored.py; hf_causal.py and

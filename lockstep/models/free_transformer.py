@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from lockstep.errors import UsageError
 from lockstep.models.attention import SequenceBernoulli, without_autocast
+from lockstep.models.batch_parts import IGNORED_TARGET
 from lockstep.models.chain import run_segments
 from lockstep.models.language import (
     Decoder,
@@ -38,7 +39,6 @@ from lockstep.models.language import (
     split_documents,
     with_carried,
 )
-from lockstep.models.objective import IGNORED_TARGET
 from lockstep.models.transformer import (
     INIT_STD,
     NORM_EPS,

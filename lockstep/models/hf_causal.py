@@ -26,11 +26,11 @@ from torch import Tensor, nn
 
 from lockstep.errors import UsageError
 from lockstep.models.attention import Attend, positions_within
+from lockstep.models.batch_parts import DOCUMENTS, IGNORED_TARGET
 from lockstep.models.hf_decoder import FAMILIES
 from lockstep.models.hf_layers import ATTENDING
 from lockstep.models.hf_stored import fill_buffers
 from lockstep.models.language import LanguageModel, NextLogits, TokenLosses, TokenTable
-from lockstep.models.objective import DOCUMENTS, IGNORED_TARGET
 from lockstep.models.observed import LossCalls
 from lockstep.torch_compat.module_copy import with_own_children
 

@@ -22,8 +22,8 @@ from torch.utils.checkpoint import checkpoint
 from lockstep.division import ceil_div
 from lockstep.errors import UsageError
 from lockstep.models.attention import Attend
+from lockstep.models.batch_parts import DOCUMENTS, IGNORED_TARGET, logits_of
 from lockstep.models.chain import LOSS_TARGETS, run_segments
-from lockstep.models.objective import DOCUMENTS, IGNORED_TARGET, logits_of
 
 NextLogits = Callable[[Tensor], Any]
 """The next ids of a text [1, T] → their logits [1, T, V]; what came before is kept."""

@@ -45,16 +45,15 @@ from torch import Tensor, nn
 
 from lockstep.errors import UsageError
 from lockstep.models.chain import shared_parameters_of
-from lockstep.models.hf_decoder import decoder_segments, refuse_balanced_experts
-from lockstep.models.objective import (
+from lockstep.models.forward_arguments import (
     Inputs,
-    Objective,
     inputs_by_method,
     inputs_by_signature,
     naming_missing_keys,
-    objective_of_loss_fn,
-    objective_of_outputs,
 )
+from lockstep.models.hf_decoder import decoder_segments, refuse_balanced_experts
+from lockstep.models.loss_reductions import objective_of_loss_fn, objective_of_outputs
+from lockstep.models.objective import Objective
 from lockstep.models.torch_losses import as_object
 
 Borrowed = Mapping[str, Mapping[str, str]]

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import UsageError
+from lockstep.models.batch_parts import logits_of
 from lockstep.models.chain import lent, run_segment
-from lockstep.models.objective import logits_of
 from lockstep.parallel.buffers import restored, restored_attributes
 from lockstep.parallel.facts import ModelFacts, Named
 from lockstep.randomness import preserve_states

@@ -28,8 +28,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lockstep.models.batch_parts import IGNORED_TARGET
 from lockstep.models.language import logits_in
-from lockstep.models.objective import IGNORED_TARGET, Objective
+from lockstep.models.objective import Objective
 from lockstep.models.out_of_range import TargetOutOfBoundsError
 from lockstep.models.sums import logsumexp_in_order, sum_in_order
 from lockstep.parallel.tensor_blocks import LayerCut, in_blocks

@@ -13,7 +13,7 @@ from torch import Tensor
 from lockstep.checkpoint import Ranks
 from lockstep.data import StepSource, adopt
 from lockstep.division import ceil_div
-from lockstep.models.objective import logits_of
+from lockstep.models.batch_parts import logits_of
 from lockstep.records import read_lines
 from lockstep.torch_compat.pytree import tree_flatten, tree_unflatten
 from lockstep.trainer.evaluation import (

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from lockstep.collectives import is_main_process, object_device
 from lockstep.data.batches import MicroBatch
 from lockstep.errors import UsageError, listed, warn_at_caller
-from lockstep.models.objective import num_samples
+from lockstep.models.batch_parts import num_samples
 from lockstep.models.observed import LossCalls
 from lockstep.monitor.figures import gather_objects
 from lockstep.parallel.buffers import restored_attributes

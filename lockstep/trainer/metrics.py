@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lockstep.checkpoint import Ranks
 from lockstep.data import batch_length, move
 from lockstep.errors import RunError, UsageError, only_user_code
-from lockstep.models.objective import logits_of, targets_of
+from lockstep.models.batch_parts import logits_of, targets_of
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.trainer.evaluation import OutputCollector, on_cpu
 

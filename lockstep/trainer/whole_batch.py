@@ -20,7 +20,7 @@ from torch import Tensor
 from lockstep.checkpoint import Ranks
 from lockstep.data import MicroBatch, batch_length, move
 from lockstep.errors import UsageError
-from lockstep.models.objective import targets_of
+from lockstep.models.batch_parts import targets_of
 from lockstep.parallel.loss_accumulator import LossAccumulator
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.torch_compat.pytree import tree_flatten, tree_unflatten

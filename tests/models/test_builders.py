@@ -10,7 +10,7 @@ from torch import nn
 
 from lockstep.errors import UsageError
 from lockstep.models import build_model, get_model
-from lockstep.models.objective import num_samples
+from lockstep.models.batch_parts import num_samples
 from lockstep.models.protocol import objective_of
 from tests.models.samples import SMALL
 

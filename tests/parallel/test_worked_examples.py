@@ -23,7 +23,7 @@ from lockstep.data.batches import MicroBatch
 from lockstep.layout import Layout
 from lockstep.mesh import device_mesh
 from lockstep.models.attention import Attend
-from lockstep.models.objective import IGNORED_TARGET
+from lockstep.models.batch_parts import IGNORED_TARGET
 from lockstep.parallel import (
     context,
     context_attention,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lockstep.config import DataConfig, config_from
 from lockstep.data import build_data
 from lockstep.data.prepare import prepare
-from lockstep.models.objective import DOCUMENTS
+from lockstep.models.batch_parts import DOCUMENTS
 from lockstep.models.protocol import objective_of, require_segments
 from lockstep.strategy import parse_topology
 from lockstep.trainer import Trainer
