@@ -19,6 +19,7 @@ Tests: tests/data/test_loader.py, tests/data/test_adopt.py
 from lockstep.data.adopt import adopt, require_data, usual_order
 from lockstep.data.batches import (
     Assign,
+    BatchSizes,
     Data,
     MicroBatch,
     SourceSettings,
@@ -35,6 +36,7 @@ from lockstep.data.order import DistributedSampler, SampleOrder
 
 __all__ = [
     "Assign",
+    "BatchSizes",
     "Data",
     "DistributedSampler",
     "IterableSteps",

@@ -25,7 +25,7 @@ from torch.utils.data import DistributedSampler as TorchDistributedSampler
 from lockstep import collectives
 from lockstep.config import DataConfig
 from lockstep.data.agreement import several_ranks
-from lockstep.data.batches import Assign, SourceSettings, StepSource
+from lockstep.data.batches import Assign, BatchSizes, SourceSettings, StepSource
 from lockstep.data.iterable import IterableSteps
 from lockstep.data.loader import StepLoader
 from lockstep.data.order import (
@@ -52,68 +52,58 @@ _OF_A_LOADER = (
 
 def adopt(
     data: Any,
+    sizes: BatchSizes,
+    assign: Assign,
+    settings: SourceSettings,
     config: DataConfig | None = None,
     *,
-    batch_size: int,
-    global_batch_size: int,
-    assign: Assign,
-    start_step: int = 0,
-    stop_step: int | None = None,
-    epochs: int | None = None,
-    seed: int,
-    device: torch.device | str,
-    wanted: bool = True,
     state: dict[str, Any] | None = None,
     for_evaluation: bool = False,
-    reproducible: bool = False,
 ) -> StepSource:
-    """Return the steps `start_step` … `stop_step` − 1 of a user's data.
-
-    A UsageError is raised if the data can't be used.
-
-    `data` is a dataset (`__getitem__` and `__len__`, or an IterableDataset of samples), a
-    DataLoader, or any other iterable of ready batches, such as a plain list. Order and workers are
-    those of `config`, but a DataLoader has its own. `batch_size` and `global_batch_size` are the
-    samples in a micro-batch and in a step; for ready batches the quotient counts. The data are gone
-    through `epochs` times at most; None: until `stop_step`. `wanted` is False on a rank that reads
-    no data; `state` is the source's `state_dict` from when the run was saved.
+    """Return the steps of a user's data that the settings name.
 
     With `for_evaluation` every sample is taken once, even if a DataLoader drops some, and the
     DataLoader's own batch_size counts, with as many micro-batches in a step. In training its
     batch_size must agree.
+
+    Args:
+        data: a dataset (`__getitem__` and `__len__`, or an IterableDataset of samples), a
+            DataLoader, or any other iterable of ready batches, such as a plain list.
+        sizes: of micro-batches and steps; for ready batches the quotient counts.
+        assign: says which micro-batches of a step this rank runs.
+        settings: which steps, from which seed, for which device.
+        config: order and workers, but a DataLoader has its own.
+        state: the source's `state_dict` from when the run was saved.
+        for_evaluation: whether the data are gone through to be evaluated.
+
+    Raises:
+        UsageError: the data can't be used.
     """
-    check_batch_sizes(batch_size, global_batch_size)
+    check_batch_sizes(sizes.batch_size, sizes.global_batch_size)
     config = config or DataConfig()
     user_data = _understand(data, config)
     if for_evaluation:
         user_data = replace(user_data, drop_last=False)
-    if user_data.batch_size is not None and user_data.batch_size != batch_size:
+    if user_data.batch_size is not None and user_data.batch_size != sizes.batch_size:
         if not for_evaluation:
-            raise _other_batch_size(user_data.batch_size, batch_size)
-        global_batch_size = global_batch_size // batch_size * user_data.batch_size
-        batch_size = user_data.batch_size
+            raise _other_batch_size(user_data.batch_size, sizes.batch_size)
+        sizes = sizes.with_batch_size(user_data.batch_size)
 
     sharded = _is_rank_sharded(user_data.data, user_data.batch_sampler)
     if sharded and not user_data.iterated:
-        own_loader = _own_loader(data, user_data, batch_size)
+        own_loader = _own_loader(data, user_data, sizes.batch_size)
         user_data = replace(user_data, data=own_loader, ready=True, iterated=True)
 
-    settings = SourceSettings(
-        start_step=start_step,
-        stop_step=stop_step,
-        seed=seed,
-        device=device,
-        epochs=epochs,
-        wanted=wanted,
+    settings = replace(
+        settings,
         notice=user_data.notice,
-        reproducible=reproducible,
-        compares=reproducible or several_ranks(),
+        compares=settings.reproducible or several_ranks(),
     )
     if user_data.iterated:
         return IterableSteps(
             user_data.data,
-            batch_size,
-            global_batch_size,
+            sizes.batch_size,
+            sizes.global_batch_size,
             assign,
             settings,
             ready=user_data.ready,
@@ -122,18 +112,19 @@ def adopt(
         )
     order: Order
     if user_data.batch_sampler is not None:
-        micro_batches_per_step = global_batch_size // batch_size
-        order = SamplerOrder(user_data.batch_sampler, micro_batches_per_step, seed=seed)
+        order = SamplerOrder(
+            user_data.batch_sampler, sizes.micro_batches_per_step, seed=settings.seed
+        )
     else:
-        epoch_order = None if for_evaluation else _epoch_order(user_data, seed)
+        epoch_order = None if for_evaluation else _epoch_order(user_data, settings.seed)
         order = SampleOrder(
             len(user_data.data) if epoch_order is None else epoch_order.num_samples,
-            batch_size,
-            global_batch_size,
-            seed=seed,
+            sizes.batch_size,
+            sizes.global_batch_size,
+            seed=settings.seed,
             shuffle=user_data.shuffle,
             drop_last=user_data.drop_last,
-            order=epoch_order or _order_of(config.order, state, start_step),
+            order=epoch_order or _order_of(config.order, state, settings.start_step),
         )
     return StepLoader(user_data.data, order, assign, settings, **user_data.reading)
 

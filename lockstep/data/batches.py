@@ -94,6 +94,23 @@ class StepBatches:
 
 
 @dataclass(frozen=True)
+class BatchSizes:
+    """The samples in a micro-batch, and those in a step of all ranks."""
+
+    batch_size: int
+    global_batch_size: int
+
+    @property
+    def micro_batches_per_step(self) -> int:
+        """Number of micro-batches in a step of all ranks."""
+        return self.global_batch_size // self.batch_size
+
+    def with_batch_size(self, batch_size: int) -> "BatchSizes":
+        """Return the sizes of as many micro-batches a step with other numbers of samples."""
+        return BatchSizes(batch_size, self.micro_batches_per_step * batch_size)
+
+
+@dataclass(frozen=True)
 class SourceSettings:
     """The settings of every source of steps, whatever its data are."""
 

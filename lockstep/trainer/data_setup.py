@@ -8,7 +8,14 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from lockstep.config import Config, TrainingConfig, require_equation
-from lockstep.data import StepSource, adopt, counted_samples, require_data
+from lockstep.data import (
+    BatchSizes,
+    SourceSettings,
+    StepSource,
+    adopt,
+    counted_samples,
+    require_data,
+)
 from lockstep.errors import UsageError
 from lockstep.layout import Layout
 from lockstep.parallel.parallel_model import ParallelModel
@@ -116,21 +123,17 @@ def open_source(
     training = config.training
     require_equation(training, placed.layout.batch_shares)
     epochs = epochs or (None if training.max_steps else training.num_train_epochs or 1)
-    source = adopt(
-        data,
-        config.data,
-        batch_size=training.batch_size,
-        global_batch_size=global_batch_size,
-        assign=placed.assign,
+    settings = SourceSettings(
         start_step=start_step,
         stop_step=training.max_steps,
-        epochs=epochs,
         seed=training.seed,
         device=placed.random_state.device,
+        epochs=epochs,
         wanted=placed.wants_data,
-        state=position,
         reproducible=placed.reproducible,
     )
+    sizes = BatchSizes(training.batch_size, global_batch_size)
+    source = adopt(data, sizes, placed.assign, settings, config.data, state=position)
     by_epochs = source.steps_per_epoch * epochs if source.steps_per_epoch and epochs else None
     bounds = [bound for bound in (training.max_steps, by_epochs) if bound is not None]
     return source, min(bounds, default=None)  # unknown if only the end of the data shows it

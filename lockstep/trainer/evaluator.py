@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lockstep.checkpoint import Ranks
-from lockstep.data import StepSource, adopt
+from lockstep.data import BatchSizes, SourceSettings, StepSource, adopt
 from lockstep.division import ceil_div
 from lockstep.models.batch_parts import logits_of
 from lockstep.records import read_lines
@@ -169,19 +169,22 @@ def validation_source(run: RunState, data: Any, limit: int | None) -> StepSource
     placed = run.step.placed
     size = training.eval_batch_size or training.batch_size
     window = min(WINDOW, limit or WINDOW)
+    settings = SourceSettings(
+        start_step=0,
+        stop_step=None if limit is None else ceil_div(limit, window),
+        seed=training.seed,
+        device=run.cluster.device,
+        epochs=1,
+        wanted=placed.wants_data,
+        reproducible=placed.reproducible,
+    )
     return adopt(
         data,
+        BatchSizes(size, size * window),
+        placed.assign,
+        settings,
         run.config.data.model_copy(update={"shuffle": False}),
-        batch_size=size,
-        global_batch_size=size * window,
-        assign=placed.assign,
-        epochs=1,
-        seed=training.seed,
-        stop_step=None if limit is None else ceil_div(limit, window),
-        device=run.cluster.device,
-        wanted=placed.wants_data,
         for_evaluation=True,
-        reproducible=placed.reproducible,
     )
 
 

@@ -15,9 +15,9 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subset, TensorDataset
 
 from lockstep import Trainer
-from lockstep.data import DistributedSampler, adopt
+from lockstep.data import DistributedSampler
 from lockstep.errors import UsageError
-from tests.data.shared import plain, share
+from tests.data.shared import adopt, plain, share
 
 
 class Stream(IterableDataset[torch.Tensor]):

@@ -5,7 +5,9 @@ from typing import Any
 
 import torch
 
-from lockstep.data import Assign, MicroBatch, SourceSettings, StepBatches
+import lockstep.data
+from lockstep.config import DataConfig
+from lockstep.data import Assign, BatchSizes, MicroBatch, SourceSettings, StepBatches, StepSource
 
 OF_ANY_SOURCE = {field.name for field in dataclasses.fields(SourceSettings)}
 
@@ -14,6 +16,33 @@ def settings_of(start: int, stop: int | None, seed: int, options: dict[str, Any]
     """Settings on the CPU, with those that are among the options, which are taken out."""
     given = {name: options.pop(name) for name in OF_ANY_SOURCE & options.keys()}
     return SourceSettings(start, stop, seed, "cpu", **given)
+
+
+def adopt(
+    data: Any,
+    config: DataConfig | None = None,
+    *,
+    assign: Assign,
+    batch_size: int,
+    global_batch_size: int,
+    seed: int,
+    start_step: int = 0,
+    stop_step: int | None = None,
+    state: dict[str, Any] | None = None,
+    for_evaluation: bool = False,
+    **options: Any,
+) -> StepSource:
+    """Adopt data with sizes and settings that are named one by one."""
+    options.setdefault("device", "cpu")
+    return lockstep.data.adopt(
+        data,
+        BatchSizes(batch_size, global_batch_size),
+        assign,
+        SourceSettings(start_step, stop_step, seed, **options),
+        config,
+        state=state,
+        for_evaluation=for_evaluation,
+    )
 
 
 def everything(num_micro_batches: int) -> list[tuple[int, bool]]:

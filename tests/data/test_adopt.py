@@ -25,10 +25,9 @@ from lockstep.data import (
     SampleOrder,
     StepLoader,
     StepSource,
-    adopt,
 )
 from lockstep.errors import UsageError
-from tests.data.shared import everything, plain, share, whole_from
+from tests.data.shared import adopt, everything, plain, share, whole_from
 
 NUMBERS = TensorDataset(torch.arange(10))
 

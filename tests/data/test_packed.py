@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from lockstep.config import DataConfig
-from lockstep.data import Data, adopt, build_data
+from lockstep.data import Data, build_data
 from lockstep.data.packed import PackedDocuments
 from lockstep.data.packing import PACKINGS, PackingPlan
 from lockstep.data.prepare import prepare
 from lockstep.errors import UsageError
-from tests.data.shared import everything, plain, share, whole_from
+from tests.data.shared import adopt, everything, plain, share, whole_from
 
 TEXTS = {
     "long": [f"{n}:" + "abcdefghij" * (n % 13) for n in range(80)],

@@ -11,7 +11,7 @@ import torch
 
 import lockstep.data.permutation as permutation
 from lockstep.config import DataConfig
-from lockstep.data import DistributedSampler, SampleOrder, adopt
+from lockstep.data import DistributedSampler, SampleOrder
 from lockstep.data.permutation import (
     AHEAD,
     LARGEST_LIST,
@@ -20,7 +20,7 @@ from lockstep.data.permutation import (
     permuted,
     round_keys,
 )
-from tests.data.shared import everything, plain
+from tests.data.shared import adopt, everything, plain
 
 SIZES = [*range(1, 20), 31, 32, 33, 1000, 4095, 4096, 4097]
 
