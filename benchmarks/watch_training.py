@@ -14,7 +14,7 @@ from torch import nn
 
 import lockstep
 from benchmarks.page import machine, page, tell
-from lockstep.verify.training_checks import LoopFinding
+from lockstep.verify.loop.findings import LoopFinding
 
 STEPS = 20  # of each turn; the first three, in which everything is looked at, are counted apart
 FIRST = 3

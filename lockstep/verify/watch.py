@@ -37,7 +37,9 @@ from lockstep.errors import listed
 from lockstep.store_threads import StoreThread
 from lockstep.tensors import fingerprint
 from lockstep.torch_compat import script_patches
-from lockstep.verify.training_checks import LoopFinding, Nesting, TrainingChecks
+from lockstep.verify.loop.findings import LoopFinding
+from lockstep.verify.loop.updates import Nesting
+from lockstep.verify.training_checks import TrainingChecks
 
 _PREFIX = "lockstep-watch"
 _CONNECT_SECONDS = 20.0
@@ -205,7 +207,7 @@ class observe:  # noqa: N801 — called as a function
         one name.
         """
         of = list(self._steps_of).index(id(optimizer))
-        wrappers = [made for made in self._checks.made if isinstance(made, DistributedDataParallel)]
+        wrappers = self._checks.made.of_kind(DistributedDataParallel)
         wrapped = {id(p) for wrapper in wrappers for p in wrapper.parameters()}
         for number, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
             if not isinstance(p, DTensor) and p.numel():

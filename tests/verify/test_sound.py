@@ -7,7 +7,7 @@ import pytest
 import lockstep
 from benchmarks.silent_bugs.sound import ON_RANKS, PROGRAMS
 from lockstep.verify.command import verify_script
-from lockstep.verify.training_checks import LoopFinding
+from lockstep.verify.loop.findings import LoopFinding
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks/silent_bugs/sound.py"
 BY_HAND = ("regression", "word-language-model-lstm", "word-language-model-transformer")

@@ -19,7 +19,8 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 import lockstep
 from lockstep.cli import main
 from lockstep.verify import watch
-from lockstep.verify.training_checks import LoopFinding, TrainingChecks
+from lockstep.verify.loop.findings import LoopFinding
+from lockstep.verify.training_checks import TrainingChecks
 from tests.ranks import free_port, run_ranks
 
 ROOT = Path(__file__).parents[2]

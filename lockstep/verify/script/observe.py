@@ -43,6 +43,7 @@ from lockstep.paths import RUNS
 from lockstep.tensors import local
 from lockstep.torch_compat import script_patches
 from lockstep.torch_compat.pytree import tree_leaves
+from lockstep.verify.loop.updates import Nesting
 from lockstep.verify.own_lines import (
     is_own,
     line_of_definition,
@@ -58,7 +59,7 @@ from lockstep.verify.script.operations import BACKWARD, FORWARD, UPDATE, TracedO
 from lockstep.verify.script.record import CLIP, RecordedStep, ScriptRecord
 from lockstep.verify.script.task import ScriptTask, for_ranks
 from lockstep.verify.script.values import ObservedLoaders
-from lockstep.verify.training_checks import Nesting, TrainingChecks
+from lockstep.verify.training_checks import TrainingChecks
 from lockstep.verify.watch import verified_part
 
 # seconds to wait for the other ranks to finish their last step; longer than `ScriptHangWatch` does

@@ -14,11 +14,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.tensors import with_other_last_bits
+from lockstep.verify.loop.models import plain_name
 from lockstep.verify.own_lines import line_outside_of_modules, own_line
 from lockstep.verify.script import values
 from lockstep.verify.script.record import ScriptRecord, TensorPiece
 from lockstep.verify.script.task import ScriptTask
-from lockstep.verify.training_checks import plain_name
 
 STATISTICS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
