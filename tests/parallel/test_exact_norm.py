@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.parallel.reproducible.exact_norm import exact_norm, gradient_norm
+from lockstep.parallel.parallel_model import gradient_norm
+from lockstep.parallel.reproducible.exact_norm import exact_norm
 
 CPU = torch.device("cpu")
 

@@ -14,8 +14,7 @@ from lockstep.config import Config
 from lockstep.errors import RunError, UsageError
 from lockstep.models.transformer import Transformer
 from lockstep.parallel.loss_accumulator import LossAccumulator
-from lockstep.parallel.parallel_model import ParallelModel
-from lockstep.parallel.reproducible.exact_norm import gradient_norm
+from lockstep.parallel.parallel_model import ParallelModel, gradient_norm
 from lockstep.records import RunDirectory, StepRecord
 from lockstep.trainer import Trainer
 from tests.parity.toy import Tokens, language_model

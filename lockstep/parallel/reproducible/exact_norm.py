@@ -32,7 +32,7 @@ from lockstep.torch_compat import foreach
 # elements of which float64 copies exist at a time: what fits a CPU's cache
 _AT_ONCE = {"cpu": 1 << 15}
 # gradients of fewer elements are put together: each operation on one has a price of its own
-_SMALL = 1 << 12
+SMALL = 1 << 12
 
 
 @torch.no_grad()
@@ -114,36 +114,5 @@ def _by_size(gradients: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     small: list[Tensor] = []
     large: list[Tensor] = []
     for gradient in gradients:
-        (small if gradient.numel() < _SMALL else large).append(gradient)
+        (small if gradient.numel() < SMALL else large).append(gradient)
     return small, large
-
-
-def gradient_norm(
-    gradients: list[Tensor], groups: list[dist.ProcessGroup], device: torch.device
-) -> Tensor:
-    """Return the 2-norm over all gradients of all shards and stages, 0-dim float32.
-
-    It is the same number on every rank.
-    """
-    # what `torch.nn.utils.get_total_norm` does, in half of its time: it sorts by device and dtype
-    # first
-    norms = []
-    if device.type == "cpu":
-        small, gradients = _by_size(gradients)
-        if small:
-            # in float64: a float32 sum of so many squares is less exact than that of their norms
-            with torch.inference_mode():  # views are cheaper there
-                flat = foreach.flatten(small)
-                flat = torch.view_as_real(flat) if flat.is_complex() else flat
-                norms.append(torch.linalg.vector_norm(flat, dtype=torch.float64).float())
-    if gradients:
-        norms += foreach.norm(gradients)
-    local = (
-        torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), device=device)
-    )
-    if not groups:
-        return local
-    square = local.double().square()
-    for group in groups:
-        dist.all_reduce(square, group=group)
-    return square.sqrt().float()
