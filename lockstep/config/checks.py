@@ -411,18 +411,25 @@ def _cuts_layers(config: StepConfig) -> bool:
 def _model(config: Config) -> Iterator[Contradiction]:
     """Yield keys of the section `model` that are for models of Hugging Face, beside another one."""
     model = config.model
-    if model.lora is not None and _cuts_layers(config.step):
+    key = "model.lora" if model.adapter is None else "model.adapter"
+    if (model.lora or model.adapter) is not None and _cuts_layers(config.step):
         what = "layers with adapters can't be cut over ranks"
         why = "peft computes a layer and its adapter in one forward pass, whose product is its own"
         fix = "write tensor_size: 1, and strategy: fsdp, which shards them"
-        keys = ("model.lora", "distributed.tensor_size", "distributed.strategy")
+        keys = (key, "distributed.tensor_size", "distributed.strategy")
         yield Contradiction(keys, what, fix, why)
+    if model.lora is not None and model.adapter is not None:
+        what = f"model.lora describes new adapters, and {model.adapter} has some"
+        why = "its adapter_config.json says their r, target_modules and all else"
+        fix = "leave model.lora out"
+        yield Contradiction(("model.lora", "model.adapter"), what, fix, why)
     if (model.name or "").startswith("hf:"):
         return
     named = "no model is named" if model.name is None else f"the model is {model.name}"
     instead = {
         "auto": "leave it out",
         "lora": "leave it out, and wrap the model in a class of your own: peft.get_peft_model",
+        "adapter": "leave it out, and wrap the model in a class of your own: peft.PeftModel",
     }
     for key, fix in instead.items():
         if getattr(model, key) is not None:

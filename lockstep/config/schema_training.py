@@ -172,6 +172,9 @@ class ModelConfig(Section):
     lora: LoraConfig | None = key(
         None, "Train low-rank adapters of an `hf:` model; unset: the model; `{}`: defaults."
     )
+    adapter: str | None = key(None, min_length=1)
+    """A folder with low-rank adapters of the package peft, which are trained further, in the `hf:`
+    model that is their base; in place of `lora`."""
 
 
 class DataConfig(Section):

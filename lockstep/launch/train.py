@@ -169,7 +169,7 @@ def _check_hugging_face(config: "Config") -> None:
     model = config.model
     source = (model.name or "").removeprefix("hf:")
     of_hub = source != model.name and "/" in source and not Path(source).exists()
-    if of_hub or model.auto is not None or model.lora is not None:
+    if of_hub or model.auto or model.adapter or model.lora is not None:
         import_module("lockstep.models").check_model(model)
 
 

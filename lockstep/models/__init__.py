@@ -58,7 +58,12 @@ def build_model(model_config: "ModelConfig", facts: Mapping[str, Any] | None = N
     name = model_config.name
     constructor = _constructor(name)
     if name.startswith("hf:"):
-        constructor = partial(constructor, auto=model_config.auto, lora=model_config.lora)
+        constructor = partial(
+            constructor,
+            auto=model_config.auto,
+            lora=model_config.lora,
+            adapter=model_config.adapter,
+        )
     model = _construct(name, constructor, dict(model_config.args), facts or {})
     _require_vocabulary(name, model, facts or {})
     return model
@@ -136,9 +141,9 @@ def check_model(model_config: "ModelConfig") -> None:
 
 
 def _check_hugging_face(model_config: "ModelConfig") -> None:
-    """Check that the library has this model under its Auto class, and that peft takes its adapters.
+    """Check that the library has this model under its Auto class, and that its adapters fit it.
 
-    Nothing is built.
+    Nothing gets values.
     """
     from lockstep.models import hf
 
@@ -146,10 +151,7 @@ def _check_hugging_face(model_config: "ModelConfig") -> None:
     source, has_files = _located(model_config.name.removeprefix("hf:"))
     describe = hf.described_by_files if has_files else hf.described_by_type
     described = describe(source, auto=model_config.auto, **model_config.args)
-    if model_config.lora is not None:
-        from lockstep.models.adapters import peft_config
-
-        peft_config(model_config.lora, described.auto)
+    hf.check_adapters(described, model_config.lora, model_config.adapter)
 
 
 def _require_accepted(

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 ADAPTER = "default"  # peft's name of the only adapter
 _WHERE = "model.lora"
+_FIT = "write target_modules: all-linear, or ends of names that the model's layers have"
 
 # The Auto class → what peft calls the task. By it, peft loads an adapter into the right class.
 _TASKS = {
@@ -40,8 +41,8 @@ _HEADS = {
 }
 
 
-def peft_package() -> Any:
-    """Return the package peft.
+def peft_package(where: str = _WHERE) -> Any:
+    """Return the package peft; `where` is the key that asks for it.
 
     Raises UsageError: it is missing.
     """
@@ -49,17 +50,30 @@ def peft_package() -> Any:
         import peft
     except ImportError as error:
         what = "adapters need the package peft"
-        raise UsageError(what, where=_WHERE, fix="install it: pip install peft") from error
+        raise UsageError(what, where=where, fix="install it: pip install peft") from error
     return peft
 
 
-def peft_config(lora: "LoraConfig", auto: str, base: str | None = None) -> Any:
+def task_of(auto: str) -> str | None:
+    """Return what peft calls the task of an Auto class; None if it has no name for it."""
+    return _TASKS.get(auto)
+
+
+def auto_of_task(task: str) -> str | None:
+    """Return the Auto class of a task of peft."""
+    return next((auto for auto, name in _TASKS.items() if name == task), None)
+
+
+def peft_config(
+    lora: "LoraConfig", auto: str, base: str | None = None, drawn: Sequence[str] = ()
+) -> Any:
     """Return peft's own config of the adapters.
 
     Args:
         lora: the section `model.lora`.
         auto: the name of the model's Auto class.
         base: the folder or the name of the model without adapters.
+        drawn: names of parameters that no weights fill: their modules are part of a new head.
 
     Raises:
         UsageError: peft is missing, or refuses the settings.
@@ -68,40 +82,68 @@ def peft_config(lora: "LoraConfig", auto: str, base: str | None = None) -> Any:
     task = _TASKS.get(auto)
     arguments = lora.model_dump()
     if arguments["modules_to_save"] is None:
-        arguments["modules_to_save"] = _HEADS.get(task or "")
+        arguments["modules_to_save"] = _heads(_HEADS.get(task or ""), drawn)
     try:
         return peft.LoraConfig(task_type=task, base_model_name_or_path=base, **arguments)
     except (ValueError, TypeError) as error:
         raise UsageError("peft refuses the adapters", where=_WHERE, why=first_line(error)) from None
 
 
-def add_adapters(model: nn.Module, lora: "LoraConfig", auto: str) -> None:
-    """Put adapters into a model's layers, in place, and freeze everything else."""
-    config = peft_config(lora, auto)
-    peft = peft_package()
+def _heads(names: list[str] | None, drawn: Sequence[str]) -> list[str] | None:
+    """Return what is trained in full: the head that peft names, and what else is new, a pooler."""
+    if names is None:
+        return None
+    modules = {name.rpartition(".")[0] for name in drawn}
+    others = [each for each in sorted(modules) if not any(name in each for name in names)]
+    return [*names, *others]
+
+
+def add_adapters(
+    model: nn.Module, lora: "LoraConfig", auto: str, drawn: Sequence[str] = ()
+) -> None:
+    """Put adapters into a model's layers, in place, and freeze everything else.
+
+    `drawn`: names of parameters that no weights fill, and that are trained with a new head.
+    """
     layers = [name for name, _ in model.named_modules()]
+    adapted = inject(model, peft_config(lora, auto, drawn=drawn), where=_WHERE)
+    _require_effect(lora, layers, adapted)
+
+
+def inject(model: nn.Module, config: Any, *, where: str) -> list[str]:
+    """Let peft put adapters into a model's layers, in place; return the names of these layers.
+
+    Args:
+        config: peft's own.
+        where: the key that asks for them.
+
+    Raises:
+        UsageError: peft can't, or the adapters are of a kind that is not supported.
+    """
+    peft = peft_package(where)
     try:
         peft.inject_adapter_in_model(config, model, ADAPTER)
     except (ValueError, TypeError, RuntimeError, re.error) as error:
         raise UsageError(
             f"peft can't put these adapters into a {type(model).__name__}",
-            where=_WHERE,
+            where=where,
             why=first_line(error),
-            fix="write target_modules: all-linear, or ends of names that the model's layers have",
+            fix=_FIT
+            if where == _WHERE
+            else "name as model the base that the adapter was trained on",
         ) from error
     of_parameters = getattr(peft.tuners.lora.layer, "ParamWrapper", ())
     stacked = [name for name, each in model.named_modules() if isinstance(each, of_parameters)]
     if stacked:
         raise UsageError(
             f"adapters of stacked experts are not supported: {listed(stacked)}",
-            where="model.lora.target_modules",
+            where=f"{where}.target_modules" if where == _WHERE else where,
             why="peft exchanges such a parameter in each forward pass, which shards do not survive",
             fix="write target_modules: [q_proj, k_proj, v_proj, o_proj], the layers of attention",
         )
-    adapted = [
+    return [
         name for name, each in model.named_modules() if isinstance(each, peft.tuners.lora.LoraLayer)
     ]
-    _require_effect(lora, layers, adapted)
 
 
 def _require_effect(lora: "LoraConfig", layers: Sequence[str], adapted: Sequence[str]) -> None:

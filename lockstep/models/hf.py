@@ -107,13 +107,16 @@ def from_files(
     *,
     auto: str | None = None,
     lora: "LoraConfig | None" = None,
+    adapter: str | None = None,
     **overrides: Any,
 ) -> nn.Module:
     """Return the model that a folder or a config file describes.
 
     A folder's weights are loaded if there are any; else the values are random.
+
+    The model has new adapters with `lora`, and those of a folder with `adapter`.
     """
-    return _built(described_by_files(path, auto=auto, **overrides), lora)
+    return _built(described_by_files(path, auto=auto, **overrides), lora, adapter)
 
 
 def described_by_files(path: str, *, auto: str | None = None, **overrides: Any) -> DescribedModel:
@@ -147,6 +150,7 @@ def from_type(
     *,
     auto: str | None = None,
     lora: "LoraConfig | None" = None,
+    adapter: str | None = None,
     vocab_size: int | None = None,
     block_size: int | None = None,
     **overrides: Any,
@@ -163,7 +167,7 @@ def from_type(
     ):
         longer = {"max_position_embeddings": block_size, **overrides}
         described = described_by_type(model_type, auto=auto, **longer)
-    return _built(described, lora)
+    return _built(described, lora, adapter)
 
 
 def described_by_type(
@@ -174,29 +178,68 @@ def described_by_type(
     return DescribedModel(config, auto_of(config, auto or CAUSAL_LM))
 
 
-def _built(described: DescribedModel, lora: "LoraConfig | None") -> nn.Module:
+def check_adapters(
+    described: DescribedModel, lora: "LoraConfig | None", adapter: str | None
+) -> None:
+    """Check that adapters fit a model, on meta: nothing gets values.
+
+    Raises UsageError: peft is missing, or they do not fit.
+    """
+    if lora is None and adapter is None:
+        return
+    with _errors_of(described.config.model_type), torch.device("meta"):
+        model: Any = getattr(transformers, described.auto).from_config(described.config)
+        _adapt(model, described, lora, adapter)
+
+
+def _adapt(
+    model: nn.Module,
+    described: DescribedModel,
+    lora: "LoraConfig | None",
+    adapter: str | None,
+    drawn: Sequence[str] = (),
+) -> set[str]:
+    """Put the adapters that are asked for into a model; return the names that a folder fills.
+
+    `drawn`: names of parameters that no weights fill.
+    """
+    if adapter is not None:
+        from lockstep.models.saved_adapters import load_adapters
+
+        return load_adapters(model, adapter, described.auto)
+    if lora is not None:
+        from lockstep.models.adapters import add_adapters
+
+        add_adapters(model, lora, described.auto, drawn)
+    return set()
+
+
+def _built(
+    described: DescribedModel, lora: "LoraConfig | None", adapter: str | None = None
+) -> nn.Module:
     """Return the model, which meets the protocol if it can, with adapters if any are asked for."""
-    in_pieces = lora is None and described.can_be_read_in_pieces and _is_asked_for_meta()
+    adapted = lora is not None or adapter is not None
+    in_pieces = not adapted and described.can_be_read_in_pieces and _is_asked_for_meta()
     if described.can_be_drawn or in_pieces:
         _require_equal_chain(described.config)
     drawn: list[str] = []
     if described.folder is None:
-        model = _drawn(described, at_once=lora is not None)
+        model = _drawn(described, at_once=adapted)
     elif in_pieces:
         model = _without_values(described.folder, described)
     else:
         model, drawn = _loaded(described.folder, described)
     built: nn.Module = meet_protocol(model) if described.is_causal else model
-    if lora is not None:
-        from lockstep.models.adapters import add_adapters
-
-        with torch.device("cpu"):  # beside the layers' own weights, which have values
-            add_adapters(built, lora, described.auto)
-    _tell_of_drawn(built, drawn, described)
+    with torch.device("cpu"):  # beside the layers' own weights, which have values
+        filled = _adapt(built, described, lora, adapter, drawn)
+    not_filled = [name for name in drawn if name not in filled]
+    _tell_of_drawn(built, not_filled, described, adapter)
     return built
 
 
-def _tell_of_drawn(model: nn.Module, drawn: Sequence[str], described: DescribedModel) -> None:
+def _tell_of_drawn(
+    model: nn.Module, drawn: Sequence[str], described: DescribedModel, adapter: str | None
+) -> None:
     """Warn of a head that no weights fill.
 
     Raises UsageError: it would stay as it was drawn, because adapters freeze it.
@@ -210,14 +253,14 @@ def _tell_of_drawn(model: nn.Module, drawn: Sequence[str], described: DescribedM
         if parameter.requires_grad
     }
     if frozen := [name for name in drawn if name not in trained]:
+        key = "model.lora.modules_to_save"
+        fix = f"write modules_to_save: [{', '.join(heads)}]"
+        if adapter is not None:
+            key = "model.adapter"
+            fix = f"name an adapter that was trained with modules_to_save: [{', '.join(heads)}]"
+        why = f"the weights in {described.folder} have no such head, and {key} freezes all else"
         raise UsageError(
-            f"{listed(frozen)} would stay as drawn at random",
-            where="model.lora.modules_to_save",
-            why=(
-                f"the weights in {described.folder} have no such head, and model.lora freezes what"
-                " gets no adapter"
-            ),
-            fix=f"write modules_to_save: [{', '.join(heads)}]",
+            f"{listed(frozen)} would stay as drawn at random", where=key, why=why, fix=fix
         )
     if is_main_process():
         warn_at_caller(

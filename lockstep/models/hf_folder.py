@@ -50,6 +50,13 @@ class UnreadWeights:
     forms: Mapping[str, Tensor]  # by name, on meta
     read: Callable[[str], Tensor]  # returns the values of one of them
 
+    def without_prefix(self, prefix: str) -> "UnreadWeights":
+        """Return the same tensors, by names without what all of them begin with."""
+        if not prefix:
+            return self
+        forms = {name.removeprefix(prefix): form for name, form in self.forms.items()}
+        return UnreadWeights(forms, lambda name: self.read(prefix + name))
+
     def all(self) -> dict[str, Tensor]:
         """Return all of them; names of one tensor share memory."""
         read: dict[int, Tensor] = {}
@@ -65,6 +72,15 @@ def description_of(model: nn.Module) -> dict[str, Any] | None:
     None: it is not a model of the library, or of a class that the library does not ship.
     """
     library = sys.modules.get("transformers")
+    adapters = getattr(model, "peft_config", None) or {}
+    prefix = ""
+    if (
+        hasattr(model, "get_base_model") and adapters
+    ):  # an object of peft, which holds the library's
+        if len(adapters) > 1 or any(each.is_prompt_learning for each in adapters.values()):
+            return None
+        model = model.get_base_model()
+        prefix = _OF_PEFT
     if library is None or not isinstance(model, library.PreTrainedModel):
         return None
     # `fully_shard` and the protocol put subclasses of their own in place of the library's class.
@@ -73,13 +89,13 @@ def description_of(model: nn.Module) -> dict[str, Any] | None:
     if getattr(library, model_class.__name__, None) is not model_class:
         return None
     generation = getattr(model, "generation_config", None)
-    adapters = getattr(model, "peft_config", None) or {}
     return {
         "class": model_class.__name__,
         "config": _plain(model.config.to_dict()),
         "generation": None if generation is None else _plain(generation.to_diff_dict()),
         "source": model.name_or_path or None,
         "adapters": {name: _plain(each.to_dict()) for name, each in adapters.items()},
+        "prefix": prefix,
     }
 
 
@@ -119,6 +135,7 @@ def write_folder(
         )
     if folder.exists():
         raise UsageError(f"{folder} exists already", fix="name another folder, or move it away")
+    weights = weights.without_prefix(description.get("prefix", ""))
     model = _filled(description, weights.forms)
     draft = folder.with_name(f".{folder.name}.draft")
     shutil.rmtree(draft, ignore_errors=True)
@@ -315,7 +332,7 @@ class _Merged:
 
 def _read_adapters(model: Any, weights: UnreadWeights) -> None:
     """Give a model on meta the values of its adapters, and of what is trained beside them."""
-    tuned = ("lora_", "modules_to_save", "trainable_tokens")
+    tuned = (model.base_model.prefix, "modules_to_save", "trainable_tokens")
     biases = any(each.bias != "none" for each in model.peft_config.values())
     wanted = [
         name

@@ -216,7 +216,11 @@ def check_trains(parameters: Mapping[str, nn.Parameter]) -> None:
         "set requires_grad_(True) on the parts that are to be trained, before the Trainer is made; "
     )
     fix += "trainer.evaluate(data) and trainer.predict(data) need no training"
-    raise UsageError(what, where="the model", fix=fix)
+    why = None
+    if any(".lora_" in name for name in parameters):
+        why = "peft freezes adapters that it loads, unless it is told that they are trained"
+        fix = "load them with peft.PeftModel.from_pretrained(base, FOLDER, is_trainable=True)"
+    raise UsageError(what, where="the model", why=why, fix=fix)
 
 
 def _check_factory(given: Any, name: str, argument: str, example: str, where: str) -> None:
