@@ -353,6 +353,12 @@ def check_named_files(name: str | None, args: Mapping[str, Any]) -> None:
     if name == "text" and isinstance(args.get("path"), str):
         for file in files_of(local_path(args["path"], "data.args.path")):
             require_text(file)
+    if name == "labelled":
+        for key in ("path", "validation"):
+            if isinstance(args.get(key), str):
+                where = f"data.args.{key}"
+                for file in files_of(local_path(args[key], where), where):
+                    _require_rows(file, where)
     if name in ("documents", "stream"):
         for key in ("sources", "validation"):
             for where, path in _paths_of(args.get(key), f"data.args.{key}"):
@@ -360,6 +366,15 @@ def check_named_files(name: str | None, args: Mapping[str, Any]) -> None:
                 if not (place / HEADER).exists():
                     for file in files_of(place, where):
                         require_read(file, where)
+
+
+def _require_rows(file: Path, where: str) -> None:
+    """Refuse a file that holds no rows with a text and its label."""
+    kind = kind_of(file)
+    if kind not in (Kind.LINES, Kind.PARQUET, Kind.ARROW):
+        what = f"{file} holds {kind.value}, and no rows with labels"
+        fix = 'write lines of {"text": "…", "label": "…"}, as .jsonl, .parquet or .arrow'
+        raise UsageError(what, where=where, fix=fix)
 
 
 def _paths_of(given: Any, where: str) -> Iterator[tuple[str, str]]:

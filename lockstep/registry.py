@@ -261,6 +261,7 @@ DATA_SETS = Registry(
         "tokens": "lockstep.data.text:tokens",
         "documents": "lockstep.data.packed:documents",
         "stream": "lockstep.data.packed_stream:stream",
+        "labelled": "lockstep.data.labelled:labelled",
         "digits": "lockstep.data.datasets:digits",
     },
     further="hf:NAME or package.module:Class",

@@ -27,6 +27,15 @@ from lockstep.errors import UsageError
 from lockstep.paths import local_path
 
 
+@dataclass(frozen=True)
+class EncodedText:
+    """Holds the tokens of a text for a classifier."""
+
+    tokens: NDArray[np.int64]
+    words: list[int | None]  # the number of each token's word; None: it is of no word
+    is_cut: bool  # tokens are left out at the end
+
+
 class Tokenizer:
     """A tokenizer: `bytes` (256 tokens), the path of a `tokenizer.json`, or of a folder with one.
 
@@ -77,6 +86,32 @@ class Tokenizer:
             return self.encode_array(text)
         finally:
             self._model.encode_special_tokens = before
+
+    def encode_for_classifier(self, text: str | Sequence[str], length: int) -> "EncodedText":
+        """Return the tokens of a text, or of words, as a classifier reads them.
+
+        The special tokens that the tokenizer puts around a text are there, and stay where it is cut
+        off at `length` tokens. What a text holds of them is text.
+        """
+        if self._model is None:
+            return _bytes_of(text, length)
+        model = self._model
+        before = model.encode_special_tokens
+        model.encode_special_tokens = True
+        model.enable_truncation(length)
+        try:
+            given = text if isinstance(text, str) else list(text)
+            encoded = model.encode(given, is_pretokenized=not isinstance(text, str))
+        finally:
+            model.no_truncation()
+            model.encode_special_tokens = before
+        ids = np.asarray(encoded.ids, np.int64)
+        return EncodedText(ids, list(encoded.word_ids), bool(encoded.overflowing))
+
+    def number_of(self, token: str) -> int | None:
+        """Return the number of a token; None if there is no such token."""
+        number = None if self._model is None else self._model.token_to_id(token)
+        return None if number is None else int(number)
 
     def encode_document(
         self, text: str, *, special_tokens: bool, where: str = "a document"
@@ -157,6 +192,19 @@ class Tokenizer:
     def dtype(self) -> np.dtype[Any]:
         """The smallest type that holds the vocabulary: uint8, uint16 or uint32."""
         return np.min_scalar_type(self.vocab_size - 1)
+
+
+def _bytes_of(text: str | Sequence[str], length: int) -> EncodedText:
+    """Return the bytes of a text, or of words with spaces between them."""
+    given = [text] if isinstance(text, str) else text
+    tokens: list[int] = []
+    words: list[int | None] = []
+    for number, word in enumerate(given):
+        letters = ([32] if number else []) + list(word.encode())
+        tokens += letters
+        words += [None] * bool(number) + [number] * (len(letters) - bool(number))
+    is_cut = len(tokens) > length
+    return EncodedText(np.array(tokens[:length], np.int64), words[:length], is_cut)
 
 
 def tokenizer_file(name: str) -> Path | None:

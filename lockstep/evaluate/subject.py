@@ -160,6 +160,10 @@ def _on(config: Config, path: Path) -> Config:
     args[key] = [str(path)] if key == "sources" else str(path)
     if "validation_fraction" in keywords:
         args["validation_fraction"] = 0
+    if "labels_of" in keywords:  # what is learned follows from the data that were trained on
+        given = config.data.args
+        paths = [given[key] for key in ("path", "validation") if given.get(key) is not None]
+        args.setdefault("labels_of", paths)
     try:
         check_named_files(name, args)
     except UsageError as error:

@@ -47,6 +47,7 @@ from lockstep.models.chain import run_segment
 from lockstep.models.hf_auto import CAUSAL_LM, auto_of, auto_of_folder, model_class
 from lockstep.models.hf_causal import can_be_drawn, meet_protocol
 from lockstep.models.hf_decoder import FAMILIES, decoder_segments
+from lockstep.models.hf_labels import fit_labels
 from lockstep.models.hf_stored import CAN_READ_PIECES, files_of_weights, stored_weights
 
 if TYPE_CHECKING:
@@ -108,15 +109,18 @@ def from_files(
     auto: str | None = None,
     lora: "LoraConfig | None" = None,
     adapter: str | None = None,
+    labels: Mapping[str, Any] | None = None,
     **overrides: Any,
 ) -> nn.Module:
     """Return the model that a folder or a config file describes.
 
     A folder's weights are loaded if there are any; else the values are random.
 
-    The model has new adapters with `lora`, and those of a folder with `adapter`.
+    The model has new adapters with `lora`, and those of a folder with `adapter`. `labels` are those
+    of the data, as `fit_labels` takes them.
     """
-    return _built(described_by_files(path, auto=auto, **overrides), lora, adapter)
+    described = described_by_files(path, auto=auto, **overrides)
+    return _built(_with_labels(described, labels, overrides), lora, adapter)
 
 
 def described_by_files(path: str, *, auto: str | None = None, **overrides: Any) -> DescribedModel:
@@ -151,6 +155,7 @@ def from_type(
     auto: str | None = None,
     lora: "LoraConfig | None" = None,
     adapter: str | None = None,
+    labels: Mapping[str, Any] | None = None,
     vocab_size: int | None = None,
     block_size: int | None = None,
     **overrides: Any,
@@ -167,7 +172,17 @@ def from_type(
     ):
         longer = {"max_position_embeddings": block_size, **overrides}
         described = described_by_type(model_type, auto=auto, **longer)
-    return _built(described, lora, adapter)
+    return _built(_with_labels(described, labels, overrides), lora, adapter)
+
+
+def _with_labels(
+    described: DescribedModel, labels: Mapping[str, Any] | None, overrides: Mapping[str, Any]
+) -> DescribedModel:
+    """Return a model that fits the labels of the data, if these have any."""
+    if labels is not None:
+        own_head = described.folder is not None and described.own_head
+        fit_labels(described.config, described.auto, labels, overrides, own_head=own_head)
+    return described
 
 
 def described_by_type(
