@@ -21,6 +21,8 @@ or mark everything.
 - A special token is one where the template writes it. Where a message holds its text, it is text:
   who writes `<end>` into a question ends nothing. So a mark is put into it before the template sees
   it, and taken out before the rendering is encoded.
+- A message of the assistant with `"weight": 0` is read and not trained, as in the chat format of
+  OpenAI; with 1, or without a weight, it is trained. The template does not see the weight.
 
 Tests: tests/data/test_conversations.py
 """
@@ -48,6 +50,7 @@ _PROBES = ("A", "b")  # answers with other first letters: one of them differs fr
 _OWN_DOCUMENT = "answers stand in documents of their own: the template rewords them later"
 _OTHER_BEGIN = "answers do not begin as the template's prompt for an answer ends"
 _AS_TEXT = "messages hold the text of a special token, which is encoded as text"
+_NOT_TRAINED = "answers have the weight 0: they are read, and not trained"
 _MARK = "\ue0a5"  # of Unicode's private area, after the first character of a special token's text
 
 Messages = Sequence[Mapping[str, Any]]
@@ -97,15 +100,20 @@ class ChatTemplate:
     def documents(
         self, messages: Any, where: str, tools: Sequence[Any] | None = None
     ) -> Iterator[Trained]:
-        """Yield the documents of a conversation; none if nobody answers in it.
+        """Yield the documents of a conversation; none if no answer in it is trained.
 
         Raises:
             UsageError: the messages are not a conversation, or the template fails; with `where`.
         """
-        checked = [self._without_specials(message) for message in _checked(messages, where)]
+        weighed = _checked(messages, where)
+        trained = [_is_trained(each, number, where) for number, each in enumerate(weighed, start=1)]
+        checked = [self._without_specials(_without_weight(message)) for message in weighed]
         draft: _Rendered | None = None
         for index, message in enumerate(checked):
             if message["role"] != ANSWERS:
+                continue
+            if not trained[index]:
+                self.notes[_NOT_TRAINED] += 1
                 continue
             answered = self._render(checked[: index + 1], where, tools)
             begin = self._begin(checked, index, answered, where, tools)
@@ -307,6 +315,28 @@ def _message(message: Any, number: int, where: str) -> dict[str, Any]:
         what = f"the content of message {number} of {where} is {type(content).__name__}, not text"
         raise UsageError(what, where=where, fix=fix)
     return filled
+
+
+def _is_trained(message: Mapping[str, Any], number: int, where: str) -> bool:
+    """Return whether a message is trained if it is an answer, or raise a UsageError.
+
+    `number` counts the messages of a conversation from 1.
+    """
+    weight = message.get("weight", 1)
+    if isinstance(weight, bool) or weight not in (0, 1):
+        what = f"message {number} of {where} has the weight {weight!r}"
+        why = "an answer is trained or it is not: each token counts once in a language model's loss"
+        raise UsageError(what, where=where, why=why, fix="write 1 or 0, or leave the weight out")
+    role = message["role"]
+    if "weight" in message and weight and role != ANSWERS:
+        what = f"message {number} of {where} has a weight, and its role is {role!r}"
+        why = f"what the {ANSWERS} says is trained, and nothing else"
+        raise UsageError(what, where=where, why=why, fix="leave the weight out, or write 0")
+    return bool(weight)
+
+
+def _without_weight(message: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in message.items() if key != "weight"}
 
 
 def _between(marks: Sequence[int], length: int) -> Iterator[tuple[int, int]]:

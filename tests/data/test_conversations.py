@@ -307,3 +307,30 @@ def test_half_of_a_surrogate_pair_in_a_message_is_one_error(tmp_path: Path) -> N
         encoder = Encoder(tokenizer, Filters(), ChatTemplate(tokenizer))
         with pytest.raises(UsageError, match=r"chat:1 holds \\ud83d, which is no character"):
             encoder.encode(Record(content, "chat:1", 1))
+
+
+def test_an_answer_of_weight_0_is_read_and_not_trained(tmp_path: Path) -> None:
+    """As OpenAI's chat format has it; the template sees no weight."""
+    first, *rest = BOTH[1:]
+    weighed = [QUESTION, {**first, "weight": 0}, *rest]
+    assert documents(tmp_path, chats.PLAIN, weighed) == [(WHOLE + "<|end|>", "yes<|end|>")]
+    last = [*BOTH[:-1], {**BOTH[-1], "weight": 0}]
+    asked = WHOLE.partition("<|end|>\n<|user|>sure")[0]
+    assert documents(tmp_path, chats.PLAIN, last) == [(asked + "<|end|>", "it is 4<|end|>")]
+    ones = [{**each, "weight": 1 if each["role"] == "assistant" else 0} for each in BOTH]
+    assert documents(tmp_path, chats.PLAIN, ones) == documents(tmp_path, chats.PLAIN, BOTH)
+    sees = chats.PLAIN.replace("{{ m.content }}", "{{ m.content }}{{ m.weight }}")
+    assert documents(tmp_path, sees, ones) == documents(tmp_path, chats.PLAIN, BOTH)
+    none = [{**each, "weight": 0} for each in BOTH]
+    assert documents(tmp_path, chats.PLAIN, none) == []
+
+
+@pytest.mark.parametrize("weight", [0.5, -1, "1", True, float("nan"), []])
+def test_a_weight_that_is_neither_0_nor_1_is_one_error(weight: Any, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"message 2 of here has the weight(.|\n)*write 1 or 0"):
+        documents(tmp_path, chats.PLAIN, [QUESTION, {**ANSWER, "weight": weight}])
+
+
+def test_a_weight_of_what_is_no_answer_is_one_error(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"message 1 of here has a weight, and its role is 'user'"):
+        documents(tmp_path, chats.PLAIN, [{**QUESTION, "weight": 1}, ANSWER])
