@@ -25,11 +25,12 @@ from lockstep import accelerator
 from lockstep.collectives import world_size
 from lockstep.config import BadNumbersConfig
 from lockstep.errors import RunError, listed
-from lockstep.parallel.loss_accumulator import Number
+from lockstep.parallel.loss_accumulator import Number, bad_count
 
 ALL_IGNORED = (
-    "all targets are ignored (-100, or the loss function's ignore_index): prompts that fill their"
-    " sequences, or labels that were made otherwise than the loss expects them"
+    "all targets are ignored (-100, or the loss function's ignore_index), or all weights are 0:"
+    " prompts that fill their sequences, or labels that were made otherwise than the loss expects"
+    " them"
 )
 _READ_AT_ONCE = ("cpu", "mps")  # types of device; MPS has no float64
 
@@ -211,6 +212,8 @@ class AnomalyDetector:
             raise RunError(
                 f"the ranks did not meet in step {step}", where=f"step {step}", why=why, fix=fix
             )
+        if not targets >= 0:  # where the loss is computed on a GPU: elsewhere it is told before
+            raise bad_count(targets, f"step {step}")
         what = self._problem(step, loss, norm)
         if targets == 0:
             self.without_targets += 1

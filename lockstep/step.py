@@ -38,8 +38,8 @@ from lockstep.optim import Schedule, TorchSchedule, explain_failed_update, unfus
 from lockstep.parallel.loss_accumulator import (
     LossAccumulator,
     Number,
-    at_least,
     at_most,
+    divisor_of,
     exceeds,
     inverse,
     mean_of,
@@ -312,8 +312,7 @@ class Step:
         loss_sum, count = accumulator.totals()
         loss = mean_of(loss_sum, count)
         targets = count
-        # a step without a valid target has a gradient of zero, not nan
-        count = at_least(count, 1.0)
+        count = divisor_of(count)
         placed.finish_gradients()
         for name, until in self.frozen_until.items():
             if self.progress.step < until and name in placed.parameters:
@@ -523,11 +522,14 @@ class Step:
 
 
 def nominal_count(count: float, micro_batches_per_step: int) -> float:
-    """Return a power of two near the number of valid targets of a step.
+    """Return a power of two near the number of valid targets of a step, or the sum of weights.
 
-    `count`: of its first micro-batch.
+    `count`: of its first micro-batch, which may not be like the others.
     """
-    return 2.0 ** round(math.log2(max(1.0, count * micro_batches_per_step)))
+    return 2.0 ** round(math.log2(max(_LEAST_NOMINAL, count * micro_batches_per_step)))
+
+
+_LEAST_NOMINAL = 2.0**-20  # sums that are divided by less could overflow
 
 
 _SCALING = {torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad}

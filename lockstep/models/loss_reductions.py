@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from lockstep.errors import UsageError
 from lockstep.models.batch_parts import logits_of, num_samples, targets_of
 from lockstep.models.forward_arguments import Inputs
+from lockstep.models.loss_arguments import FurtherArguments, name_of
 from lockstep.models.loss_modules import module_of
 from lockstep.models.objective import Objective, Observed
 
@@ -37,7 +38,7 @@ def objective_of_loss_fn(
         count or num_samples,
         observes=count is None,
     )
-    return replace(objective, module=module_of(loss_fn))
+    return replace(objective, module=module_of(loss_fn), function=name_of(loss_fn))
 
 
 def objective_of_outputs(
@@ -95,6 +96,7 @@ def _no_tensor(returned: Any) -> UsageError:
 def _with_targets(loss_fn: Callable[..., Tensor]) -> Callable[[Any, Any], Tensor]:
     """Return a loss of (outputs, batch), which takes logits and targets out of them."""
     over_classes = isinstance(loss_fn, nn.CrossEntropyLoss)
+    further = FurtherArguments(loss_fn)
 
     def loss(outputs: Any, batch: Any) -> Tensor:
         """Call the loss function, with [B · T, V] outputs for [B, T, V] where that is meant."""
@@ -111,7 +113,7 @@ def _with_targets(loss_fn: Callable[..., Tensor]) -> Callable[[Any, Any], Tensor
             if not fits_torch:
                 outputs = outputs.flatten(0, -2)
                 targets = targets.flatten()
-        return loss_fn(outputs, targets)
+        return loss_fn(outputs, targets, **further.of(batch))
 
     return loss
 

@@ -99,6 +99,7 @@ class Objective:
     of_model: bool = False  # whether `loss` is the model's own method
     # the loss function, if it is one, whose weights train with the model's
     module: nn.Module | None = None
+    function: str | None = None  # the name of the loss function, if it is a plain one
     tap: Tap = field(default_factory=Tap)
     # outputs of this rank → outputs for the whole batch, where ranks share its sequences
     gather_outputs: Callable[[Any], Any] = lambda outputs: outputs

@@ -52,6 +52,7 @@ from lockstep.models.forward_arguments import (
     naming_missing_keys,
 )
 from lockstep.models.hf_decoder import decoder_segments, refuse_balanced_experts
+from lockstep.models.loss_arguments import count_of
 from lockstep.models.loss_reductions import objective_of_loss_fn, objective_of_outputs
 from lockstep.models.objective import Objective
 from lockstep.models.torch_losses import as_object
@@ -114,7 +115,7 @@ def objective_of(model: nn.Module, loss_fn: Callable[..., Tensor] | None = None)
     """
     loss_fn = as_object(loss_fn)
     inputs = _inputs_of(model, has_loss_fn=loss_fn is not None)
-    count = offered(model, "count")
+    count = count_of(loss_fn) or offered(model, "count")
     if count is not None:
         count = naming_missing_keys(count)
     if loss_fn is not None:

@@ -408,8 +408,8 @@ class LocalWorkers:
         """Return a worker's update: the mean over its own valid targets, and the norm of that."""
         count = torch.as_tensor(
             self._count, dtype=torch.float64, device=self._placed.random_state.device
-        ).clamp(min=1)
-        to_mean = (1.0 / factor / count).float()
+        )
+        to_mean = (1.0 / factor / torch.where(count == 0, 1.0, count)).float()
         gradients = self._placed.gradients()
         norm = torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros_like(to_mean)
         assert isinstance(accumulator, WorkersLossAccumulator)

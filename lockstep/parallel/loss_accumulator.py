@@ -32,6 +32,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.data.batches import MicroBatch
+from lockstep.errors import RunError
 
 # Numbers of a step are tensors where reading them would wait for the device, plain floats on the
 # CPU: a 0-dim tensor costs ten to fifty times what a float does. The functions below calculate with
@@ -44,11 +45,6 @@ def number(tensor: Tensor) -> Number:
     return tensor.item() if tensor.device.type == "cpu" else tensor
 
 
-def at_least(value: Number, bound: float) -> Number:
-    """Return the larger of the two."""
-    return value.clamp(min=bound) if isinstance(value, Tensor) else max(value, bound)
-
-
 def at_most(value: Number, bound: float) -> Number:
     """Return the smaller of the two."""
     return value.clamp(max=bound) if isinstance(value, Tensor) else min(value, bound)
@@ -57,6 +53,17 @@ def at_most(value: Number, bound: float) -> Number:
 def mean_of(total: Number, count: Number) -> Number:
     """Return total / count; nan for 0/0, as torch's losses do where every target is ignored."""
     return total / count if isinstance(count, Tensor) or count else math.nan
+
+
+def divisor_of(count: Number) -> Number:
+    """Return the number to divide sums by: the count, or 1 where nothing counts.
+
+    Sums are zero there, and a gradient of 0/0 would not be a number. A count below 1 stays: it is a
+    sum of small weights.
+    """
+    if isinstance(count, Tensor):
+        return torch.where(count == 0, 1.0, count)
+    return count or 1.0
 
 
 def inverse(value: Number) -> Number:
@@ -75,6 +82,16 @@ def tensor_of(value: Number) -> Tensor:
         value.float()
         if isinstance(value, Tensor)
         else torch.scalar_tensor(value, dtype=torch.float32)
+    )
+
+
+def bad_count(count: float, where: str) -> RunError:
+    """Return the error about a count of valid targets, or a sum of weights, that is no count."""
+    return RunError(
+        f"the number of valid targets, or the sum of their weights, is {count}",
+        where=where,
+        why="the loss of a step is divided by it, and a sample's part in it is its weight",
+        fix="let weights be finite and 0 or more; count(batch) returns their sum",
     )
 
 
@@ -219,11 +236,14 @@ class HostLossAccumulator(LossAccumulator):
     def add(self, micro_batch: MicroBatch, loss: Loss) -> None:
         if micro_batch.real and self._adds:
             value = loss.value.item()
+            count = float(loss.targets)
+            if not count >= 0:
+                raise bad_count(count, f"micro-batch {micro_batch.index} of the step")
             # Rounded as the product of a float32 tensor is.
             self._losses[micro_batch.index] = (
                 value if loss.times == 1 else c_float(value * loss.times).value
             )
-            self._counts[micro_batch.index] = float(loss.targets)
+            self._counts[micro_batch.index] = count
             self._losses[-2] += micro_batch.tokens
 
     def vote_to_stop(self) -> None:

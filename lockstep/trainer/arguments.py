@@ -19,6 +19,7 @@ from lockstep.config.flags import keyword_for
 from lockstep.config.keys import keys_named
 from lockstep.config.names import SECTIONS, advice_for_keyword
 from lockstep.errors import UsageError, did_you_mean
+from lockstep.models.loss_arguments import FurtherArguments
 from lockstep.models.protocol import offered
 from lockstep.models.torch_losses import class_names
 from lockstep.registry import require_call
@@ -65,7 +66,10 @@ def check_model(model: Any, where: str, *, has_loss_fn: bool) -> None:
 
 
 def check_loss_fn(loss_fn: Any, where: str) -> None:
-    """Raise a UsageError unless `loss_fn` is None or can be called with (outputs, targets)."""
+    """Raise a UsageError unless `loss_fn` is None or can be called with (outputs, targets).
+
+    Further arguments come from the batch, by name.
+    """
     if loss_fn is None:
         return
     if isinstance(loss_fn, str):
@@ -100,6 +104,7 @@ def check_loss_fn(loss_fn: Any, where: str) -> None:
         " loss can be its "
     )
     fix += "method loss(outputs, batch)"
+    call = FurtherArguments(loss_fn).filled(call)
     _require_call(call, ("outputs", "targets"), f"loss_fn ({name})", where, fix)
 
 

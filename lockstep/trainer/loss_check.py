@@ -167,7 +167,7 @@ class LossCheck:
                     draws = any(abs(whole - loss[0][0]) > _REPEATS * least for loss in again)
                     adds_up = None if draws else False
         text = (
-            _message(cut, losses, counted=observed is None)
+            _message(cut, losses, counted=observed is None, function=objective.function)
             if adds_up is False and cut is not None
             else None
         )
@@ -175,7 +175,11 @@ class LossCheck:
             (True, False) if observed is None else (observed.told, observed.auxiliary)
         )
         return _Finding(
-            adds_up, divisor_known, auxiliary, text, fix_for_count(batch=micro_batches[0].batch)
+            adds_up,
+            divisor_known,
+            auxiliary,
+            text,
+            fix_for_count(batch=micro_batches[0].batch, function=objective.function),
         )
 
     def _losses(self, batches: Sequence[Any], step: int, phase: str) -> list[tuple[float, float]]:
@@ -357,7 +361,9 @@ def _by_samples(leaf: Any, size: int) -> bool:
     return leaf is None or isinstance(leaf, bool)
 
 
-def _message(cut: _Split, losses: list[tuple[float, float]], *, counted: bool) -> tuple[str, str]:
+def _message(
+    cut: _Split, losses: list[tuple[float, float]], *, counted: bool, function: str | None
+) -> tuple[str, str]:
     (whole, _), (first, n), (second, m) = losses
     what = (
         f"the loss does not add up: {num_samples(cut[0])} samples have {whole:.6g}; their halves"
@@ -367,7 +373,7 @@ def _message(cut: _Split, losses: list[tuple[float, float]], *, counted: bool) -
         f"{second:.6g}, which with the counts {n:g} and {m:g} make {_mean_of_halves(losses):.6g}"
     )
     weight = (whole - second) / (first - second) if first != second else -1.0
-    return what, fix_for_count(cut[1:], weight, counted=counted)
+    return what, fix_for_count(cut[1:], weight, counted=counted, function=function)
 
 
 _IGNORED = (-100, -1, 0, 255)  # targets that are commonly ignored
@@ -380,20 +386,18 @@ def fix_for_count(
     *,
     counted: bool = False,
     batch: Any = None,
+    function: str | None = None,
 ) -> str:
     """Return the fix for a loss that does not add up.
 
     Of two halves of a batch the first has this `weight` in the loss of both, if it is a mean of the
     two. `counted`: the model has a `count`, or declares its loss. `batch`: one, if it can't be
-    halved.
+    halved. `function`: the name of the loss function, if it is a plain one.
     """
     if halves is not None and 0 < weight < 1:
         for text, first, second in _candidates(*halves):
             if first + second and abs(first / (first + second) - weight) < _CLOSE:
-                return (
-                    "give the model what its loss is a mean over:\ndef count(self, batch):\n   "
-                    f" return {text}"
-                )
+                return _line_of_count(text, function)
     if halves is not None and not 0 < weight < 1:
         return (
             "a sample's loss depends on the others of its micro-batch (contrastive losses,"
@@ -405,18 +409,35 @@ def fix_for_count(
         "its count(batch) is something else than"
         if counted
         else "give the model a method count(batch), which returns"
+        if function is None
+        else f"write {function}.count = lambda batch: …, which returns"
     )
     what += " what its loss is divided by"
     example = halves[0] if halves is not None else batch
     labels = example.get("labels") if isinstance(example, Mapping) else None
     if isinstance(labels, Tensor) and not labels.is_floating_point():
         count = 'def count(self, batch):\n    return (batch["labels"] != -100).sum()'
+        if function is not None:
+            count = f'{function}.count = lambda batch: (batch["labels"] != -100).sum()'
         return f"{what}, for instance the valid labels:\n{count}"
     members = (
         f"; its batches have {listed([*map(str, example)])}" if isinstance(example, Mapping) else ""
     )
     return (
         f"{what} (the line of its forward that divides a sum, or takes a mean, shows it{members})"
+    )
+
+
+def _line_of_count(divisor: str, function: str | None) -> str:
+    """Return the line to write for a divisor, an expression of the batch."""
+    if function is None:
+        return (
+            "give the model what its loss is a mean over:\ndef count(self, batch):\n   "
+            f" return {divisor}"
+        )
+    return (
+        "write under the loss function what it is a mean over:\n"
+        f"{function}.count = lambda batch: {divisor}"
     )
 
 

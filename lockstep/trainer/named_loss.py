@@ -11,6 +11,7 @@ from torch import nn
 from lockstep.config import Config, ObjectSpec, build_object
 from lockstep.config.schema_training import check_object
 from lockstep.errors import UsageError
+from lockstep.models.loss_arguments import FurtherArguments
 from lockstep.models.torch_losses import class_of
 from lockstep.registry import load_object, require_call
 
@@ -40,7 +41,8 @@ def check_named_loss(spec: ObjectSpec) -> Any:
             getattr(named, call), ("self", "outputs", "targets"), f"{spec.name}.{call}", "loss_fn"
         )
         return check_object(spec, "loss_fn")
-    require_call(named, ("outputs", "targets"), spec.name, "loss_fn")
+    further = FurtherArguments(named)
+    require_call(further.filled(named), ("outputs", "targets"), spec.name, "loss_fn")
     if spec.args or spec.positional:
         what = f"{spec.name} is not a class, and its arguments are outputs and targets"
         fix = (

@@ -31,7 +31,7 @@ from lockstep.errors import UsageError, warn_at_caller
 from lockstep.heartbeat.writer import called_by_all_ranks, write_limits
 from lockstep.mesh import layout_of
 from lockstep.parallel.facts import facts_of
-from lockstep.parallel.loss_accumulator import at_least, at_most, mean_of, tensor_of
+from lockstep.parallel.loss_accumulator import at_most, divisor_of, mean_of, tensor_of
 from lockstep.parallel.loss_weights import refuse_hidden
 from lockstep.parallel.parallel_model import ParallelModel, run_hooks
 from lockstep.parallel.place import place as place_over
@@ -232,8 +232,7 @@ class PlacedModel:
             placed.forward_backward(micro_batches, accumulator, 1.0 / nominal)
         loss_sum, valid = accumulator.totals()
         loss = mean_of(loss_sum, valid)
-        # a step without a valid target has a gradient of zero, not nan
-        valid = at_least(valid, 1.0)
+        valid = divisor_of(valid)
         placed.finish_gradients()
         if gradients := placed.gradients():
             foreach.mul_(gradients, tensor_of(nominal / valid))
