@@ -26,6 +26,7 @@ from lockstep.models.chain import LOSS_TARGETS
 from lockstep.models.forward_arguments import Inputs, outputs_of
 from lockstep.models.left_out import refuse_uneven, stop_gradients_unless, sum_of_outputs
 from lockstep.models.observed import LossCalls
+from lockstep.models.out_of_range import warn_of_odd_targets
 from lockstep.torch_compat.fake_tensors import FakeTensor
 
 
@@ -36,6 +37,7 @@ class Observed:
     # whether torch's loss functions showed its divisor; None: not computed in this process
     told: bool | None = None
     accumulates: bool = False  # whether the step that runs has several micro-batches
+    has_odd_targets: bool = False  # some are no probabilities, and a warning has said so
     # whether to look for auxiliary terms and divisors, while losses are compared
     looks: bool = False
     # whether terms depend on how a batch is divided: the load balancing of experts
@@ -174,6 +176,9 @@ class Objective:
         shown = loss_calls.count(batch, num_samples)
         count = self.count(batch) if shown is None else shown
         observed.told = shown is not None
+        if loss_calls.odd_targets is not None and not observed.has_odd_targets:
+            observed.has_odd_targets = True
+            warn_of_odd_targets(loss_calls.odd_targets, batch)
         if observed.accumulates and loss_calls.uneven:
             refuse_uneven(loss_calls.uneven)
         if observed.looks:

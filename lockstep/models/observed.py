@@ -43,6 +43,8 @@ class LossCalls:
         self.means: list[Mean] = []
         # how many returned a sum, or one loss per element, which the caller reduced itself
         self.others = 0
+        # the targets of a binary cross entropy that takes any number, where one is no probability
+        self.odd_targets: Tensor | None = None
         self.before: dict[str, Callable[..., Tensor]] = {}  # the original functions
 
     def __enter__(self) -> "LossCalls":
@@ -73,6 +75,8 @@ class LossCalls:
             self.means.append(_READERS[name](call))
         else:
             self.others += 1
+        if name == _ANY_NUMBER and _has_odd(call["target"]):
+            self.odd_targets = call["target"]
 
     def count(self, batch: Any, samples: Callable[[Any], int]) -> int | Tensor | None:
         """Return the number that a loss of these means is a mean over.
@@ -169,6 +173,17 @@ def _targets(call: Mapping[str, Any]) -> Mean:
     count = valid.sum()
     known = count.device.type == "cpu" and type(count) is Tensor  # not a fake tensor of a plan
     return Mean(target.numel(), int(count) if known else count, of_elements=False)
+
+
+_ANY_NUMBER = "binary_cross_entropy_with_logits"
+
+
+def _has_odd(targets: Tensor) -> bool:
+    """Return whether targets that the host can read are not all from 0 to 1."""
+    if targets.device.type != "cpu" or type(targets) is not Tensor or not targets.numel():
+        return False
+    least, most = torch.aminmax(targets)
+    return not (least >= 0 and most <= 1)
 
 
 def _elements(call: Mapping[str, Any]) -> Mean:

@@ -156,7 +156,7 @@ class StepWindow:
         try:
             with placed.random_state.running("train", step.progress.step):
                 return placed.run_micro_batch(micro_batch, self._accumulator, step.factor, last)
-        except IndexError as error:
+        except (IndexError, RuntimeError) as error:
             explain_bad_index(error, [micro_batch], step.progress.step)
             raise
 

@@ -100,7 +100,7 @@ def evaluate(
                 try:
                     with placed.random_state.running("eval", batches.step), collecting:
                         placed.evaluate(mine, accumulator)
-                except IndexError as error:
+                except (IndexError, RuntimeError) as error:
                     explain_bad_index(error, mine, batches.step, source, training=False)
                     raise
                 if asked():
@@ -121,7 +121,7 @@ def evaluate(
 
 
 def explain_bad_index(
-    error: IndexError,
+    error: IndexError | RuntimeError,
     micro_batches: Sequence[MicroBatch],
     step: int,
     source: Any = None,

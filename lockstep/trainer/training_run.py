@@ -148,6 +148,8 @@ class TrainingRun:
                 except RuntimeError as error:
                     # torch raises it wherever the loop is when a data worker dies.
                     explain_dead_worker(error, source)
+                    if batches is not None:
+                        explain_bad_index(error, batches.mine, batches.step, source)
                     raise
                 except IndexError as error:
                     if batches is not None:

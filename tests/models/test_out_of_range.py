@@ -1,5 +1,6 @@
 """Targets and token ids that the model has no class or row for: one error that names the sample."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -141,3 +142,82 @@ def test_an_evaluation_and_a_loop_of_ones_own_name_it() -> None:
     own = Trainer(nn.Linear(8, 4), "sgd", F.cross_entropy, batch_size=4, global_batch_size=4)
     with pytest.raises(RunError, match=r"step 1, sample 2 of micro-batch 0: member 1"):
         own.training_step((torch.zeros(4, 8), torch.tensor([0, 1, 4, 2])))
+
+
+def picked(outputs: Tensor, targets: Tensor) -> Tensor:
+    return -outputs.log_softmax(-1).gather(-1, targets[:, None]).mean()
+
+
+def indexed(outputs: Tensor, targets: Tensor) -> Tensor:
+    rows = torch.arange(len(targets))
+    return -outputs.log_softmax(-1)[rows, targets].mean()
+
+
+def one_hot(outputs: Tensor, targets: Tensor) -> Tensor:
+    return -(F.one_hot(targets, 4) * outputs.log_softmax(-1)).sum(-1).mean()
+
+
+def one_hot_within(outputs: Tensor, targets: Tensor) -> Tensor:
+    return one_hot(outputs, targets.flatten())
+
+
+def binary(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.binary_cross_entropy(outputs[:, 0].sigmoid(), targets.float())
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "number", "says"),
+    [
+        (picked, 7, "target 7 is out of range: it indexes 4 classes"),
+        (picked, -1, r"target -1 is out of range(.|\n)*targets != -1"),
+        (indexed, 7, "target 7 is out of range: it indexes 4 classes"),
+        (indexed, -100, "target -100 is out of range: it indexes 4 classes"),
+        (one_hot, 7, "target 7 is out of range: it indexes the classes"),
+        (one_hot_within, -1, "target -1 is out of range"),
+        (binary, 7, "target 7 of a binary cross entropy is not from 0 to 1"),
+    ],
+)
+def test_a_loss_by_hand_names_the_sample(
+    loss_fn: Callable[..., Tensor], number: int, says: str
+) -> None:
+    trainer = Trainer(nn.Linear(8, 4), "sgd", loss_fn, batch_size=4, global_batch_size=4)
+    batch = (torch.zeros(4, 8), torch.tensor([0, 1, number, 1]))
+    with pytest.raises(RunError, match=says) as caught:
+        trainer.training_step(batch)
+    assert "step 1, sample 2 of micro-batch 0: member 1, used in test_out_of_range.py, line" in str(
+        caught.value
+    )
+
+
+def test_a_loss_by_hand_over_a_data_set_and_in_an_evaluation() -> None:
+    data = torch.utils.data.TensorDataset(torch.zeros(8, 8), torch.tensor([0] * 5 + [4, 0, 0]))
+    trainer = Trainer(nn.Linear(8, 4), "sgd", picked, batch_size=4, shuffle=False, max_steps=2)
+    with pytest.raises(RunError, match="the evaluation, sample 1 of micro-batch 1"):
+        trainer.evaluate(data)
+    with pytest.raises(RunError, match="step 2, sample 1 of micro-batch 0, number 5 of the data"):
+        list(trainer.steps(data))
+
+
+def test_a_number_that_the_failing_line_did_not_have_is_not_blamed() -> None:
+    """The data hold the number by chance: the mistake is in the program."""
+
+    def wrong(outputs: Tensor, targets: Tensor) -> Tensor:
+        return helper(outputs)
+
+    def helper(scores: Tensor) -> Tensor:
+        return scores.gather(-1, torch.full((len(scores), 1), 5)).mean()
+
+    trainer = Trainer(nn.Linear(8, 4), "sgd", wrong, batch_size=4, global_batch_size=4)
+    with pytest.raises(RuntimeError, match="index 5 is out of bounds"):
+        trainer.training_step((torch.zeros(4, 8), torch.tensor([0, 1, 5, 1])))
+
+
+def test_logits_take_any_number_and_a_warning_says_so_once() -> None:
+    loss_fn = nn.BCEWithLogitsLoss()
+    trainer = Trainer(nn.Linear(8, 1), "sgd", loss_fn, batch_size=4, global_batch_size=4)
+    batch = (torch.zeros(4, 8), torch.tensor([[0.0], [1.0], [-1.0], [1.0]]))
+    with pytest.warns(UserWarning, match=r"is -1, not from 0 to 1(.|\n)*sample 2"):
+        trainer.training_step(batch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trainer.training_step(batch)
