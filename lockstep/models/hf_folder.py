@@ -79,7 +79,8 @@ def description_of(model: nn.Module) -> dict[str, Any] | None:
     ):  # an object of peft, which holds the library's
         if len(adapters) > 1 or any(each.is_prompt_learning for each in adapters.values()):
             return None
-        model = model.get_base_model()
+        of_peft: Any = model
+        model = of_peft.get_base_model()
         prefix = _OF_PEFT
     if library is None or not isinstance(model, library.PreTrainedModel):
         return None
