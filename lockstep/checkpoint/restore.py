@@ -46,22 +46,32 @@ _KERNEL_OPTIONS = ("foreach", "fused", "capturable")
 
 
 def load(
-    path: Checkpoint, snapshot: Snapshot, *, only: Collection[str] | None = None
+    path: Checkpoint,
+    snapshot: Snapshot,
+    *,
+    only: Collection[str] | None = None,
+    is_verified: bool = False,
 ) -> dict[str, Any]:
     """Fill the snapshot's tensors, in place, from a checkpoint; every rank calls it.
 
     The ranks, the mesh and the placements may differ from those that saved. Nothing is changed
     before every checksum was compared (each rank reads a share of the files) and every name, shape
     and dtype agrees. `only` lists the parts to load, such as `["model"]`; if None, all, and both
-    sides must have the same ones. Every rank gets the checkpoint's `state`, with the optimizers'
-    groups under "optimizer_groups".
+    sides must have the same ones. With `is_verified` the ranks have compared all checksums just now
+    (`resume_point`), and do not again. Every rank gets the checkpoint's `state`, with the
+    optimizers' groups under "optimizer_groups".
 
     A UsageError is raised if there is no checkpoint, or it has other names, shapes, dtypes or ties
     than the snapshot, and a DamagedError for a file that is not what was written.
     """
     ranks = Ranks()
     checkpoint = locate(path)
-    manifest = verify_together(checkpoint, ranks)
+    failure = _FAILURE.format(checkpoint)
+    manifest = (
+        ranks.run(failure, lambda: read_manifest(checkpoint))
+        if is_verified
+        else verify_together(checkpoint, ranks)
+    )
     targets: dict[str, _Target] = {}
 
     def describe() -> tuple[dict[str, _Infos], Mapping[str, Sequence[str]]]:
@@ -97,7 +107,6 @@ def load(
                 target.reader.read_into({kept: rest.pop(name) for kept, name in now.items()})
         return read_state(checkpoint)
 
-    failure = _FAILURE.format(checkpoint)
     ranks.all_reduce(failure, describe, compare)
     return ranks.run(failure, fill)
 

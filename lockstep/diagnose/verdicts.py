@@ -113,10 +113,20 @@ def code_digest(names: Iterable[str] = ()) -> str:
         folders.append(origin.parent if origin.name == "__init__.py" else origin)
     digest = hashlib.sha256()
     for folder in folders:
-        files = sorted(folder.rglob("*.py"))[:_MAX_FILES] if folder.is_dir() else [folder]
-        for file in files:
-            digest.update(file.name.encode() + file.read_bytes())
+        for file in _modules_in(folder)[:_MAX_FILES] if folder.is_dir() else [str(folder)]:
+            with open(file, "rb", buffering=0) as opened:
+                digest.update(os.path.basename(file).encode() + opened.read())
     return digest.hexdigest()[:12]
+
+
+def _modules_in(folder: Path) -> list[str]:
+    """Return the files of a package's modules, in order; `os` takes half the time of `pathlib`."""
+    return sorted(
+        os.path.join(inside, name)
+        for inside, _, names in os.walk(folder)
+        for name in names
+        if name.endswith(".py")
+    )
 
 
 def visible_gpus() -> list[dict[str, Any]]:

@@ -27,7 +27,7 @@ from torch.distributed.elastic.agent.server.api import (
     WorkerSpec,
     WorkerState,
 )
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
 from lockstep import signals
 from lockstep.errors import EXIT_FAILED, EXIT_PREEMPTED, RunError
@@ -73,6 +73,27 @@ def stopped_by(number: int) -> RunError:
     )
 
 
+class NothingToTail(LogsSpecs):
+    """Leaves the output of ranks to themselves (`worker.to_log`).
+
+    torch's own, without a folder, starts two threads a rank that tail nothing; each end and each
+    restart of ranks waits for them, 0.2 s.
+    """
+
+    @property
+    def root_log_dir(self) -> str:
+        """The folder for logs and error files: none."""
+        return os.devnull
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        """Return where each local rank writes: to the launcher's own output, and no error file."""
+        for variables in envs.values():
+            variables["TORCHELASTIC_ERROR_FILE"] = ""
+        own_output = dict.fromkeys(envs, "")
+        no_file = dict.fromkeys(envs, os.devnull)
+        return LogsDest(stdouts=own_output, stderrs=own_output, error_files=no_file)
+
+
 class Agent(ExtensibleAgent):
     """Starts and watches the ranks of one machine.
 
@@ -98,9 +119,7 @@ class Agent(ExtensibleAgent):
         live: LiveRanks | None = None,
         shutdown_timeout: int = 30,
     ) -> None:
-        super().__init__(
-            spec, DefaultLogsSpecs(log_dir=os.devnull), shutdown_timeout=shutdown_timeout
-        )
+        super().__init__(spec, NothingToTail(), shutdown_timeout=shutdown_timeout)
         self._meeting = meeting
         self._failures = failures
         self._logs = logs

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.data_files import check_named_files
-from lockstep.environment import RANK_0_OF_1, WORLD, rank_facts
+from lockstep.environment import GENERATION, RANK_0_OF_1, WORLD, rank_facts
 from lockstep.errors import (
     UsageError,
     refuse,
@@ -134,13 +134,14 @@ def _train_here(
     if config.distributed.strategy == AUTO:
         config = import_module("lockstep.plan.command").resolve_auto(config)
     if rank_facts().world_size > 1:
-        # The checks of doctor that cost nothing run at the start of every run.
-        from lockstep import cluster
-        from lockstep.diagnose.doctor import check_in_run
+        import_module("lockstep.cluster").setup(config.distributed)
+        # Survivors of a death run the code and the config that were compared at the start.
+        if os.environ.get(GENERATION, "0") == "0":
+            # The checks of doctor that cost little run at the start of every run.
+            from lockstep.diagnose.doctor import check_in_run
 
-        cluster.setup(config.distributed)
-        for line in check_in_run(config):
-            log(str(line))
+            for line in check_in_run(config):
+                log(str(line))
     code: int = trainer.run(
         config, output_dir=output_dir, resume=resume or config.checkpoint.resume
     )

@@ -7,6 +7,7 @@ follows from numbers that all ranks have. Operations are counted by `torch.utils
 multiply-add is two. Loads torch inside functions only.
 """
 
+import functools
 import math
 import time
 from collections import Counter
@@ -255,12 +256,13 @@ def peak_flops(device: Any, mode: str) -> tuple[float, str]:
         rate = {"fp32": known.single, "tf32": known.tf32}.get(mode, known.half)
         return rate * 1e12, f"{known.name}, data sheet, {mode}"
     return (
-        _measured(device, mode),
+        _measured(device, mode, torch.get_num_threads()),
         f"measured: {_SIZE} × {_SIZE} matrices, {mode}, with this rank's threads",
     )
 
 
-def _measured(device: Any, mode: str) -> float:
+@functools.cache
+def _measured(device: Any, mode: str, _threads: int) -> float:
     """Return the FLOPs in a second that a matrix product reaches on this device."""
     import torch
 

@@ -348,7 +348,8 @@ class PlacedModel:
         """
         path = local_path(path, "load_checkpoint")
         optimizers = optimizers or {}
-        saved = path if (path / checkpoint.MANIFEST).exists() else checkpoint.resume_point(path)
+        is_checkpoint = (path / checkpoint.MANIFEST).exists()
+        saved = path if is_checkpoint else checkpoint.resume_point(path)
         if saved is None:
             what = f"there is no checkpoint in {path}"
             raise UsageError(what, fix="give a checkpoint, or the folder that was saved to")
@@ -374,7 +375,9 @@ class PlacedModel:
             *(f"extra/{name}" for name in target.extra),
         ]
         with evaluating(self._placed), torch.no_grad():
-            state = load_imported(self._placed, saved) or checkpoint.load(saved, target, only=parts)
+            state = load_imported(self._placed, saved) or checkpoint.load(
+                saved, target, only=parts, is_verified=not is_checkpoint
+            )
             load_state_of_model(self._placed, state)
         for name, optimizer in optimizers.items():
             checkpoint.restore_optimizer(

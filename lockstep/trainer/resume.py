@@ -4,7 +4,7 @@ import os
 import time
 from pathlib import Path
 from shlex import quote
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -18,6 +18,14 @@ from lockstep.trainer.changed_settings import compare, moved_schedule
 from lockstep.trainer.optimizer_options import apply_changed_settings
 from lockstep.trainer.run_output import RunOutput
 from lockstep.trainer.run_state import RunState
+
+
+class ChosenCheckpoint(NamedTuple):
+    """Where a run resumes."""
+
+    path: checkpoint.CheckpointPath | None  # None: nowhere
+    # whether all ranks have just compared its checksums together, so that `load` need not
+    is_verified: bool = False
 
 
 def after_restart(output: RunOutput, how: str) -> str:
@@ -57,13 +65,14 @@ def resume(run: RunState, how: str) -> tuple[checkpoint.CheckpointPath | None, l
     """
     started = time.perf_counter()
     directory = run.output.directory
-    saved = find(run.output, how)
+    chosen = find(run.output, how)
+    saved = chosen.path
     come_to = 0
     if directory is not None and run.is_main_process:
         come_to = directory.recorded_step
     log_lines: list[str] = []
     if saved is not None:
-        _, log_lines = load(run, saved)
+        _, log_lines = load(run, saved, is_verified=chosen.is_verified)
     lost_seconds = clear_later(run)
     step = run.step.progress.step
     if directory is not None and come_to > step and run.is_main_process:
@@ -80,10 +89,14 @@ def resume(run: RunState, how: str) -> tuple[checkpoint.CheckpointPath | None, l
     return saved, log_lines
 
 
-def load(run: RunState, saved: checkpoint.CheckpointPath) -> tuple[dict[str, Any], list[str]]:
+def load(
+    run: RunState, saved: checkpoint.CheckpointPath, *, is_verified: bool = False
+) -> tuple[dict[str, Any], list[str]]:
     """Load a checkpoint from which the run goes on.
 
     Return its metadata, and lines to log on what has changed since.
+
+    `is_verified`: the ranks have compared its checksums just now, as they chose it.
 
     Changed settings apply from there on; a UsageError is raised if they make another training.
     """
@@ -91,7 +104,7 @@ def load(run: RunState, saved: checkpoint.CheckpointPath) -> tuple[dict[str, Any
     optimizer = run.step.optimizer
     changed = compare(run.config, run.global_batch_size, saved, is_main=run.is_main_process)
     fresh = [dict(group) for group in optimizer.param_groups]
-    metadata, log_lines = saved_state.load(run, saved)
+    metadata, log_lines = saved_state.load(run, saved, is_verified=is_verified)
     step = run.step.progress.step
     log_lines.append(f"resumes after step {step}, from {saved}")
     given = [str(change) for change in changed]
@@ -133,7 +146,7 @@ def clear_later(run: RunState) -> float:
     return lost_seconds
 
 
-def find(output: RunOutput, how: str, where: str = "--resume") -> checkpoint.CheckpointPath | None:
+def find(output: RunOutput, how: str, where: str = "--resume") -> ChosenCheckpoint:
     """Return where to resume: the newest complete checkpoint, nowhere, or the given path or URL.
 
     `auto` means the newest complete checkpoint, on disk or in memory, and `never` nowhere.
@@ -142,11 +155,12 @@ def find(output: RunOutput, how: str, where: str = "--resume") -> checkpoint.Che
     fresh start.
     """
     if how == "never":
-        return None
+        return ChosenCheckpoint(None)
     if how == "auto":
-        return _newest_in_memory(output) or newest_kept(output)
+        copy = _newest_in_memory(output)
+        return newest_kept(output) if copy is None else ChosenCheckpoint(copy, is_verified=True)
     if isinstance(output.checkpoints, checkpoint.Storage) and output.checkpoints.exists(how):
-        return output.checkpoints.path(how)
+        return ChosenCheckpoint(output.checkpoints.path(how))
     url = bucket_url(how, "the checkpoint to resume from")
     if url is not None:
         return _in_bucket(url, where)
@@ -154,10 +168,10 @@ def find(output: RunOutput, how: str, where: str = "--resume") -> checkpoint.Che
     if (path / "checkpoints").is_dir():
         path = path / "checkpoints"
     if (path / checkpoint.MANIFEST).exists():
-        return path
+        return ChosenCheckpoint(path)
     newest = checkpoint.resume_point(path) if path.is_dir() else None
     if newest is not None:
-        return newest
+        return ChosenCheckpoint(newest, is_verified=True)
     why = (
         f"there is no {checkpoint.MANIFEST} in it"
         if path.is_dir()
@@ -173,14 +187,14 @@ def find(output: RunOutput, how: str, where: str = "--resume") -> checkpoint.Che
     raise UsageError(f"{how} is not a checkpoint", where=where, why=why, fix=fix)
 
 
-def _in_bucket(url: str, where: str) -> checkpoint.CheckpointPath:
+def _in_bucket(url: str, where: str) -> ChosenCheckpoint:
     """Return the newest whole checkpoint below a URL, or the one that it names."""
     place = checkpoint.in_bucket(url)
     if not isinstance(place, checkpoint.Storage):
         if place.storage.exists(place.name):
-            return place
+            return ChosenCheckpoint(place)
     elif (newest := checkpoint.resume_point(place)) is not None:
-        return newest
+        return ChosenCheckpoint(newest, is_verified=True)
     raise UsageError(
         f"there is no checkpoint in {url}",
         where=where,
@@ -189,15 +203,15 @@ def _in_bucket(url: str, where: str) -> checkpoint.CheckpointPath:
     )
 
 
-def newest_kept(output: RunOutput) -> checkpoint.CheckpointPath | None:
+def newest_kept(output: RunOutput) -> ChosenCheckpoint:
     """Return the newest complete one of the run's checkpoints, without the copies in memory."""
     folder = output.checkpoints
     if folder is None:
-        return None
+        return ChosenCheckpoint(None)
     if output.is_shared:
-        return checkpoint.resume_point(folder)
+        return ChosenCheckpoint(checkpoint.resume_point(folder), is_verified=True)
     newest = checkpoint.newest(folder, thorough=True) if is_main_process() else None
-    return checkpoint.copy_to_hosts(newest)
+    return ChosenCheckpoint(checkpoint.copy_to_hosts(newest))
 
 
 def _newest_in_memory(output: RunOutput) -> checkpoint.CheckpointPath | None:

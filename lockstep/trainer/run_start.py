@@ -9,7 +9,7 @@ from typing import Any
 from lockstep import checkpoint, recovery_clock
 from lockstep.data import StepSource
 from lockstep.errors import UsageError
-from lockstep.trainer import data_setup, no_effect, resume
+from lockstep.trainer import data_setup, loss_check, no_effect, resume
 from lockstep.trainer.changed_settings import require_same_epoch
 from lockstep.trainer.run_state import RunState
 
@@ -72,13 +72,16 @@ class RunStart:
         how = resume.after_restart(output, how)
         self._resumed_from, lines = resume.resume(self._run, how)
         recovery_clock.end_of("loaded")
+        if recovery_clock.is_running() and self._run.step.progress.step >= loss_check.STEPS:
+            # the survivors of a death have checked this loss in the run's first steps
+            self._run.loss_check.skip()
         self._is_decided = True
         self._lines += lines
         return self._resumed_from
 
     def load(self, path: str) -> dict[str, Any]:
         """Load a checkpoint from which the run goes on; return its metadata."""
-        saved = resume.find(self._run.output, path, "load_checkpoint")
+        saved, is_verified = resume.find(self._run.output, path, "load_checkpoint")
         if saved is None:
             what = f"there is no checkpoint in {path}"
             raise UsageError(
@@ -86,7 +89,7 @@ class RunStart:
             )
         self._is_decided = True
         self._resumed_from = saved
-        metadata, lines = resume.load(self._run, saved)
+        metadata, lines = resume.load(self._run, saved, is_verified=is_verified)
         self._lines += lines
         return metadata
 

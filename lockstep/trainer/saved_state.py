@@ -55,9 +55,14 @@ def snapshot(
     return contents
 
 
-def load(run: RunState, path: checkpoint.Checkpoint) -> tuple[dict[str, Any], list[str]]:
-    """Load a checkpoint of any topology; return the caller's metadata in it, and lines to log."""
-    state = _fill(run.step, path)
+def load(
+    run: RunState, path: checkpoint.Checkpoint, *, is_verified: bool = False
+) -> tuple[dict[str, Any], list[str]]:
+    """Load a checkpoint of any topology; return the caller's metadata in it, and lines to log.
+
+    `is_verified`: all ranks have compared its checksums just now.
+    """
+    state = _fill(run.step, path, is_verified=is_verified)
     log_lines = []
     if "updates" not in state:
         state = {**_UNKNOWN_TO_A_LOOP, "updates": state["step"], **state}
@@ -120,7 +125,7 @@ def _prefixes(step: Step) -> Iterable[str]:
     return [""] if local is None else local.each(step.optimizer)
 
 
-def _fill(step: Step, path: checkpoint.Checkpoint) -> dict[str, Any]:
+def _fill(step: Step, path: checkpoint.Checkpoint, *, is_verified: bool) -> dict[str, Any]:
     """Fill the tensors of the model, the strategy and the optimizer.
 
     Return the state besides tensors.
@@ -157,7 +162,7 @@ def _fill(step: Step, path: checkpoint.Checkpoint) -> dict[str, Any]:
         wanted = {name: p for names in named.values() for name, p in names.items()}
         target.optimizers[optimizer] = checkpoint.optimizer_targets(path, optimizer, wanted)
     with torch.no_grad():
-        state = checkpoint.load(path, target)
+        state = checkpoint.load(path, target, is_verified=is_verified)
     if local is not None and begins:
         local.begin_from_common()
     if optimizer is None:

@@ -12,7 +12,7 @@ from torch.distributed.elastic.agent.server.api import (
     WorkerState,
 )
 
-from lockstep.launch.agent import Agent
+from lockstep.launch.agent import Agent, NothingToTail
 from lockstep.launch.hang import HangWatch
 from lockstep.launch.live import LiveRanks
 from lockstep.launch.options import LaunchOptions
@@ -45,6 +45,16 @@ def agent(folder: Path, ranks: int, live: LiveRanks) -> Agent:
         live=live,
         meeting=store,
     )
+
+
+def test_torch_tails_no_output_of_ranks() -> None:
+    """Two threads a rank would, and each restart would wait 0.2 s for them."""
+    variables: dict[int, dict[str, str]] = {0: {}, 1: {}}
+    places = NothingToTail().reify(variables)
+    assert not places.tee_stdouts
+    assert not places.tee_stderrs
+    assert places.stdouts == {0: "", 1: ""}, "the launcher's own output"
+    assert variables == {rank: {"TORCHELASTIC_ERROR_FILE": ""} for rank in (0, 1)}
 
 
 def test_a_rank_that_dies_while_the_others_are_told_of_another_one_is_a_death_like_any(

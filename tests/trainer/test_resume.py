@@ -18,7 +18,8 @@ import yaml
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from lockstep.checkpoint import digest
+from lockstep.checkpoint import digest, restore
+from lockstep.checkpoint.manifest import problems_of_files
 from lockstep.errors import UsageError
 from lockstep.records import RunDirectory
 from lockstep.trainer import Trainer
@@ -218,6 +219,25 @@ def test_a_trainer_with_a_run_directory_resumes_as_the_command_does(
     afresh = trainer(saved, resume="never")
     afresh.train(regression())
     assert [row["step"] for row in RunDirectory(saved).read_metrics()] == [1, 2, 3, 4]
+
+
+def test_a_resumed_run_reads_its_checkpoint_for_checksums_once(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared: list[bool] = []
+
+    def counting(*given: Any, thorough: bool, **more: Any) -> list[str]:
+        compared.append(thorough)
+        return problems_of_files(*given, thorough=thorough, **more)
+
+    monkeypatch.setattr(restore, "problems_of_files", counting)
+    assert trainer(saved).train(regression()) is None
+    assert compared == [True]
+    trainer(saved).load_checkpoint(saved)
+    assert compared == [True] * 2
+    (checkpoint,) = (saved / "checkpoints").glob("step-*")
+    trainer(saved).load_checkpoint(checkpoint)
+    assert compared == [True] * 3, "one that is named is not chosen by its checksums"
 
 
 def test_a_trainer_goes_on_by_itself_only_from_its_start(saved: Path) -> None:
