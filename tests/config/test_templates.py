@@ -396,7 +396,8 @@ def test_what_is_a_template() -> None:
 def test_a_template_that_grows_without_end_is_an_error(
     tmp_path: Path, statement: str, of: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(templates, "SECONDS", 1)
+    if of == "time":  # the others come to their own limits within the usual seconds
+        monkeypatch.setattr(templates, "SECONDS", 1)
     message = refusal(tmp_path, f"-- set x = 1\ndata: {{name: a{statement}}}\n")
     assert f"the template takes too much {of}" in message
     assert "where: run.yaml" in message
