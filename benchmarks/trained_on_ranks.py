@@ -1,9 +1,10 @@
 """nanoGPT's published recipe for a CPU on 1, 2 and 4 ranks, beside a loop by hand of the same model
 and recipe.
 
-The loop by hand is written as nanoGPT trains: each step draws random places of the text, and
-replicas are torch's DDP. Both evaluate on all of the held-out text at the end. A third run of each
-size asks for the same bits.
+As nanoGPT does it, all of them: the vocabulary is that of the text's own characters, a step draws
+random places of the text, and the loss at the end is estimated on 20 batches of random places of
+the held-out text, the same for all. Replicas of the loop by hand are torch's DDP. A third run of
+each size asks for the same bits.
 
     python -m benchmarks.trained_on_ranks --text tinyshakespeare.txt --write
 """
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -29,11 +31,14 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.page import RESULTS, machine, page, tell
 from benchmarks.trained import BLOCK, MODELS, RECIPE
 from lockstep import checkpoint
+from lockstep.data.batches import CollatingDataset, Data
 from lockstep.report.read import read_run
 
 BATCH = 12
 RANKS = (1, 2, 4)
 EVERY = 50
+MODEL: dict[str, Any] = MODELS["GPT-2"] | {"args": MODELS["GPT-2"]["args"] | {"vocab_size": 65}}
+EVALUATED = 20 * BATCH  # samples of the estimate at the end
 
 
 class Outcome(NamedTuple):
@@ -47,16 +52,61 @@ class Outcome(NamedTuple):
     digest: str = ""
 
 
+class RandomPlaces(CollatingDataset):
+    """Blocks of a text at random places.
+
+    Args:
+        ids: of the text's characters.
+        samples: how many there are.
+        seed: of the places.
+    """
+
+    def __init__(self, ids: Tensor, samples: int, seed: int) -> None:
+        self.ids = ids
+        generator = torch.Generator().manual_seed(seed)
+        self.places = torch.randint(len(ids) - BLOCK, (samples,), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def collated(self, indices: Sequence[int]) -> dict[str, Tensor]:
+        """Return inputs and targets, [B, BLOCK] each."""
+        inputs, targets = blocks(self.ids, self.places[list(indices)])
+        return {"input_ids": inputs, "targets": targets}
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {key: value[0] for key, value in self.collated([index]).items()}
+
+
+def split(path: Path) -> tuple[Tensor, Tensor]:
+    """Return the first nine tenths of a text, and the rest, as numbers of its characters."""
+    text = path.read_text()
+    numbers = {character: number for number, character in enumerate(sorted(set(text)))}
+    ids = torch.tensor([numbers[character] for character in text], dtype=torch.uint8)
+    border = int(0.9 * len(ids))
+    return ids[:border], ids[border:]
+
+
+def characters(path: str, steps: int) -> Data:
+    """Return the data of so many steps, for `data.name` of a config."""
+    training, held_out = split(Path(path))
+    drawn = RandomPlaces(training, steps * BATCH, seed=1337)
+    return Data(drawn, RandomPlaces(held_out, EVALUATED, seed=1338))
+
+
 def lockstep(text: Path, ranks: int, steps: int, folder: Path, *, same_bits: bool) -> Outcome:
     run = folder / f"{ranks}{'-same' if same_bits else ''}"
     config = {
-        "model": MODELS["GPT-2"],
+        "model": MODEL,
         "training": (
             RECIPE | {"max_steps": steps, "batch_size": BATCH // ranks, "eval_steps": steps}
         ),
         "distributed": {"strategy": "single" if ranks == 1 else "ddp", "reproducible": same_bits},
         "precision": {"mode": "fp32"},
-        "data": {"name": "text", "args": {"path": str(text.resolve()), "block_size": BLOCK}},
+        "data": {
+            "name": "benchmarks.trained_on_ranks:characters",
+            "args": {"path": str(text.resolve()), "steps": steps},
+        },
         "checkpoint": {"save_steps": steps},
         "monitor": {"sinks": ["jsonl"], "log_steps": EVERY},
     }
@@ -104,8 +154,7 @@ def train_by_hand(path: Path, steps: int) -> tuple[float, float]:
     if world > 1:
         dist.init_process_group("gloo")
     torch.manual_seed(1337)
-    args: dict[str, Any] = MODELS["GPT-2"]["args"]
-    model = AutoModelForCausalLM.from_config(GPT2Config(**args, use_cache=False))
+    model = AutoModelForCausalLM.from_config(GPT2Config(**MODEL["args"], use_cache=False))
     matrices = [p for p in model.parameters() if p.dim() >= 2]
     groups: list[dict[str, Any]] = [
         {"params": matrices, "weight_decay": RECIPE["weight_decay"]},
@@ -115,9 +164,7 @@ def train_by_hand(path: Path, steps: int) -> tuple[float, float]:
         groups, lr=RECIPE["learning_rate"], fused=True, **RECIPE["optimizer_args"]
     )
     wrapped = DistributedDataParallel(model) if world > 1 else model
-    text = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
-    training = text[: int(0.9 * len(text))]
-    held_out = text[int(0.9 * len(text)) :]
+    training, held_out = split(path)
     torch.manual_seed(1337 + rank)
     seconds = []
     begun = time.perf_counter()
@@ -132,7 +179,7 @@ def train_by_hand(path: Path, steps: int) -> tuple[float, float]:
         if (step + 1) % EVERY == 0:
             seconds.append((time.perf_counter() - begun) / EVERY)
             begun = time.perf_counter()
-    places = torch.arange(0, len(held_out) - BLOCK, BLOCK)[rank::world]
+    places = RandomPlaces(held_out, EVALUATED, seed=1338).places[rank::world]
     model.eval()
     with torch.no_grad():
         chunks = places.split(64)
@@ -203,11 +250,11 @@ def main() -> None:
         [
             f"GPT-2 of 0.8 million parameters, {args.steps:,} steps of 12 × 64 characters over all"
             " ranks, on gloo, one core a rank as far as there are cores: a step is small, and its"
-            " messages are not. Loss: on all of the held-out text, nats a character. nanoGPT"
-            " publishes 1.88 (an estimate on 20 batches) after about 3 minutes of a laptop. By"
-            " hand: the same model with torch's DDP, at random places of the text. Whole: the"
-            " command from start to end, with imports, the last evaluation and, with Lockstep, a"
-            " checkpoint."
+            " messages are not. 65 characters, random places of the text. Loss: an estimate on 20"
+            " batches of random places of the held-out text, the same for all, nats a character."
+            " nanoGPT publishes 1.88 after about 3 minutes of a laptop. By hand: the same model and"
+            " torch's DDP. Whole: the command from start to end, with imports, the last evaluation"
+            " and, with Lockstep, a checkpoint."
         ],
         "| ranks | loop | loss at the end | median step | of the one by hand | whole | digest of"
         " the weights |",
