@@ -56,7 +56,7 @@ class Learned(Enum):
 
 
 @dataclass(frozen=True)
-class _Row:
+class _LabelledRow:
     """A text or a list of words, its label, and where both stand."""
 
     text: Any
@@ -224,7 +224,7 @@ def _told(labels: Labels) -> str:
     return f"{kinds[labels.learned]}{names}"
 
 
-def _rows(path: str, where: str, text_field: str, label_field: str) -> Iterator[_Row]:
+def _rows(path: str, where: str, text_field: str, label_field: str) -> Iterator[_LabelledRow]:
     """Yield the rows of files; a UsageError for one without a text or without a label."""
     count = 0
     for file in files_of(local_path(path, where), where=where):
@@ -242,7 +242,7 @@ def _rows(path: str, where: str, text_field: str, label_field: str) -> Iterator[
                     fix = f"write data.args.{key}: it has {listed(list(map(str, row)))}"
                     raise UsageError(what, where=record.where, fix=fix)
             count += 1
-            yield _Row(row[text_field], row[label_field], record.where)
+            yield _LabelledRow(row[text_field], row[label_field], record.where)
     if not count:
         raise UsageError(f"{path} has no rows", where=where, fix="name a file of rows, or fill it")
 
@@ -250,7 +250,7 @@ def _rows(path: str, where: str, text_field: str, label_field: str) -> Iterator[
 # ---- what labels are ----
 
 
-def labels_in(rows: Sequence[_Row], classes: Sequence[str] | None) -> Labels:
+def labels_in(rows: Sequence[_LabelledRow], classes: Sequence[str] | None) -> Labels:
     """Return what the labels of rows are; a UsageError if they are of several kinds."""
     kinds = [(_kind(row), row) for row in rows]
     learned, first = kinds[0]
@@ -270,7 +270,7 @@ def labels_in(rows: Sequence[_Row], classes: Sequence[str] | None) -> Labels:
     return _of_classes(learned, rows, classes)
 
 
-def _require_kind(row: _Row, learned: Learned, first: _Row) -> None:
+def _require_kind(row: _LabelledRow, learned: Learned, first: _LabelledRow) -> None:
     """Refuse a label of another kind than the first one."""
     if _kind(row) is learned or (learned is Learned.NUMBER and _is_number(row.label)):
         return
@@ -280,7 +280,7 @@ def _require_kind(row: _Row, learned: Learned, first: _Row) -> None:
     raise UsageError(what, where=row.where, why=why, fix="write all labels in one way")
 
 
-def _kind(row: _Row) -> Learned:
+def _kind(row: _LabelledRow) -> Learned:
     """Return what one row's label is; a UsageError if it is nothing that can be learned."""
     label = row.label
     if isinstance(row.text, list):
@@ -311,7 +311,7 @@ def _kind(row: _Row) -> Learned:
     raise UsageError(what, where=row.where, fix=fix)
 
 
-def _of_bits(rows: Sequence[_Row], classes: Sequence[str] | None) -> Labels:
+def _of_bits(rows: Sequence[_LabelledRow], classes: Sequence[str] | None) -> Labels:
     """Return labels that are lists of 0 and 1, one for each class."""
     size = len(rows[0].label)
     for row in rows:
@@ -326,7 +326,9 @@ def _of_bits(rows: Sequence[_Row], classes: Sequence[str] | None) -> Labels:
     return Labels(Learned.CLASSES, None if classes is None else list(classes), size)
 
 
-def _of_classes(learned: Learned, rows: Sequence[_Row], classes: Sequence[str] | None) -> Labels:
+def _of_classes(
+    learned: Learned, rows: Sequence[_LabelledRow], classes: Sequence[str] | None
+) -> Labels:
     """Return labels that name classes, or number them."""
     single = [(each, row.where) for row in rows for each in _members(row.label)]
     numbered = [not isinstance(each, str | bool) for each, _ in single]
@@ -385,7 +387,7 @@ class _Encoded:
     is_cut: bool
 
 
-def _encoded(tokenizer: Tokenizer, row: _Row, labels: Labels, max_length: int) -> _Encoded:
+def _encoded(tokenizer: Tokenizer, row: _LabelledRow, labels: Labels, max_length: int) -> _Encoded:
     """Return the tokens of a row, with those that its tokenizer puts around a text."""
     encoded = tokenizer.encode_for_classifier(row.text, max_length)
     if not len(encoded.tokens):

@@ -6,7 +6,7 @@
 peft puts empty adapters into the layers. Their names and shapes have to be those of the file before
 they get its values, so that an adapter of another base is one error, and no half of it is loaded.
 
-Tests: tests/models/test_saved_adapters.py, tests/parity/test_adapters.py
+Tests: tests/models/test_saved_adapters.py, tests/parity/test_continued.py
 """
 
 from collections.abc import Mapping

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lockstep.config import DataConfig
-from lockstep.data import Data, build_data
+from lockstep.data import Data, build_data, check_data
 from lockstep.errors import UsageError
 from tests.data.chats import write_tokenizer
 
@@ -143,6 +143,29 @@ def test_what_can_not_be_learned_is_one_error_that_names_the_line(
     path = write(tmp_path, *rows)
     with pytest.raises(UsageError, match=says):
         read(**{"path": path, **args})
+
+
+def test_files_and_tokenizers_that_do_not_do(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("words")
+    config = DataConfig(name="labelled", args={"path": str(tmp_path / "notes.txt")})
+    with pytest.raises(UsageError, match="and no rows with labels"):
+        check_data(config)
+    pytest.importorskip("tokenizers")
+    folder = write_tokenizer(tmp_path / "model", template=None, eos=None)
+    path = write(tmp_path, *texts("no", "yes"))
+    with pytest.raises(UsageError, match="nothing says which token of"):
+        read(path, tokenizer=str(folder))
+    with pytest.raises(UsageError, match="has no token '<pad>'"):
+        read(path, tokenizer=str(folder), pad_token="<pad>")
+
+
+def test_an_evaluation_numbers_classes_as_the_training_did(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    trained = write(tmp_path, *texts("a", "b", "c"))
+    other = read(write(tmp_path / "other", *texts("c", "b")), labels_of=[trained])
+    assert [sample["labels"].item() for sample in other.train] == [2, 1]
+    with pytest.raises(UsageError, match="is none of the classes"):
+        read(write(tmp_path / "other", *texts("d")), labels_of=trained)
 
 
 def test_numbers_for_classes_with_a_fraction_among_them(tmp_path: Path) -> None:

@@ -63,13 +63,14 @@ def test_the_head_of_a_folder_is_for_its_own_classes(tmp_path: Path) -> None:
     name = f"hf:{tmp_path}"
     again: Any = build(config_of(name), described())
     assert torch.equal(again.classifier.weight, trained.classifier.weight)
-    with pytest.raises(UsageError, match=r"the folder's head a, b, c(.|\n)*classes: \[a, b, c\]"):
+    with pytest.raises(UsageError, match="the classes of the data are") as caught:
         build(config_of(name), described(names=["b", "a", "c"]))
+    assert "write classes: [a, b, c]" in str(caught.value)
     with pytest.raises(UsageError, match="4 classes, and the head of the model's folder 3"):
         build(config_of(name), described(size=4, names=None))
-    with pytest.raises(UsageError, match="numbers to learn, and the folder's head has 3"):
+    with pytest.raises(UsageError, match="have numbers to learn, and the folder's head has"):
         build(config_of(name), described(problem_type="regression", size=1, names=None))
-    with pytest.raises(UsageError, match="is for single_label_classification"):
+    with pytest.raises(UsageError, match="the head of the model's folder is for"):
         build(config_of(name), described(problem_type="multi_label_classification", names=None))
 
 
