@@ -8,7 +8,9 @@ In each round three runs take turns, of real ranks, and the last rank of each is
     restart   `lockstep train --max-restarts`, with the same copies
     torchrun  torchrun's restart of the same command, which has no copies: a save every 20 steps
 
-As root there is a fourth, `2 hosts`: `live` with the ranks shared out to two network namespaces,
+With torchft (`pip install torchft-nightly`, best into an environment of its own) there is another,
+`torchft`: each rank a replica group of its own, and the lighthouse started as torchft's README says
+(`benchmarks.peers.torchft_replicas`). As root there is `2 hosts`: `live` with the ranks shared out to two network namespaces,
 where the last rank is one of the second host.
 
 The time from the kill to the end of the next step is split by what the run itself writes down:
@@ -22,6 +24,8 @@ and for `live`, the groups of processes by themselves: destroying the old ones a
 """
 
 import argparse
+import importlib.metadata
+import importlib.util
 import json
 import os
 import signal
@@ -43,8 +47,8 @@ ROOT = Path(__file__).parent.parent
 PATIENCE = 180.0
 _CONFIG = """
 model: {name: "tests.faults.tiny:Net"}
-data: {name: "tests.faults.tiny:Points", args: {seconds: 0.01}}
-training: {max_steps: 100000, batch_size: 2, global_batch_size: 24, eval_steps: null}
+data: {name: "tests.faults.tiny:Points", args: {seconds: SECONDS}}
+training: {max_steps: 100000, batch_size: 2, global_batch_size: SAMPLES, eval_steps: null}
 distributed: {device: cpu, strategy: ddp}
 checkpoint: {save_steps: 20}
 monitor: {log_steps: 1, sinks: [jsonl]}
@@ -70,6 +74,9 @@ CONTESTANTS: dict[str, tuple[Callable[[int], Sequence[str]], Sequence[str]]] = {
 }
 if can_make_hosts():
     CONTESTANTS[_HOSTS] = CONTESTANTS["live"]
+_TORCHFT = "torchft"
+_SAMPLES = 24  # of a step, over all ranks
+_SECONDS_A_SAMPLE = 0.01
 
 
 def wait_for(condition: Callable[[], Any]) -> Any:
@@ -115,9 +122,13 @@ def one_kill(run: RunDirectory, ranks: int) -> dict[str, float]:
 
 def measure(name: str, ranks: int, folder: Path) -> dict[str, float]:
     """Start one contestant, and kill a rank of it."""
+    if name == _TORCHFT:
+        return measure_torchft(ranks, folder)
     words, settings = CONTESTANTS[name]
     config = folder / "tiny.yaml"
-    config.write_text(_CONFIG)
+    config.write_text(
+        _CONFIG.replace("SECONDS", str(_SECONDS_A_SAMPLE)).replace("SAMPLES", str(_SAMPLES))
+    )
     run = RunDirectory(folder / name)
     own = () if name == "torchrun" else ("--nproc-per-node", str(ranks))
     commands = [[*words(ranks), str(config), *own, *settings, "--output-dir", str(run.path)]]
@@ -153,6 +164,52 @@ def measure(name: str, ranks: int, folder: Path) -> dict[str, float]:
                 process.wait()
 
 
+def measure_torchft(ranks: int, folder: Path) -> dict[str, float]:
+    """Start torchft's replica groups, kill the last, and wait for the next step of the others."""
+    from torchft.coordination import LighthouseServer
+
+    lighthouse = LighthouseServer(
+        bind="[::]:0", min_replicas=1, join_timeout_ms=10_000, quorum_tick_ms=100
+    )
+    logs = [folder / f"{replica}.jsonl" for replica in range(ranks)]
+    program = (sys.executable, "-m", "benchmarks.peers.torchft_replicas", lighthouse.address())
+    sizes = (str(_SAMPLES // ranks), str(_SECONDS_A_SAMPLE))
+    groups = [
+        subprocess.Popen(
+            [*program, str(replica), *sizes, str(log)],
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        for replica, log in enumerate(logs)
+    ]
+
+    def steps(of: int) -> list[dict[str, Any]]:
+        """Return the steps that the first group has taken with so many groups."""
+        if not logs[0].exists():
+            return []
+        lines = logs[0].read_text().rpartition("\n")[0].splitlines()
+        return [row for row in map(json.loads, lines) if row["groups"] == of]
+
+    try:
+        wait_for(lambda: len(steps(ranks)) > 20)
+        killed = time.time()
+        groups[-1].kill()
+        # groups that had not joined yet made steps of fewer at the start
+        first = wait_for(lambda: [row for row in steps(ranks - 1) if row["time"] > killed])[0]
+        before = steps(ranks)[-1]["step"]
+    finally:
+        for group in groups:
+            group.kill()
+            group.wait()
+        lighthouse.shutdown()
+    return {
+        "kill to next step": first["time"] - killed,
+        "steps lost": float(before + 1 - first["step"]),
+    }
+
+
 def text_of(found: dict[str, list[dict[str, float]]], ranks: int) -> str:
     """Return the page."""
     rounds = len(found["live"])
@@ -173,9 +230,15 @@ def text_of(found: dict[str, list[dict[str, float]]], ranks: int) -> str:
     after = [
         "`meet` is leaving the step, or starting processes, then meeting and building the model; a"
         " model's own size adds to it and to `load`. Objective of `live`: at most 1.0 s to the end"
-        " of the next step, and 0.3 s for the groups. torchft was not measured. `2 hosts` are"
-        " network namespaces of this machine.",
+        " of the next step, and 0.3 s for the groups. `2 hosts` are network"
+        " namespaces of this machine.",
     ]
+    if _TORCHFT in found:
+        after.append(
+            f"torchft {importlib.metadata.version('torchft-nightly')}: the groups that are left take"
+            " a step once the lighthouse has missed the dead one's heartbeats for its 5 s. The step"
+            " is another one than the undisturbed run's: nobody reads the dead group's samples."
+        )
     head = " | ".join(["| ", *found])
     return page(
         "Recovery after a kill",
@@ -198,7 +261,10 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--write", action="store_true")
     given = parser.parse_args()
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in CONTESTANTS}
+    names = [*CONTESTANTS]
+    if importlib.util.find_spec("torchft") is not None:
+        names.append(_TORCHFT)
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     for _ in range(given.rounds):
         for name, kills in found.items():
             with tempfile.TemporaryDirectory(prefix="lockstep-recovery-") as folder:
