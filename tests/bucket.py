@@ -30,6 +30,9 @@ from urllib.parse import unquote
 
 import pytest
 
+from tests.forked import Forked
+from tests.hosts import REPOSITORY
+
 SCHEME = os.environ.get("LOCKSTEP_TEST_BUCKET", "s3")
 _ACCOUNT = "devstoreaccount1"
 # azurite's, of its documentation
@@ -51,14 +54,6 @@ _CONDITIONS = ("if-none-match: *", "x-goog-if-generation-match: 0")
 # service that ignores the condition of a put
 FAULTS = ("drop", "lose", "truncate", "duplicate", "delay", "500", "503", "unconditional")
 _DELAY = 0.2  # seconds
-_SERVER = """
-import sys
-from moto.server import ThreadedMotoServer
-server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-server.start()
-print(server.get_host_and_port()[1], flush=True)
-sys.stdin.read()
-"""
 
 
 def require_servers() -> None:
@@ -128,8 +123,9 @@ def _makes_container(port: int) -> bool:
 
 @contextmanager
 def _s3_server() -> Iterator[int]:
-    server = subprocess.Popen(
-        [sys.executable, "-c", _SERVER],
+    server = Forked(
+        [sys.executable, "-m", "tests.s3_server"],
+        cwd=REPOSITORY,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

@@ -28,33 +28,57 @@ _PATIENCE_SECONDS = 10.0
 # The tests are of CPUs: with a GPU, `device: auto` would take it, and two ranks have but one.
 _ACCELERATORS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 
-# Files that run in one worker, as they share the results of one launch of ranks
-# (`tests.parallel.pipeline_launch`).
+# Files that run in one worker: what they share is made once.
 _TOGETHER = (
-    "tests/parallel/test_pipeline.py",
-    "tests/parallel/test_pipeline_hybrid.py",
-    "tests/parity/test_pipeline.py",
+    # the results of one launch of ranks (`tests.parallel.pipeline_launch`)
+    (
+        "tests/parallel/test_pipeline.py",
+        "tests/parallel/test_pipeline_hybrid.py",
+        "tests/parity/test_pipeline.py",
+    ),
+    # the parsed files of the package (`tests.house`)
+    (
+        "tests/test_line_rules.py",
+        "tests/test_errors.py",
+        "tests/test_house.py",
+        "tests/test_rooms.py",
+        "tests/parallel/test_axes.py",
+        "tests/docs/test_glossary.py",
+    ),
 )
+_FIRST_OF = {file: files[0] for files in _TOGETHER for file in files}
 # The longest files begin first, so that no worker ends long after the others.
 _LONGEST = (
     "tests/parallel/test_pipeline.py",
+    "tests/verify/test_script.py",
     "tests/verify/test_faults.py",
+    "tests/launch/test_hosts.py",
+    "tests/launch/test_hang.py",
+    "tests/launch/test_only_some.py",
     "tests/trainer/test_resume.py",
+    "tests/checkpoint/test_object_store.py",
+    "tests/evaluate/test_evaluate.py",
+    "tests/parallel/test_diloco.py",
     "tests/launch/test_hosts_compared.py",
     "tests/parity/test_compiled.py",
     "tests/parity/test_same_bits.py",
     "tests/parity/test_mixture.py",
     "tests/parity/test_tensor.py",
-    "tests/verify/test_script.py",
-    "tests/launch/test_hosts.py",
+    "tests/launch/test_prepared.py",
+    "tests/test_line_rules.py",
     "tests/faults/test_processes.py",
     "tests/parity/test_known_mistakes.py",
     "tests/parity/test_context.py",
     "tests/parity/test_data_parallel.py",
     "tests/parity/test_change_of_topology.py",
     "tests/seams/test_strategy.py",
-    "tests/launch/test_only_some.py",
     "tests/parallel/test_traffic.py",
+    "tests/parallel/test_fsdp.py",
+    "tests/monitor/test_ranks.py",
+    "tests/simulated_device/test_simulated_device.py",
+    "tests/trainer/test_metrics.py",
+    "tests/checkpoint/test_ranks.py",
+    "tests/launch/test_warm.py",
     "tests/test_ready_configs.py",
     "tests/parallel/test_memory.py",
     "tests/cli/test_train.py",
@@ -125,7 +149,7 @@ def _has_ip() -> bool:
 def _work_of(node_id: str) -> str:
     """Return the file that stands for a test where workers are given whole files."""
     file = node_id.split("::", 1)[0]
-    return _TOGETHER[0] if file in _TOGETHER else file
+    return _FIRST_OF.get(file, file)
 
 
 @pytest.hookimpl(wrapper=True)

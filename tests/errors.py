@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
+from tests import house
 from tests.ranks import REPOSITORY
 
 KINDS = ("UsageError", "RunError", "DamagedError", "BadNumbersError")
@@ -46,9 +47,9 @@ class Site:
 def sites() -> list[Site]:
     """All of the package, by file and line."""
     found = []
-    for path in sorted((REPOSITORY / "lockstep").rglob("*.py")):
+    for module, path in house.files().items():
         name = str(path.relative_to(REPOSITORY))
-        nodes = list(ast.walk(ast.parse(path.read_text())))
+        nodes = house.nodes(module)
         assigned = [node for node in nodes if isinstance(node, ast.Assign)]
         for node in nodes:
             if (

@@ -79,6 +79,8 @@ class Forked(subprocess.Popen[str]):
         bound = inspect.signature(super()._execute_child).bind(*given)  # type: ignore[misc]
         its = bound.arguments
         assert (its["preexec_fn"], its["pass_fds"]) == (None, ())
+        umask = its["umask"]
+        assert self._host is None or umask == -1
         sys.audit("subprocess.Popen", sys.executable, its["args"], its["cwd"], its["env"])
         module, *arguments = (str(word) for word in its["args"][2:])
         environment = dict(os.environ if its["env"] is None else its["env"])
@@ -90,7 +92,11 @@ class Forked(subprocess.Popen[str]):
             parent=os.getpid(),
             own_session=its["start_new_session"],
             makes_forks=_makes_forks(module, arguments, environment),
-            first=None if self._host is None else partial(self._host.enter, self._host_name),
+            first=(
+                partial(self._host.enter, self._host_name)
+                if self._host is not None
+                else (None if umask == -1 else partial(os.umask, umask))
+            ),
         )
         server = _prepared()
         if server.why_not(environment) is not None:

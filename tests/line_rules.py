@@ -25,6 +25,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from tests import house
 from tests.ranks import REPOSITORY
 
 EXCEPTIONS = REPOSITORY / "tests" / "line_exceptions.txt"
@@ -40,15 +41,20 @@ class Breach(NamedTuple):
     line: int
 
 
-def breaches(text: str, *, of_package: bool = True) -> Iterator[Breach]:
-    """Find the lines of a file that break a rule; docstrings are asked of the package alone."""
+def breaches(
+    text: str, *, of_package: bool = True, nodes: list[ast.AST] | None = None
+) -> Iterator[Breach]:
+    """Find the lines of a file that break a rule; docstrings are asked of the package alone.
+
+    Args:
+        nodes: of the file, by `ast.walk`, where they are known.
+    """
     if _KEEPS_THE_FORMATTER_AWAY.search(text):  # in a comment, or in a string
         for token in tokenize.generate_tokens(io.StringIO(text).readline):
             if token.type == tokenize.COMMENT and _KEEPS_THE_FORMATTER_AWAY.search(token.string):
                 yield Breach("skipped", token.start[0])
 
-    tree = ast.parse(text)
-    nodes = list(ast.walk(tree))
+    nodes = nodes or list(ast.walk(ast.parse(text)))
     for node in nodes:
         if isinstance(node, ast.Assign) and any(_packs(target, node) for target in node.targets):
             yield Breach("packed", node.lineno)
@@ -59,13 +65,15 @@ def breaches(text: str, *, of_package: bool = True) -> Iterator[Breach]:
 
     if not any(isinstance(node, ast.NamedExpr) for node in nodes):
         return
-    for condition in _outermost_conditions(tree):
+    for condition in _outermost_conditions(nodes[0]):
         if any(isinstance(node, ast.NamedExpr) for node in ast.walk(condition)):
             yield Breach("walrus", condition.lineno)
 
 
 def _lacks_words(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     """Tell whether a function is long for one without a docstring."""
+    if function.end_lineno is not None and function.end_lineno - function.lineno < LONG // 2:
+        return False  # at a line for a statement it has an empty line more before each def
     is_special = function.name.startswith("__") and function.name.endswith("__")
     if is_special or ast.get_docstring(function) is not None:
         return False
@@ -101,10 +109,12 @@ def _outermost_conditions(node: ast.AST) -> Iterator[ast.BoolOp]:
 def found() -> dict[str, list[Breach]]:
     """Return the breaches of each Python file of the repository that has some."""
     paths = [path for folder in _FOLDERS for path in sorted((REPOSITORY / folder).rglob("*.py"))]
+    of_package = {path: house.nodes(module) for module, path in house.files().items()}
     found: dict[str, list[Breach]] = {}
     for path in paths:
         name = str(path.relative_to(REPOSITORY))
-        there = list(breaches(path.read_text(), of_package=name.startswith("lockstep/")))
+        nodes = of_package.get(path)
+        there = list(breaches(path.read_text(), of_package=nodes is not None, nodes=nodes))
         if there:
             found[name] = there
     return found

@@ -19,6 +19,16 @@ import transformers.models.llama.modeling_llama  # noqa: F401 - two seconds of a
 import lockstep
 from lockstep.errors import UsageError
 
+# what ranks and workers of pytest import beside these: seconds of a core for each
+for _name in (
+    "functorch.compile",
+    "torch._inductor.compile_fx",
+    "torchmetrics.classification",
+    "peft",
+    "lightning",
+):
+    with suppress(ImportError):
+        importlib.import_module(_name)
 for _module in pkgutil.walk_packages(lockstep.__path__, "lockstep."):
     if not _module.name.endswith(("__main__", ".sitecustomize")):
         with suppress(UsageError):  # one that says which package it needs, and none here has

@@ -12,10 +12,9 @@ of tests, and all that its files name.
 import ast
 import re
 import sys
-from functools import cache
 from pathlib import Path
 
-from tests.house import PACKAGE
+from tests.house import PACKAGE, parsed
 from tests.ranks import REPOSITORY
 
 TESTS = REPOSITORY / "tests"
@@ -24,7 +23,7 @@ _NAMED = re.compile(r"^Tests: (.+?)(?:\n\n|\Z)", re.DOTALL | re.MULTILINE)
 
 def sources() -> list[Path]:
     """Return the files of the package that contain more than a docstring."""
-    return [path for path in sorted(PACKAGE.rglob("*.py")) if len(_parsed(path).body) > 1]
+    return [path for path in sorted(PACKAGE.rglob("*.py")) if len(parsed(path).body) > 1]
 
 
 def of_its_name(source: Path) -> list[Path]:
@@ -39,7 +38,7 @@ def of_its_name(source: Path) -> list[Path]:
 
 def named_in(source: Path) -> list[Path]:
     """Return the test files that a source file's docstring names."""
-    match = _NAMED.search(ast.get_docstring(_parsed(source)) or "")
+    match = _NAMED.search(ast.get_docstring(parsed(source)) or "")
     if match is None:
         return []
     return [REPOSITORY / name for name in re.split(r",\s+", match[1].strip())]
@@ -60,11 +59,6 @@ def of_room(room: str) -> list[Path]:
     found = {test for path in files for test in (*of_its_name(path), *named_in(path))}
     elsewhere = sorted(test for test in found if not test.is_relative_to(folder))
     return ([folder] if folder.is_dir() else []) + elsewhere
-
-
-@cache
-def _parsed(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
 
 
 if __name__ == "__main__":

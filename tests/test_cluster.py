@@ -20,6 +20,7 @@ from lockstep import accelerator, cluster, collectives, rendezvous
 from lockstep.config import DistributedConfig
 from lockstep.environment import RankFacts, rank_facts
 from lockstep.errors import LockstepError, RunError, UsageError
+from tests.forked import Forked
 from tests.ranks import REPOSITORY, free_port
 
 _LAUNCHERS = (
@@ -118,16 +119,11 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         "PYTHONPATH": str(REPOSITORY),
         "OMPI_COMM_WORLD_SIZE": "2",
     }
-    command = [
-        sys.executable,
-        str(folder / "cases.py"),
-        str(folder),
-        str(free_port()),
-        str(free_port()),
-    ]
+    command = [sys.executable, "-m", "cases", str(folder), str(free_port()), str(free_port())]
     processes = [
-        subprocess.Popen(
+        Forked(
             command,
+            cwd=folder,
             env=base
             | {f"OMPI_COMM_WORLD_{name}": str(rank) for name in ("RANK", "LOCAL_RANK")}
             | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"},

@@ -22,7 +22,8 @@ from lockstep.environment import RankFacts, facts_for_group
 from lockstep.errors import UsageError
 from lockstep.rendezvous import Place, facts_from_places
 from lockstep.torch_compat.group_options import timeout_of
-from tests.launch.shared import environment
+from tests.forked import Forked
+from tests.launch.shared import environment, finish
 from tests.ranks import free_port, run_ranks
 
 # The two scripts below have the shape of the guides of FRAMEWORM (`train_ddp`) and geometry_os
@@ -122,22 +123,31 @@ def train(rank, world_size, ports):
 
 
 if __name__ == "__main__":
-    mp.spawn(train, args=(2, sys.argv[1:]), nprocs=2)
+    mp.start_processes(train, args=(2, sys.argv[2:]), nprocs=2, start_method=sys.argv[1])
     json.dump(trained(4, gradient_accumulation_steps=2), open("alone.json", "w"))
 """
 
 
-@pytest.fixture(scope="module")
-def spawned(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+# `mp.spawn` starts fresh processes; forks find the same, and import nothing anew.
+@pytest.fixture(scope="module", params=["fork", pytest.param("spawn", marks=pytest.mark.full)])
+def spawned(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, Any]]:
     """What two ranks said, then one process alone."""
     folder = tmp_path_factory.mktemp("spawned")
     (folder / "script.py").write_text(_SCRIPT)
     ports = [str(free_port()) for _ in range(4)]
-    command = [sys.executable, "script.py", *ports]
-    ended = subprocess.run(
-        command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=300
+    pipe = subprocess.PIPE
+    process = Forked(
+        [sys.executable, "-m", "script", request.param, *ports],
+        cwd=folder,
+        env=environment(),
+        stdout=pipe,
+        stderr=pipe,
+        text=True,
     )
-    assert ended.returncode == 0, ended.stderr
+    ended = finish(process, folder)
+    assert ended.code == 0, ended.err
     return [
         json.loads((folder / name).read_text())
         for name in ("said-0.json", "said-1.json", "alone.json")

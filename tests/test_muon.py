@@ -1,5 +1,6 @@
 """Muon updates whole matrices on any ranks: the bits of one process, each matrix computed once."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -288,16 +289,24 @@ _TOPOLOGIES = {
 _HEADS = {**_MUON, "training.optimizer_args": {"split": "heads"}}
 
 
-def _check(ranks: int, settings: dict[str, Any]) -> None:
-    cases = [(topology, "transformer", settings, _STEPS, _MODEL) for topology in _TOPOLOGIES[ranks]]
+def _check(ranks: int, settings: dict[str, Any], topologies: Sequence[str] = ()) -> None:
+    cases = [
+        (topology, "transformer", settings, _STEPS, _MODEL)
+        for topology in topologies or _TOPOLOGIES[ranks]
+    ]
     expected = of_one_process(("transformer", settings, _STEPS, _MODEL))
     for results in run_ranks(many, ranks, cases):
         for (topology, *_), found in zip(cases, results, strict=True):
             assert found == expected, topology
 
 
-def test_one_digest_on_two_ranks() -> None:
-    _check(2, _MUON)
+@pytest.mark.parametrize(
+    "topologies",
+    [["fsdp:2", "tensor:2"], pytest.param(_TOPOLOGIES[2], marks=pytest.mark.full)],
+    ids=["some", "all"],
+)
+def test_one_digest_on_two_ranks(topologies: list[str]) -> None:
+    _check(2, _MUON, topologies)
 
 
 @pytest.mark.full

@@ -96,6 +96,7 @@ def test_the_wheel_holds_each_file_of_the_package_and_nothing_else(
     assert "Requires-Dist: torch>=2.11" in metadata
 
 
+@pytest.mark.full  # in the quick run its files are those of the package
 def test_an_unpacked_wheel_starts(built: tuple[Path, Path], tmp_path: Path) -> None:
     """Without the source tree: its own templates are found."""
     with zipfile.ZipFile(built[1]) as wheel:

@@ -95,7 +95,17 @@ def losses_under(strategies: list[str], folder: str) -> dict[str, list[float]]:
     return found
 
 
-def test_the_diff_gives_the_losses_of_the_plain_loop_under_every_strategy(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("of_one", "of_two"),
+    [
+        (["single", "fsdp"], ["ddp", "fsdp", "pipeline"]),
+        pytest.param(["dp"], ["accelerate"], marks=pytest.mark.full),
+    ],
+    ids=["most", "the others"],
+)
+def test_the_diff_gives_the_losses_of_the_plain_loop_under_every_strategy(
+    of_one: list[str], of_two: list[str], tmp_path: Path
+) -> None:
     """50 updates: a schedule or clipping that nobody asked for would show from the
     first ones on.
     """
@@ -103,8 +113,8 @@ def test_the_diff_gives_the_losses_of_the_plain_loop_under_every_strategy(tmp_pa
     assert 'strategy="fsdp"' in after
     plain = losses_of(before)
     assert len(plain) == 50
-    alone = losses_under(["single", "dp", "fsdp"], str(tmp_path / "alone"))
-    ranks = run_ranks(losses_under, 2, ["ddp", "fsdp", "pipeline", "accelerate"], str(tmp_path))
+    alone = losses_under(of_one, str(tmp_path / "alone"))
+    ranks = run_ranks(losses_under, 2, of_two, str(tmp_path))
     for strategy, losses in [*alone.items(), *ranks[0].items()]:
         assert losses == pytest.approx(plain, rel=1e-6), strategy
 

@@ -76,7 +76,7 @@ def test_each_model_and_each_strategy_has_its_turn() -> None:
     assert [*map(set, zip(*kinds[0], strict=True))] == [*map(set, zip(*kinds[1], strict=True))]
 
 
-@sampled("names", IN_TURN, 4)
+@sampled("names", IN_TURN, 5)
 def test_configs_train_on_two_ranks(names: list[str], tmp_path: Path) -> None:
     """As `lockstep train` does on a rank; a test that is marked `full` starts the command itself
     for each.

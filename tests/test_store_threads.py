@@ -13,7 +13,6 @@ import lockstep
 from lockstep.store_threads import answer_within
 from tests.launch.shared import environment
 from tests.ranks import free_port
-from tests.sampled import quick_and_full
 
 # Each thread goes in and out of C++ without a pause, so that it is certain to come back while the
 # interpreter ends, unless it is ended before. One asks for two seconds at most, as a store may.
@@ -56,7 +55,9 @@ sys.exit(3)
 """
 
 
-@pytest.mark.parametrize("kind", quick_and_full(["thread", "membership", "watch"], ["membership"]))
+# in the quick run a launcher does, in tests/launch/test_hang.py
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["thread", "membership", "watch"])
 def test_a_process_whose_threads_talk_to_a_store_ends_with_its_own_code(kind: str) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", _TALKING, kind, str(free_port())],

@@ -22,6 +22,7 @@ from tests import bucket
 from tests.bucket import Proxy, Request
 from tests.checkpoint.shared import CONFIG, assert_same, blank, snapshot
 from tests.faults.tiny import Points, events, trainer
+from tests.forked import lockstep
 
 bucket.require_servers()
 
@@ -489,16 +490,8 @@ def test_the_launcher_refuses_a_missing_bucket_before_ranks_start(
         "distributed: {device: cpu, strategy: ddp}\n"
         f"checkpoint: {{storage: {bucket.SCHEME}://no-such-bucket/x}}\n"
     )
-    command = ["-m", "lockstep", "train", "train.yaml", "--nproc-per-node", "2"]
-    ended = subprocess.run(
-        [sys.executable, *command],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    command = ["train", "train.yaml", "--nproc-per-node", "2"]
+    ended = lockstep(command, tmp_path, {**os.environ, "PYTHONPATH": str(REPOSITORY)})
     assert ended.returncode == 2, ended.stderr
     assert ended.stderr.count("there is no such bucket") == 1
     assert bucket.SECRET not in ended.stderr

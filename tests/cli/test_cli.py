@@ -18,7 +18,8 @@ from lockstep.cli.verbs import _CHECKPOINT_VERBS, _CONFIG_VERBS
 from lockstep.config import load_config
 from lockstep.config.files import shipped_names
 from lockstep.launch.options import LaunchOptions
-from tests.launch.shared import environment
+from tests.forked import Forked
+from tests.launch.shared import environment, finish
 
 VERBS = {"train", "launch", "config", "checkpoint", "data"}
 
@@ -260,7 +261,7 @@ def test_trap_38_under_the_legacy_launcher(tmp_path: Path) -> None:
     """`python -m torch.distributed.launch -m lockstep train CONFIG` starts `lockstep --local-rank=0
     train CONFIG`.
     """
-    ended = subprocess.run(
+    process = Forked(
         [
             sys.executable,
             "-m",
@@ -276,11 +277,12 @@ def test_trap_38_under_the_legacy_launcher(tmp_path: Path) -> None:
         ],
         cwd=tmp_path,
         env=environment(),
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        check=False,
     )
-    assert "lockstep: there is no file nothing.yaml" in ended.stderr, ended.stderr
+    ended = finish(process, tmp_path)
+    assert "lockstep: there is no file nothing.yaml" in ended.err, ended.err
 
 
 # ---- what is refused ----

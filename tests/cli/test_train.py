@@ -154,6 +154,7 @@ def test_a_wrong_config_under_torchrun_is_one_message(folder: Path) -> None:
     assert "write training.max_steps" in ended.err
 
 
+@pytest.mark.full  # checkpoint/test_ranks.py saves on ranks, and test_evaluate.py evaluates on them
 def test_trap_16_every_rank_takes_part_in_evaluation_and_saving(resumed: Ended) -> None:
     """A state dict, an evaluation or a barrier inside `if rank == 0` hangs under FSDP. This run did
     both, and ended.

@@ -97,9 +97,9 @@ def _evaluate(folder: str, ranks: int, cases: list[tuple[Asked, dict[str, Any]]]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("evaluate")
-    _write(folder / "a.jsonl", "the cat sat on a mat", 60)
-    _write(folder / "b.jsonl", "seven ships sail to an island", 40)
-    _write(folder / "c.jsonl", "something else", 30)
+    _write(folder / "a.jsonl", "the cat sat on a mat", 30)
+    _write(folder / "b.jsonl", "seven ships sail to an island", 20)
+    _write(folder / "c.jsonl", "something else", 15)
     (folder / "run.yaml").write_text(_CONFIG)
     run_ranks(_train, 2, str(folder))
     weights = checkpoint.weights(folder / "runs/run/checkpoints/step-00000004")

@@ -1,4 +1,7 @@
-"""A few rounds of the bench that kills (`make chaos`): its own answers are checked too."""
+"""A few rounds of the bench that kills (`make chaos`): its own answers are checked too.
+
+The quick run has one kill, in tests/trainer/test_resume.py.
+"""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -30,17 +33,8 @@ def expected(fresh: Fresh, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     return digests
 
 
-# One of three formats; the others are in the full grid.
-IN_TURN = ("sharded, async",)
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, id=str(case), marks=() if str(case) in IN_TURN else pytest.mark.full)
-        for case in CASES
-    ],
-)
+@pytest.mark.full
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_few_kills_lose_nothing(case: Case, expected: dict[str, str], fresh: Fresh) -> None:
     report = fresh(bench, 1, 7, case, kills=1, steps=30, strategies=("fsdp",), expected=expected)
     assert not report.wrong

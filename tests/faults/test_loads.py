@@ -30,7 +30,7 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
     },
 }
 NAMES = [name for layouts in LAYOUTS.values() for name in layouts]
-BEFORE = 2
+BEFORE = 1
 AFTER = 2
 
 

@@ -15,6 +15,7 @@ from lockstep.data import text as texts
 from lockstep.data.prepare import prepare
 from lockstep.errors import UsageError
 from tests.faults.tiny import YAML
+from tests.forked import Forked, lockstep
 from tests.launch.shared import environment, finish, start
 
 SECRET = "hunter2-and-more-of-it"
@@ -91,8 +92,7 @@ def test_a_config_that_is_shown_is_not_run(tmp_path: Path) -> None:
     )
     (tmp_path / "run.yaml").write_text("model: {name: 'strange:Net'}\ndata: {name: digits}\n")
     for verb, there in (("show", []), ("check", ["imported"])):
-        command = [sys.executable, "-m", "lockstep", "config", verb, "run.yaml"]
-        subprocess.run(command, cwd=tmp_path, env=environment(), check=True, capture_output=True)
+        assert lockstep(["config", verb, "run.yaml"], tmp_path, environment()).returncode == 0
         assert [name for name in ("imported", "made") if (tmp_path / name).exists()] == there
 
 
@@ -131,16 +131,17 @@ def test_modes_follow_the_umask(tmp_path: Path) -> None:
     (tmp_path / "open").mkdir()
     command = ("train", "tiny.yaml", "--max-steps=5", "--output-dir")
     assert finish(start(tmp_path, *command, "open", OMP_NUM_THREADS="1"), tmp_path).code == 0
-    # a fork has the mask of its server
-    fresh = [sys.executable, "-m", "lockstep", *command, "closed"]
-    subprocess.run(
-        fresh,
+    closed = Forked(
+        [sys.executable, "-m", "lockstep", *command, "closed"],
         cwd=tmp_path,
         env=environment(OMP_NUM_THREADS="1"),
-        check=True,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
         umask=0o077,
     )
+    ended = finish(closed, tmp_path)
+    assert ended.code == 0, ended.err
     before = os.umask(0o077)
     try:
         assert cli.main(["report", str(tmp_path / "closed")]) == 0

@@ -79,7 +79,8 @@ def on_a_terminal(folder: Path, *arguments: str, columns: int = 0, **more: str) 
     """
     primary, secondary = pty.openpty()
     fcntl.ioctl(secondary, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-    process = subprocess.Popen(
+    start_process = Forked if arguments[0] == "-m" else subprocess.Popen
+    process = start_process(
         [sys.executable, *arguments],
         cwd=folder,
         # else they stand for the terminal's own size

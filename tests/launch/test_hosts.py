@@ -145,7 +145,10 @@ def test_a_name_that_does_not_resolve(four: list[Host], tmp_path: Path) -> None:
     assert "waiting for the name no-such-host.invalid to resolve" in ended.err
 
 
-def test_hosts_with_ipv6_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "numbered", [pytest.param(True, marks=pytest.mark.full), False], ids=["numbered", "c10d"]
+)
+def test_hosts_with_ipv6_alone(tmp_path: Path, numbered: bool) -> None:
     """No IPv4 address anywhere; ranks meet, and gloo reduces over the link."""
     require_root()
     script(
@@ -171,12 +174,10 @@ lockstep.cleanup()
                 INTERFACE,
                 "nodad",
             )
-        for numbered in (True, False):
-            starts = [
-                (host, i if numbered else None, f"[fd99::1]:{PORT}")
-                for i, host in enumerate((a, b))
-            ]
-            ended = launch_on(tmp_path, starts, "--rdzv-conf", "timeout=60", nodes=2)
-            assert [e.code for e in ended] == [0, 0], [e.err for e in ended]
-            assert [ended[0].said(rank)["sum"] for rank in (0, 1)] == [3, 3]
-            assert str(ended[0].said(0)["address"]).startswith("fd99::")
+        starts = [
+            (host, i if numbered else None, f"[fd99::1]:{PORT}") for i, host in enumerate((a, b))
+        ]
+        ended = launch_on(tmp_path, starts, "--rdzv-conf", "timeout=60", nodes=2)
+        assert [e.code for e in ended] == [0, 0], [e.err for e in ended]
+        assert [ended[0].said(rank)["sum"] for rank in (0, 1)] == [3, 3]
+        assert str(ended[0].said(0)["address"]).startswith("fd99::")

@@ -446,9 +446,8 @@ def test_a_call_that_one_rank_makes_at_the_end_under_torchrun_on_two_machines(
     assert_named(said[0], text, "evaluate", 0)
 
 
-@pytest.mark.parametrize(
-    "call", ["save_checkpoint", pytest.param("torch.distributed.barrier", marks=pytest.mark.full)]
-)
+@pytest.mark.parametrize("call", ["save_checkpoint", "torch.distributed.barrier"])
+@pytest.mark.full  # the quick run has two machines, above
 def test_a_call_that_one_rank_makes_at_the_end_under_torchrun(tmp_path: Path, call: str) -> None:
     """The error of torch's own collective is what is raised; the explanation is a note of it."""
     text = call_at_the_end(call, 0)

@@ -14,7 +14,8 @@ import pytest
 from lockstep.errors import UsageError
 from lockstep.launch.spawn import _check_environment, spawn
 from lockstep.processes import is_running
-from tests.launch.shared import Ended, environment, wait_for
+from tests.forked import Forked
+from tests.launch.shared import Ended, environment, finish, wait_for
 from tests.sampled import quick_and_full
 
 _SCRIPT = """
@@ -55,8 +56,13 @@ if __name__ == "__main__":
 """
 
 
-def run_script(folder: Path, text: str, *arguments: str) -> Ended:
+def run_script(folder: Path, text: str, *arguments: str, fresh: bool = True) -> Ended:
     (folder / "script.py").write_text(text)
+    if not fresh:
+        pipe = subprocess.PIPE
+        command = [sys.executable, "-m", "script", *arguments]
+        fork = Forked(command, cwd=folder, env=environment(), stdout=pipe, stderr=pipe, text=True)
+        return finish(fork, folder)
     ended = subprocess.run(
         [sys.executable, "script.py", *arguments],
         cwd=folder,
@@ -72,7 +78,7 @@ def run_script(folder: Path, text: str, *arguments: str) -> Ended:
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     folder = tmp_path_factory.mktemp("spawn")
-    ended = run_script(folder, _SCRIPT)
+    ended = run_script(folder, _SCRIPT, fresh=False)
     assert ended.code == 0, ended.err
     return ended
 
@@ -117,7 +123,9 @@ def test_one_rank_runs_here(said: Ended) -> None:
 
 def test_a_script_without_a_guard_is_told_to_have_one(tmp_path: Path) -> None:
     """A fresh process imports the script, which would start ranks again."""
-    ended = run_script(tmp_path, "import lockstep\ndef f(): pass\nlockstep.spawn(f, nprocs=2)\n")
+    ended = run_script(
+        tmp_path, "import lockstep\ndef f(): pass\nlockstep.spawn(f, nprocs=2)\n", fresh=False
+    )
     assert ended.code == 1
     assert "put the call below `if __name__ == '__main__':`" in ended.err
     assert ended.err.count("Traceback") == 1

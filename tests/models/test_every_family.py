@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from lockstep.models.chain import lent, run_segments, shared_parameters_of
 from lockstep.models.language import logits_in
 from tests.models.samples import ALL, LANGUAGE, VOCABULARY, batch_for, texts
+from tests.sampled import quick_and_full
 
 families = pytest.mark.parametrize("family", ALL)
 language_families = pytest.mark.parametrize("family", LANGUAGE)
@@ -250,7 +251,7 @@ def test_parameters_may_be_bf16(family: str) -> None:
     assert loss.isfinite()
 
 
-@families
+@pytest.mark.parametrize("family", quick_and_full(ALL, ["bdh", "transformer"]))
 def test_one_batch_can_be_learnt(family: str) -> None:
     torch.manual_seed(0)
     model = ALL[family]()

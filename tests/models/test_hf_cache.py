@@ -14,6 +14,7 @@ from lockstep.trainer import Trainer
 from tests.models.decoders import decoder
 from tests.parity.foreign import VOCAB, library, padded_text
 from tests.parity.test_foreign import Samples, settings_of
+from tests.sampled import quick_and_full
 
 
 def losses(model: nn.Module, mode: str) -> list[float]:
@@ -23,7 +24,9 @@ def losses(model: nn.Module, mode: str) -> list[float]:
     ]
 
 
-@pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "gemma2", "llama"])
+@pytest.mark.parametrize(
+    "family", quick_and_full(["gpt2", "gpt_neox", "gemma2", "llama"], ["gpt2", "llama"])
+)
 def test_a_recomputed_decoder_has_the_losses_of_one_that_is_not(family: str) -> None:
     """transformers 4 fills a cache in training unless it is told not to."""
     args: dict[str, Any] = {"vocab_size": VOCAB}

@@ -26,6 +26,7 @@ from lockstep.randomness import RandomState
 from tests.models.config_changes import all_changes, built, outputs, single_changes
 from tests.models.decoders import decoder
 from tests.parity.toy import VOCAB
+from tests.sampled import quick_and_full
 
 LENGTH = 12
 
@@ -54,7 +55,8 @@ def batches() -> list[dict[str, Tensor]]:
     ]
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+# in the quick run the test below has all of them, with every field of the config changed
+@pytest.mark.parametrize("family", quick_and_full(sorted(FAMILIES), ["gpt2", "llama", "mixtral"]))
 def test_the_chain_is_the_librarys_forward_pass(family: str) -> None:
     check_chain(decoder(family))
 
@@ -172,7 +174,11 @@ class Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+# of each kind: tied and transposed weights, windows, experts, fused projections
+SOME = ["gemma2", "gpt2", "llama", "mixtral", "phi3"]
+
+
+@pytest.mark.parametrize("family", quick_and_full(sorted(FAMILIES), SOME))
 def test_the_chain_multiplies_what_lies_alike_in_memory(family: str) -> None:
     """On some CPUs the bits of a product follow from its operands' strides, which here nobody sees
     in the results.

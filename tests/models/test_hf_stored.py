@@ -21,6 +21,7 @@ from lockstep.trainer import build
 from tests.models.decoders import decoder
 from tests.parity.adapted import settings_of, trainer_of
 from tests.ranks import run_ranks
+from tests.sampled import quick_and_full
 
 transformers = pytest.importorskip("transformers")
 hf_stored = pytest.importorskip("lockstep.models.hf_stored")
@@ -60,7 +61,10 @@ def check_values(path: Path) -> Any:
     return model
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+SOME = ["gemma2", "gpt2", "gpt_neox", "llama", "mixtral", "phi3", "qwen3_moe"]
+
+
+@pytest.mark.parametrize("family", quick_and_full(FAMILIES, SOME))
 def test_the_values_are_those_that_transformers_loads(family: str, tmp_path: Path) -> None:
     folder_of(tmp_path, family)
     check_values(tmp_path)

@@ -100,12 +100,28 @@ def message(topology: str, settings: dict[str, Any], number: int) -> str:
     return str(caught.value)
 
 
+ALL_SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": PLAIN,
+    "equal bits": {},
+    "in chunks": {**PLAIN, "training.loss_chunks": 2},
+    "smoothed": {**PLAIN, "training.label_smoothing": 0.1},
+}
+
+
+# by turns below 0 and above the vocabulary; in the full grid both
 @pytest.mark.parametrize(
-    "settings",
-    [PLAIN, {}, {**PLAIN, "training.loss_chunks": 2}, {**PLAIN, "training.label_smoothing": 0.1}],
-    ids=["plain", "equal bits", "in chunks", "smoothed"],
+    ("settings", "number"),
+    [
+        pytest.param(
+            settings,
+            number,
+            id=f"{name}, {number}",
+            marks=() if place % 2 == (number < 0) else pytest.mark.full,
+        )
+        for place, (name, settings) in enumerate(ALL_SETTINGS.items())
+        for number in (-1, VOCAB)
+    ],
 )
-@pytest.mark.parametrize("number", [-1, VOCAB])
 def test_a_training_names_the_sample(settings: dict[str, Any], number: int) -> None:
     said = message("single", settings, number)
     assert f"target {number} is not one of the model's {VOCAB} classes" in said

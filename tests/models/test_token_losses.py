@@ -30,6 +30,7 @@ from tests.sampled import sampled
 SMOOTHING = 0.1
 WEIGHT = 0.02
 _SETTINGS = {"training.label_smoothing": SMOOTHING, "training.z_loss": WEIGHT}
+_SETTINGS |= {"training.eval_batches": 8}
 
 
 def _by_hand(logits: Tensor, targets: Tensor, smoothing: float, weight: float) -> Tensor:

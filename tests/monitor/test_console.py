@@ -112,7 +112,7 @@ with to_log(Path("rank-0.log"), on_console=(True, True), descriptors=True):
 """
 
 
-@pytest.mark.parametrize("columns", [80, 200])
+@pytest.mark.parametrize("columns", [80, pytest.param(200, marks=pytest.mark.full)])
 def test_a_terminal_gets_a_bar_and_the_log_plain_lines(columns: int, tmp_path: Path) -> None:
     text = on_a_terminal(tmp_path, "-c", _LIVE.replace("600", "20"), columns=columns, TERM="xterm")
     lines, bars = screen(text, columns)

@@ -108,8 +108,8 @@ def resumed(
 
 
 def bytes_a_step(cases: dict[str, tuple[dict[str, Any], int]]) -> dict[str, float]:
-    """Bytes that this host puts on its link per step, over the second `steps` of a run, and the
-    model's size.
+    """Bytes that this host puts on its link per step, over as many steps as lie between two
+    exchanges, and the model's size.
 
     An empty dictionary where this process is on no host with a link of its own.
     """
@@ -123,7 +123,7 @@ def bytes_a_step(cases: dict[str, tuple[dict[str, Any], int]]) -> dict[str, floa
         )
         found["parameters"] = trainer.placed.num_parameters
         loop = iter(trainer.steps(Tokens()))
-        for _ in range(steps):
+        for _ in range(3):  # DDP cuts its buckets anew
             next(loop)
         before = _settled()
         for _ in range(steps):

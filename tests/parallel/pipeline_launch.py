@@ -120,8 +120,9 @@ ON_FOUR: dict[str, tuple[Any, ...]] = {
     **{name: SIDE_BY_SIDE[name] for name in IN_TURN},
     "bdh": ("deep", beside("fsdp", "LoopedBFS"), "Tokens", {"name": "bdh"}),
     "lengths": ("deep", {**beside("fsdp"), **ONE_AT_A_TIME}, "TextsOfAllLengths"),
-    "lengths, V": ("deep", {**beside("fsdp", "DualPipeV"), **ONE_AT_A_TIME}, "TextsOfAllLengths"),
 }
+# Like one above, on a path with a turn; `test_every_schedule_beside_the_other` has it.
+LENGTHS_IN_V = ("deep", {**beside("fsdp", "DualPipeV"), **ONE_AT_A_TIME}, "TextsOfAllLengths")
 
 TRAININGS = ON_TWO | ON_FOUR
 

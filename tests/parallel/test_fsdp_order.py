@@ -337,8 +337,8 @@ def test_a_unit_that_ranks_call_another_number_of_times_is_an_error() -> None:
     ("way", "kinds", "settings"),
     [
         ("recomputed towers", KINDS, {}),
-        ("recomputed towers", "0000" + "01" * 10, {}),
-        ("everything recomputed", KINDS, {}),
+        pytest.param("recomputed towers", "0000" + "01" * 10, {}, marks=pytest.mark.full),
+        pytest.param("everything recomputed", KINDS, {}, marks=pytest.mark.full),
         pytest.param("recomputed towers", NONE_FIRST, {}, marks=pytest.mark.full),
         pytest.param("everything recomputed", NONE_FIRST, {}, marks=pytest.mark.full),
         pytest.param("everything recomputed", "0000" + "01" * 10, {}, marks=pytest.mark.full),

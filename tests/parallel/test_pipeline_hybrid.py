@@ -18,6 +18,7 @@ from tests.parallel.pipeline_launch import (
     GOES_ON,
     GOES_ON_IN_FULL,
     IN_TURN,
+    LENGTHS_IN_V,
     SIDE_BY_SIDE,
     TOPOLOGIES,
     folder_of,
@@ -44,8 +45,11 @@ def test_trap_22_every_schedule_is_right_beside_replicas_and_shards(name: str) -
 @pytest.mark.full
 @pytest.mark.timeout(1800)
 def test_every_schedule_beside_the_other() -> None:
-    """Beside shards what runs beside replicas above, and the other way round."""
+    """Beside shards what runs beside replicas above, and the other way round; and different shapes
+    on a path with a turn.
+    """
     rest = {name: case for name, case in SIDE_BY_SIDE.items() if name not in IN_TURN}
+    rest["lengths, V"] = LENGTHS_IN_V
     results = run_ranks(several, 4, [("train", case) for case in rest.values()], timeout=1500)
     for place, (name, (model, settings, *more)) in enumerate(rest.items()):
         alone = {key: value for key, value in settings.items() if not key.startswith("distributed")}
@@ -53,7 +57,7 @@ def test_every_schedule_beside_the_other() -> None:
         assert max(worst(of_rank[place], reference) for of_rank in results) < TOLERANCE, name
 
 
-@pytest.mark.parametrize("name", ["bdh", "lengths", "lengths, V"])
+@pytest.mark.parametrize("name", ["bdh", "lengths"])
 def test_shared_weights_are_sharded_and_pipelines_may_see_different_shapes(name: str) -> None:
     """FSDP2's collectives need all pipelines to do the same, also when only one of them meets a new
     shape.

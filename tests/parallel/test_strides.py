@@ -231,6 +231,7 @@ def test_ranks_must_agree_on_formats() -> None:
         assert "have other shapes or memory formats on one rank than on another" in told
 
 
+@pytest.mark.full
 def test_other_strategies_and_changes_between_them(tmp_path: Path) -> None:
     """`tests/parity/test_foreign.py` compares this model with plain PyTorch under ddp, fsdp and
     pipelines.

@@ -270,14 +270,15 @@ def grid(ranks: int, *, whole: bool) -> Iterator[Case]:
     """Models × schedules × layouts of so many ranks; unless `whole`, every second model with one
     schedule, so that each is on two ranks or on four.
 
-    The traced one takes seconds on each rank; `tests/parity/test_foreign.py` has one on two ranks.
+    Two take seconds on each rank: the traced one, of which `tests/parity/test_foreign.py` has one
+    on two ranks, and Llama, beside which there is GPT-2.
     """
     layouts = [name for name, (size, _) in LAYOUTS.items() if size == ranks]
     for i, model in enumerate(MODELS):
         for j, schedule in enumerate(SCHEDULES):
             if whole:
                 yield from (Case(model, schedule, layout) for layout in layouts)
-            elif model == "traced":
+            elif model in ("traced", "llama"):
                 continue
             elif ranks == 2 and i % 2 and (i + j) % 7 == 0:
                 yield Case(model, schedule, layouts[0])

@@ -102,13 +102,20 @@ def in_turn(ranks: int, steps: int) -> list[tuple[Any, ...]]:
     return chosen
 
 
-@sampled("cases", in_turn(2, steps=2), 2)
+@sampled("cases", in_turn(2, steps=2), 4)
 def test_the_same_training_on_two_ranks(cases: list[tuple[Any, ...]]) -> None:
     check_against_one_process(2, uneven(cases))
 
 
-# the first: of 4 ranks each has one chunk, not a slice
-@sampled("cases", [("context:4", *EXACT_CASES["latent"][:2], 2, SMALL), *in_turn(4, steps=2)], 3)
+# of 4 ranks each has one chunk, not a slice
+ON_FOUR = [
+    ("context:4", *EXACT_CASES["exchanged"][:2], 2, EXACT_CASES["exchanged"][2]),
+    ("context:4", *EXACT_CASES["latent"][:2], 2, SMALL),
+]
+ON_FOUR += [case for case in in_turn(4, steps=2) if case not in ON_FOUR]
+
+
+@sampled("cases", ON_FOUR, len(ON_FOUR))
 def test_the_same_training_on_four_ranks(cases: list[tuple[Any, ...]]) -> None:
     check_against_one_process(4, uneven(cases))
 

@@ -19,9 +19,9 @@ def test_strategies_and_models_in_turn_on_two_ranks(cases: list[Case]) -> None:
     check(Part("fp32", 2, cases))
 
 
-@sampled("cases", exact(4, whole=False), 3)
-def test_strategies_and_models_in_turn_on_four_ranks(cases: list[Case]) -> None:
-    check(Part("fp32", 4, cases))
+@pytest.mark.full  # tests/faults/test_loads.py trains on shards and on both axes of four ranks
+def test_strategies_and_models_in_turn_on_four_ranks() -> None:
+    check(Part("fp32", 4, exact(4, whole=False)))
 
 
 @pytest.mark.full
@@ -34,11 +34,19 @@ def test_the_whole_matrix(part: Part) -> None:
     check(part, timeout=3600)
 
 
-@pytest.mark.parametrize("strategy", sorted({case.strategy for case in one_rank(whole=False)}))
-def test_trap_17_one_rank_says_what_it_did(strategy: str) -> None:
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(
+            case,
+            id=f"{case.strategy}, {case.model}",
+            marks=() if case.model == "transformer" else pytest.mark.full,
+        )
+        for case in one_rank(whole=False)
+    ],
+)
+def test_trap_17_one_rank_says_what_it_did(case: Case) -> None:
     """A strategy that silently does nothing on one process, or that trains models apart."""
-    for case in one_rank(whole=False):
-        if case.strategy == strategy:
-            result = run(case, case.micro_batches(1))
-            assert not outcome(case, 1, [result]).problem
-            assert any("nothing to" in line for line in result.log_lines), result.log_lines
+    result = run(case, case.micro_batches(1))
+    assert not outcome(case, 1, [result]).problem
+    assert any("nothing to" in line for line in result.log_lines), result.log_lines

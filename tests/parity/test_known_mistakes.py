@@ -224,12 +224,7 @@ def on_four_ranks(request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
 
 
 # In the quick run: some of what was summed, divided or marked wrongly.
-QUICK = (
-    "row_bias",
-    "in_chunks",
-    "one_key",
-    "one_target_of_cut_sequences",
-)
+QUICK = ("row_bias", "one_target_of_cut_sequences")
 
 
 @pytest.mark.parametrize("name", quick_and_full(CASES, QUICK))

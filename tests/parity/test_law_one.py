@@ -30,19 +30,24 @@ def test_trap_01_the_loss_is_the_sum_over_all_valid_targets_however_the_batch_is
     assert accumulated == pieces
 
 
+PAIRS = [(strategy, model) for strategy in ("ddp", "fsdp") for model in ("transformer", "bdh")]
+
+
 @pytest.mark.parametrize(
-    "ranks", [3, *(pytest.param(ranks, marks=pytest.mark.full) for ranks in (2, 4))]
+    ("ranks", "pairs", "steps"),
+    [
+        pytest.param(3, PAIRS[::3], 5, id="3, some"),
+        *(pytest.param(n, PAIRS, 8, id=f"{n}", marks=pytest.mark.full) for n in (2, 3, 4)),
+    ],
 )
-def test_the_number_of_ranks_changes_nothing(ranks: int) -> None:
+def test_the_number_of_ranks_changes_nothing(
+    ranks: int, pairs: list[tuple[str, str]], steps: int
+) -> None:
     """1 rank × 12 micro-batches, 2 × 6, 3 × 4, 4 × 3, dropout on, uneven masks, short
     last batches.
     """
-    cases = [
-        ({"distributed.strategy": s}, m, {"steps": 8})
-        for s in ("ddp", "fsdp")
-        for m in ("transformer", "bdh")
-    ]
-    reference = {model: losses({}, model, steps=8) for model in ("transformer", "bdh")}
+    cases = [({"distributed.strategy": s}, m, {"steps": steps}) for s, m in pairs]
+    reference = {model: losses({}, model, steps=steps) for _, model in pairs}
     for results in run_ranks(many, ranks, cases):
         for (settings, model, _), result in zip(cases, results, strict=True):
             expected = reference[model]

@@ -62,7 +62,8 @@ COMPOSED = by_turns(
     uneven(
         cases_of(
             {
-                "fsdp:2*tensor:2": ("sigmoid, over the step",),
+                # experts beside cut layers: the quick run has the first
+                "fsdp:2*tensor:2*expert:2": ("sigmoid, over the step",),
                 "fsdp:4*expert:2": ("one expert a token",),
                 "ddp:2*tensor:2*expert:2": ("sigmoid, over the step",),
                 "fsdp:4*expert:4": ("bf16",),
@@ -70,7 +71,7 @@ COMPOSED = by_turns(
                 "fsdp:2*context:2*expert:2": ("in chunks",),
                 "ddp:4*expert:2": ("softmax",),
                 "hybrid:2x2*expert:2": ("sigmoid, over the step",),
-                "fsdp:2*tensor:2*expert:2": ("softmax",),
+                "fsdp:2*tensor:2": ("softmax",),
                 "pipeline:2*fsdp:2*expert:2": ("sigmoid, over the step",),
             },
             steps=2,
@@ -79,7 +80,7 @@ COMPOSED = by_turns(
 )
 
 
-@sampled("cases", COMPOSED, 8)
+@sampled("cases", COMPOSED, len(COMPOSED))
 def test_the_same_training(cases: list[tuple[Any, ...]]) -> None:
     check_against_one_process(4, cases)
 
@@ -200,14 +201,19 @@ TOPOLOGIES = (
 
 
 def on_four_ranks(
-    folder: str, topologies: list[str]
+    folder: str, topologies: list[str], steps: int
 ) -> tuple[list[tuple[int, int]], list[float], list[str], Bits]:
     return (
         [bytes_sent(topology) for topology in topologies],
         [evaluated(topology) for topology in topologies[1:]],
         [refused(*case) for case in REFUSED.values()],
         relay(
-            folder, "mixture", {"training.max_steps": 5}, list(topologies), 1, SMALL["vocab_size"]
+            folder,
+            "mixture",
+            {"training.max_steps": steps},
+            list(topologies),
+            1,
+            SMALL["vocab_size"],
         ),
     )
 
@@ -221,7 +227,8 @@ def test_bytes_evaluation_refusals_and_checkpoints(tmp_path: Path, topologies: l
     """A checkpoint of one composition loads on any other, and the run ends in the bits of one
     process.
     """
-    results = run_ranks(on_four_ranks, 4, str(tmp_path), topologies)
+    all_steps = len(topologies) + 1
+    results = run_ranks(on_four_ranks, 4, str(tmp_path), topologies, all_steps)
     for place in range(len(topologies)):
         sent, expected = (sum(of_rank[0][place][what] for of_rank in results) for what in (0, 1))
         assert sent == expected > 0
@@ -233,12 +240,12 @@ def test_bytes_evaluation_refusals_and_checkpoints(tmp_path: Path, topologies: l
         relay(
             str(folder),
             "mixture",
-            {"training.max_steps": 5},
+            {"training.max_steps": all_steps},
             ["single"],
             steps,
             SMALL["vocab_size"],
         )[0]
-        for folder, steps in ((tmp_path, 5 - len(topologies)), (tmp_path / "other", 5))
+        for folder, steps in ((tmp_path, 1), (tmp_path / "other", all_steps))
     )
     assert digest == reference
 

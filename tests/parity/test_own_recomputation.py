@@ -24,7 +24,7 @@ from tests.parity.own_recomputation import (
     train,
 )
 from tests.ranks import run_ranks
-from tests.sampled import sampled
+from tests.sampled import quick_and_full, sampled
 
 REPRODUCIBLE = {"distributed.reproducible": True}
 # DDP and FSDP2 refuse the others
@@ -88,7 +88,10 @@ def assert_equal(found: Numbers, expected: Numbers, name: str) -> None:
         assert mine == pytest.approx(right, rel=1e-5, abs=1e-6), name
 
 
-@pytest.mark.parametrize("way", list(WAYS))
+SOME = ("each, reentrant", "each, selective", "nested", "parts", "reversible", "shared")
+
+
+@pytest.mark.parametrize("way", quick_and_full(WAYS, SOME))
 def test_one_process_draws_again_what_it_drew(way: str) -> None:
     assert_equal(*of_nets([("single", way, {})]), without(way), way)
 
@@ -101,7 +104,7 @@ ON_RANKS: list[Case] = [
 ]
 
 
-@sampled("cases", ON_RANKS, 8)
+@sampled("cases", ON_RANKS, len(ON_RANKS))
 def test_ranks_draw_again_what_they_drew(cases: list[Case]) -> None:
     for case, numbers in zip(cases, run_ranks(of_nets, 2, cases)[0], strict=True):
         assert_equal(numbers, without(case[1]), f"{case}")
@@ -128,7 +131,7 @@ IN_STAGES: list[Case] = [
 ]
 
 
-@sampled("cases", IN_STAGES, 4)
+@sampled("cases", IN_STAGES, len(IN_STAGES))
 def test_stages_draw_again_what_they_drew(cases: list[Case]) -> None:
     for case, numbers in zip(cases, run_ranks(of_chains, 2, cases)[0], strict=True):
         assert_equal(numbers, without(case[1], piped=True), f"{case}")

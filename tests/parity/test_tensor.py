@@ -98,7 +98,7 @@ def check_both(ranks: int, cases: list[tuple[Any, ...]]) -> None:
     check_against_one_process(ranks, cases + plain)
 
 
-@sampled("cases", by_turns(uneven(in_turn(2, steps=2))), 3)
+@sampled("cases", by_turns(uneven(in_turn(2, steps=2))), 4)
 def test_the_same_training_on_two_ranks(cases: list[tuple[Any, ...]]) -> None:
     check_against_one_process(2, cases)
 

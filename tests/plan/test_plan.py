@@ -1,6 +1,7 @@
 """The command, and that large models are planned quickly on small machines."""
 
 import json
+import os
 import re
 import resource
 import subprocess
@@ -16,6 +17,7 @@ from lockstep.plan.candidates import evaluate_layout, largest_batch
 from lockstep.plan.command import as_text
 from lockstep.plan.layouts import model_size_of
 from lockstep.plan.workload import workload_of
+from tests import forked
 
 SMALL = """
 model: {name: transformer, args: {n_layer: 2, n_embd: 64, n_head: 2, vocab_size: 128, block_size: 32}}
@@ -45,12 +47,12 @@ def test_plan_ranks_layouts_and_writes_the_best(tmp_path: Path) -> None:
     best = tmp_path / "best.yaml"
     chart = tmp_path / "chart.svg"
     config.write_text(SMALL)
-    said = lockstep(
-        *(str(config), "precision.fp8=linears", "checkpoint.memory_steps=5"),
-        *("--gpus", "2", "--gpu-type", "RTX-4090"),
-        *("--json", "--write", str(best), "--chart", str(chart)),
-    )
-    found = json.loads(said)
+    words = ["plan", str(config), "precision.fp8=linears", "checkpoint.memory_steps=5"]
+    words += ["--gpus", "2", "--gpu-type", "RTX-4090"]
+    words += ["--json", "--write", str(best), "--chart", str(chart)]
+    said = forked.lockstep(words, tmp_path, os.environ)
+    assert said.returncode == 0, said.stderr
+    found = json.loads(said.stdout)
     assert any("precision.fp8 linears is not counted" in notice for notice in found["notices"])
     copies = r"memory_steps: 5: 0\.00\d+ GiB of shared memory \(two copies of the run\)"
     assert any(re.search(copies, notice) for notice in found["notices"])

@@ -25,6 +25,14 @@ SECRET = "hunter2"
 FILES = ("metrics.jsonl", "events.jsonl", "config.yaml", "ranks.json", "profile/summary.json")
 DEEP = "[" * 100_000
 BOMB = "a0: &a0 [x, x]\n" + "\n".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]" for n in range(1, 60))
+# each in another of the files in the quick run, all in all of them in `full`
+TEXTS = {
+    "a loss of great depth": f'{{"step": 1, "time": 1, "loss": {DEEP}',
+    "keys of great depth": '{"a":' * 100_000,
+    "aliases": BOMB,
+    "zeros": "\0" * 99,
+    "depth": DEEP,
+}
 ESCAPES = "\x1b[2J\x1b]0;owned\x07\x9b31m\u202e"
 
 
@@ -149,9 +157,15 @@ def test_devices_are_not_read(run: RunDirectory, name: str) -> None:
     "100,000 brackets, a YAML bomb, a file of many gigabytes without a line break",
     "left out, in little memory; the page is made of what is left, and says so",
 )
-@pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize(
-    "text", [DEEP, '{"a":' * 100_000, f'{{"step": 1, "time": 1, "loss": {DEEP}', BOMB, "\0" * 99]
+    ("name", "text"),
+    [
+        pytest.param(
+            name, text, id=f"{name}, {what}", marks=() if at == place else pytest.mark.full
+        )
+        for at, name in enumerate(FILES)
+        for place, (what, text) in enumerate(TEXTS.items())
+    ],
 )
 @pytest.mark.promise("of a record only so many levels")
 def test_depth_and_aliases(run: RunDirectory, name: str, text: str) -> None:
@@ -164,10 +178,11 @@ def test_depth_and_aliases(run: RunDirectory, name: str, text: str) -> None:
 
 
 @pytest.mark.promise("lines of gigabytes cost seconds and little memory.")
-def test_a_line_without_end(run: RunDirectory) -> None:
+@pytest.mark.parametrize("part", [16, pytest.param(4, marks=pytest.mark.full)])
+def test_a_line_without_end(run: RunDirectory, part: int) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with run.metrics.open("ab") as file:
-        file.truncate(run.metrics.stat().st_size + FILE_BYTES // 4)
+        file.truncate(run.metrics.stat().st_size + FILE_BYTES // part)
     data = page_data([read_run(run.path)])
     assert any(
         f"lines of metrics.jsonl that have more than {LINE_BYTES:,} bytes" in note

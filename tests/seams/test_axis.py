@@ -103,24 +103,26 @@ def outside(tmp_path: Path) -> Outside:
 
 
 @pytest.mark.parametrize(
-    ("settings", "says"),
+    ("alone", "settings", "says"),
     [
-        ((), f"{NAME}:2*tensor:2"),
+        ((), (), f"{NAME}:2*tensor:2"),
+        pytest.param((f"{NAME}:2",), (), f"{NAME}:2*tensor:2", marks=pytest.mark.full),
         pytest.param(
+            (f"{NAME}:2",),
             ("distributed.reproducible=true", "distributed.open_axes=[tensor]"),
             "every bit",
             marks=pytest.mark.full,
         ),
     ],
-    ids=["up to the order of summation", "every bit"],
+    ids=["up to the order of summation", "alone, too", "every bit"],
 )
 def test_it_takes_the_same_steps_as_one_process_alone_with_cut_layers_and_in_stages(
-    outside: Outside, settings: tuple[str, ...], says: str
+    outside: Outside, alone: tuple[str, ...], settings: tuple[str, ...], says: str
 ) -> None:
     """And beside a pipeline, whose stages it stands around: up to the order of summation, and in
     every bit where the tree sums.
     """
-    all_of_them = f"{NAME}:2,{NAME}:2*tensor:2,pipeline:2*{NAME}:2"
+    all_of_them = ",".join([*alone, f"{NAME}:2*tensor:2", f"pipeline:2*{NAME}:2"])
     found = outside.lockstep(
         "verify", "config.yaml", "--against", all_of_them, "--steps", 2, *settings
     )

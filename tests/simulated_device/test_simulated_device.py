@@ -38,6 +38,7 @@ ONLY_FULL = (
             "clipped adaptively",
             "bf16",
             "dp",
+            "recomputed",
             "recomputed in runs",
             "pinned batches",
             "skipping bad numbers",
@@ -58,7 +59,12 @@ ONLY_FULL = (
 
 
 def some(names: list[str]) -> list[Any]:
-    return quick_and_full(names, [name for name in names if name not in ONLY_FULL])
+    """Return all; in the quick run are those that are not like others, and one planted mistake in
+    three.
+    """
+    planted = [name for name in names if name.startswith("found: ")]
+    left_out = {*ONLY_FULL, *planted} - {*planted[::3]}
+    return quick_and_full(names, [name for name in names if name not in left_out])
 
 
 @pytest.fixture(scope="module")

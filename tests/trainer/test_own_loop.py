@@ -212,8 +212,15 @@ def _compare(cases: list[dict[str, Any]], ranks: int, folder: Path) -> None:
                     )
 
 
-def test_two_ranks_make_the_gradients_of_one_process_under_every_strategy(tmp_path: Path) -> None:
-    _compare(ON_TWO, 2, tmp_path)
+@pytest.mark.parametrize(
+    "cases",
+    [[*ON_TWO[:2], ON_TWO[4]], pytest.param(ON_TWO, marks=pytest.mark.full)],
+    ids=["some", "all"],
+)
+def test_two_ranks_make_the_gradients_of_one_process_under_every_strategy(
+    cases: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    _compare(cases, 2, tmp_path)
 
 
 @pytest.mark.full

@@ -16,7 +16,7 @@ from tests.ranks import run_ranks
 from tests.sampled import chosen, quick_and_full
 from tests.trainer import habits
 
-QUICK = ("hooks", "teacher")
+QUICK = ("hooks",)
 
 
 def asked(request: pytest.FixtureRequest) -> list[str]:

@@ -20,7 +20,7 @@ from lockstep.verify.worker import settings_of
 from tests.test_ready_configs import READY, SMALL, small
 
 TRAINERS = sorted(Path(lockstep.config.__file__).parent.glob("trainers/*.yaml"))
-IN_CI = {"bdh_pipeline": "pipeline:2", "hf_gpt2_fsdp": "fsdp:2"}
+IN_CI = {"hf_gpt2_fsdp": "fsdp:2"}
 STEPS = 2
 START = partial(spawn_again, preload=["tests.preloaded"])
 

@@ -93,8 +93,9 @@ def test_the_line_is_not_of_what_ranks_with_the_right_gradient_do_too() -> None:
     assert "on rank 1: " in outcome.operation
 
 
-# Of the scripts in public idiom, two; networks in no wrapper are in tests/verify/test_watch.py.
-QUICK = ("evaluated evaluation mode", "tensor_parallel sharded loader")
+# Of the scripts in public idiom, one; networks in no wrapper are in tests/verify/test_watch.py, and
+# those whose layers are cut are below.
+QUICK = ("evaluated evaluation mode",)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +112,7 @@ def test_scripts_in_public_idiom(idiom: Idiom) -> None:
     assert judged.right, judged
 
 
-@pytest.mark.parametrize("faults", [[], ["uneven"]])
+@pytest.mark.parametrize("faults", [pytest.param([], marks=pytest.mark.full), ["uneven"]])
 def test_updates_that_rounding_makes_hide_nothing_and_are_no_fault(faults: list[str]) -> None:
     """A process that is left to itself makes other updates; with the ranks' gradients it makes
     theirs.
@@ -135,7 +136,7 @@ def test_shards(kind: str, found: dict[str, bool]) -> None:
     ("arguments", "found"),
     [
         (["tensor"], {}),
-        (["pipeline"], {}),
+        pytest.param(["pipeline"], {}, marks=pytest.mark.full),
         pytest.param(["by hand"], {}, marks=pytest.mark.full),
         (["by hand", "forget"], {"gradient synchronisation": True}),
         pytest.param(["tensor", "norm"], {"sum of gradients": True}, marks=pytest.mark.full),
