@@ -203,6 +203,7 @@ def test_fsdp_unsharded_gathers_parameters_each_time_and_reduces_gradients_once(
         assert last > max(early) + 0.45 * gradients
 
 
+@pytest.mark.full  # replicas and shards apart are above
 def test_trap_02_replicas_of_shards_send_nothing_before_the_last_micro_batch() -> None:
     require_root()
     with hosts(2) as both:

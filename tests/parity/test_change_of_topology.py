@@ -42,14 +42,14 @@ def test_a_run_that_is_cut_over_the_axis_tensor_for_a_while(tmp_path: Path) -> N
     assert digest == reference
 
 
+@pytest.mark.full  # test_mixture.py changes between other axes
 @pytest.mark.parametrize(
     ("four", "two"),
     [
         ([], ["context:2", "tensor:2"]),
-        pytest.param(
+        (
             ["fsdp:2*context:2", "context:4", "context:2*tensor:2", "pipeline:2*context:2"],
             ["context:2", "tensor:2"],
-            marks=pytest.mark.full,
         ),
     ],
     ids=["two ranks", "all"],

@@ -132,12 +132,12 @@ SIDE_BY_SIDE: list[tuple[Any, ...]] = [
 ]
 
 
-@sampled("cases", SIDE_BY_SIDE, len(SIDE_BY_SIDE))
-def test_pipelines_side_by_side(cases: list[tuple[Any, ...]]) -> None:
+@pytest.mark.full  # test_change_of_topology and test_mixture have pipelines beside both
+def test_pipelines_side_by_side() -> None:
     """Replicated or sharded, with numbers of micro-batches that they can't share out evenly, or
     over four stages.
     """
-    check(4, cases)
+    check(4, SIDE_BY_SIDE)
 
 
 def test_another_seed_has_other_bits() -> None:

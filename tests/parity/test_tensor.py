@@ -98,9 +98,9 @@ def check_both(ranks: int, cases: list[tuple[Any, ...]]) -> None:
     check_against_one_process(ranks, cases + plain)
 
 
-@sampled("cases", by_turns(uneven(in_turn(2, steps=2))), 4)
-def test_the_same_training_on_two_ranks(cases: list[tuple[Any, ...]]) -> None:
-    check_against_one_process(2, cases)
+@pytest.mark.full  # in the quick run four ranks do, and a mixture on two, with plain sums
+def test_the_same_training_on_two_ranks() -> None:
+    check_against_one_process(2, by_turns(uneven(in_turn(2, steps=2))))
 
 
 @sampled("cases", by_turns(uneven(in_turn(4, steps=2))), 3)
