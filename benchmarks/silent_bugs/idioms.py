@@ -145,6 +145,28 @@ IDIOMS = (
     Idiom("two_tasks", ("head of a rank",), (COMPUTATION,), "main"),
     Idiom("two_tasks", ("no optimizer",), ("parameters without an optimizer",), "main"),
     Idiom("two_tasks", ("twice",), (COMPUTATION,), "main"),
+    Idiom("clipped_shards"),
+    Idiom("clipped_shards", ("local norm",), ("clipping",), "clip_gradients"),
+    Idiom("mean_teacher"),
+    Idiom("mean_teacher", ("rank 0 only",), (COMPUTATION,), "update_teacher"),
+    Idiom("no_sync"),
+    Idiom("no_sync", ("first micro-batch",), (SYNCHRONISATION,), "main"),
+    Idiom("label_smoothed"),
+    Idiom("label_smoothed", ("mean of positions",), (NORMALISATION,), "label_smoothed_loss"),
+    Idiom("scaled_rate"),
+    Idiom("scaled_rate", ("adam",), ("learning rate", SUM), "main"),
+    Idiom("in_order"),
+    Idiom("loss_scaled"),
+    Idiom("early_stopped"),
+    Idiom("early_stopped", ("own decision",), ("uneven steps", "hang"), "validation_loss"),
+    Idiom("simclr"),
+    Idiom("simclr", ("own slice",), (SUM,), "backward"),
+    Idiom("own_shards"),
+    Idiom(
+        "own_shards", ("own length",), ("learning rate", "learning rate schedule"), "total_steps"
+    ),
+    Idiom("trainer_of_counts"),
+    Idiom("trainer_of_counts", ("count ignored",), (ACCUMULATION, NORMALISATION), "compute_loss"),
 )
 
 
