@@ -3,18 +3,25 @@
 Public torch: hooks for modules and optimizers alone. A script is observed unchanged, so the
 functions themselves are replaced, in a process that only observes. Seen to work: torch 2.13.0. When
 gone: importing this file raises ImportError, or `lockstep verify SCRIPT` says that it saw no step.
+
+A function is replaced where it is looked up by everybody (`torch.nn.utils.clip_grad_norm_`). Other
+modules may hold it by a name of their own: those that were imported before, the module that defines
+it, and a notebook's cells. `patch_names`, called last, replaces it there, too.
 """
 
 import inspect
 import random
+import sys
 from collections.abc import Callable, Iterator
 from functools import wraps
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed.tensor.parallel as tensor_parallel
 import torch.nn.utils.clip_grad as clip
+from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.pipelining import schedules, stage
 from torch.nn.parallel import DistributedDataParallel
@@ -54,18 +61,40 @@ def patch_backward(around: Around) -> Undo:
 
 
 def patch_clipping(around: Around) -> Undo:
-    """Replace the functions that clip gradients, by norm and by value, and FSDP1's method."""
+    """Replace the functions that clip gradients, by norm and by value, and FSDP1's method.
+
+    Among them is `clip_grads_with_norm_`, for a norm that the script has computed by itself.
+    """
+    once = _outermost(around)
     names = ("clip_grad_norm_", "clip_grad_value_")
-    undo = [_replace(clip, name, around) for name in names]
+    undo = [_replace(clip, name, once) for name in names]
     undo.append(
         _replace(
             FullyShardedDataParallel,
             "clip_grad_norm_",
-            lambda call, model: around(call, list(model.parameters())),
+            lambda call, model: once(call, list(model.parameters())),
         )
     )
     undo += [_set(torch.nn.utils, name, getattr(clip, name)) for name in names]
+    undo.append(_replace(torch.nn.utils, "clip_grads_with_norm_", once))
     return _all_of(undo)
+
+
+def _outermost(around: Around) -> Around:
+    """Return what leaves calls within another call alone."""
+    depth = [0]
+
+    def observed(call: Callable[[], Any], first: Any) -> Any:
+        def deeper() -> Any:
+            depth[0] += 1
+            try:
+                return call()
+            finally:
+                depth[0] -= 1
+
+        return call() if depth[0] else around(deeper, first)
+
+    return observed
 
 
 def _all_of(several: list[Undo]) -> Undo:
@@ -76,10 +105,41 @@ def _all_of(several: list[Undo]) -> Undo:
     return undo
 
 
+_replaced: dict[int, tuple[Any, Any]] = {}
+"""By the id of a function of a module: the function, and what stands in its place."""
+
+
 def _set(owner: Any, name: str, value: Any) -> Undo:
     original = getattr(owner, name)
     setattr(owner, name, value)
-    return lambda: setattr(owner, name, original)
+    if isinstance(owner, ModuleType):
+        _replaced[id(original)] = (original, value)
+
+    def undo() -> None:
+        setattr(owner, name, original)
+        _replaced.pop(id(original), None)
+
+    return undo
+
+
+def patch_names() -> Undo:
+    """Replace the functions that are replaced by now under all names that modules have for them."""
+    undo = []
+    for module in list(sys.modules.values()):
+        # Objects that stand for modules may run anything when they are asked.
+        name_of_module = getattr(module, "__name__", "")
+        if not isinstance(module, ModuleType) or name_of_module.startswith("lockstep."):
+            continue
+        for name, value in list(vars(module).items()):
+            original, replacement = _replaced.get(id(value), (None, None))
+            if original is not None and original is value:
+                undo.append(_rename(module, name, original, replacement))
+    return _all_of(undo)
+
+
+def _rename(module: ModuleType, name: str, original: Any, replacement: Any) -> Undo:
+    setattr(module, name, replacement)
+    return lambda: setattr(module, name, original)
 
 
 def _replace(module: Any, name: str, around: Around) -> Undo:
@@ -116,21 +176,28 @@ def patch_loaders(arguments: Callable[[dict[str, Any]], None], made: Callable[[A
 
 
 def patch_collectives(called: Callable[[str, Any], None]) -> None:
-    """Report each collective that a script calls itself: its name, and what it is given first."""
+    """Report each collective that a script calls itself: its name, and what it is given first.
+
+    What such a collective calls in its turn, as `all_gather_object` calls `all_gather`, is not
+    reported.
+    """
+    depth = [0]
+
+    def reporting(original: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(original)
+        def observed(*args: Any, **kwargs: Any) -> Any:
+            if not depth[0]:
+                called(original.__name__, (args, kwargs))
+            depth[0] += 1
+            try:
+                return original(*args, **kwargs)
+            finally:
+                depth[0] -= 1
+
+        return observed
+
     for name in COLLECTIVES:
-        original = getattr(torch.distributed, name)
-        setattr(torch.distributed, name, _reporting(original, called))
-
-
-def _reporting(
-    original: Callable[..., Any], called: Callable[[str, Any], None]
-) -> Callable[..., Any]:
-    @wraps(original)
-    def observed(*args: Any, **kwargs: Any) -> Any:
-        called(original.__name__, (args, kwargs))
-        return original(*args, **kwargs)
-
-    return observed
+        _set(torch.distributed, name, reporting(getattr(torch.distributed, name)))
 
 
 def patch_model_parallel(together: Callable[[list[int]], None], around: Around) -> None:
@@ -146,7 +213,7 @@ def patch_model_parallel(together: Callable[[list[int]], None], around: Around) 
             together(torch.distributed.get_process_group_ranks(device_mesh.get_group()))
         return parallelize(module, device_mesh, *args, **kwargs)
 
-    tensor_parallel.parallelize_module = observed
+    _set(tensor_parallel, "parallelize_module", observed)
     made = stage._PipelineStageBase.__init__
 
     @wraps(made)
@@ -242,6 +309,26 @@ def patch_seeds(seeded: Callable[[Any], None]) -> Undo:
 
     places = ((torch, "manual_seed"), (np.random, "seed"), (random, "seed"))
     return _all_of([_set(owner, name, seeding(getattr(owner, name))) for owner, name in places])
+
+
+def patch_products(multiplied: Callable[[Tensor, Tensor], None]) -> Undo:
+    """Report each product of two tensors with other numbers of dims, before it is computed."""
+
+    def multiplying(original: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(original)
+        def observed(*args: Any, **kwargs: Any) -> Any:
+            if len(args) == 2:
+                mine, other = args
+                are_tensors = isinstance(mine, Tensor) and isinstance(other, Tensor)
+                if are_tensors and mine.ndim != other.ndim:
+                    multiplied(mine, other)
+            return original(*args, **kwargs)
+
+        return observed
+
+    names = ("__mul__", "__rmul__", "mul", "multiply")
+    places = [*((Tensor, name) for name in names), (torch, "mul"), (torch, "multiply")]
+    return _all_of([_set(owner, name, multiplying(getattr(owner, name))) for owner, name in places])
 
 
 def patch_reading(read: Callable[[], None]) -> Undo:
@@ -347,28 +434,71 @@ PERMUTATIONS = (
 
 
 def patch_draws(drawn: Drawn) -> None:
-    """Let `drawn` make each draw of random numbers: of torch, NumPy and Python, by name."""
+    """Let `drawn` make each draw of random numbers: of torch, NumPy and Python, by name.
+
+    It makes those of generators of the script's own, too.
+    """
+    once = _not_within_draws(drawn)
     for owner, prefix, names in (
         (torch, "torch", _OF_TORCH),
         (torch.Tensor, "Tensor", _OF_TENSORS),
         (np.random, "numpy.random", _OF_NUMPY),
         (random, "random", _OF_PYTHON),
+        (random.Random, "random", _OF_PYTHON),
     ):
         for name in names:
             if hasattr(owner, name):
-                setattr(owner, name, _drawing(getattr(owner, name), f"{prefix}.{name}", drawn))
-    for module, name in ((np.random, "numpy.random.shuffle"), (random, "random.shuffle")):
-        setattr(module, "shuffle", _shuffling(module.shuffle, name, drawn))  # noqa: B010
-    made = np.random.default_rng
-    methods = {
-        name: _drawing(getattr(np.random.Generator, name), f"numpy.random.{name}", drawn)
-        for name in _OF_NUMPY
-        if hasattr(np.random.Generator, name)
-    }
-    observed = type("Generator", (np.random.Generator,), methods)
-    setattr(  # noqa: B010
-        np.random, "default_rng", lambda seed=None: observed(made(seed).bit_generator)
+                _set(owner, name, _drawing(getattr(owner, name), f"{prefix}.{name}", once))
+    for owner, name in (
+        (np.random, "numpy.random.shuffle"),
+        (random, "random.shuffle"),
+        (random.Random, "random.shuffle"),
+    ):
+        _set(owner, "shuffle", _shuffling(owner.shuffle, name, once))
+    bit_generator_of = np.random.default_rng
+    generator = _observed_class(np.random.Generator, once)
+    _set(np.random, "Generator", generator)
+    _set(np.random, "RandomState", _observed_class(np.random.RandomState, once))
+    _set(
+        np.random,
+        "default_rng",
+        lambda seed=None: generator(bit_generator_of(seed).bit_generator),
     )
+
+
+def _not_within_draws(drawn: Drawn) -> Drawn:
+    """Return what leaves a draw within another alone, as `random.randint` calls `randrange`."""
+    depth = [0]
+
+    def observed(name: str, call: Callable[[], Any]) -> Any:
+        def deeper() -> Any:
+            depth[0] += 1
+            try:
+                return call()
+            finally:
+                depth[0] -= 1
+
+        return call() if depth[0] else drawn(name, deeper)
+
+    return observed
+
+
+class _InstancesOfBase(type):
+    """Takes the instances of a class's base for its own."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, cls.__mro__[1])
+
+
+def _observed_class(original: type, drawn: Drawn) -> Any:
+    """Return a class of NumPy's generators whose draws are made by `drawn`."""
+    methods: dict[str, Any] = {
+        name: _drawing(getattr(original, name), f"numpy.random.{name}", drawn)
+        for name in _OF_NUMPY
+        if hasattr(original, name)
+    }
+    methods["shuffle"] = _shuffling(getattr(original, "shuffle"), "numpy.random.shuffle", drawn)  # noqa: B009
+    return _InstancesOfBase(original.__name__, (original,), methods)
 
 
 def _drawing(original: Callable[..., Any], name: str, drawn: Drawn) -> Callable[..., Any]:
@@ -381,19 +511,21 @@ def _drawing(original: Callable[..., Any], name: str, drawn: Drawn) -> Callable[
     return observed
 
 
-def _shuffling(original: Callable[[Any], None], name: str, drawn: Drawn) -> Callable[[Any], None]:
-    """Return a function that shuffles by positions, so that these are what is drawn."""
+def _shuffling(original: Callable[..., Any], name: str, drawn: Drawn) -> Callable[..., Any]:
+    """Return a function or method that shuffles by positions, so that these are what is drawn."""
 
-    def positions(count: int) -> list[int]:
+    def positions(generator: tuple[Any, ...], count: int) -> list[int]:
         order = list(range(count))
-        original(order)
+        original(*generator, order)
         return order
 
-    def observed(values: Any) -> None:
-        if not isinstance(values, list | np.ndarray):
-            original(values)
-            return
-        order = drawn(name, lambda: positions(len(values)))
+    def observed(*args: Any, **kwargs: Any) -> Any:
+        *generator, values = args or (None,)
+        has_axis = len(generator) > 1 or bool(kwargs)
+        if has_axis or not isinstance(values, list | np.ndarray):
+            return original(*args, **kwargs)
+        order = drawn(name, lambda: positions(tuple(generator), len(values)))
         values[:] = values[order] if isinstance(values, np.ndarray) else [values[i] for i in order]
+        return None
 
     return observed

@@ -116,6 +116,7 @@ class observe:  # noqa: N801 — called as a function
             script_patches.patch_samplers(checks.sampler_begun),
             script_patches.patch_loading(checks.loaded),
             script_patches.patch_reading(checks.batch_read),
+            script_patches.patch_names(),
         ]
         return self
 

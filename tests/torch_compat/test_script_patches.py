@@ -4,10 +4,14 @@ of its own.
 
 import inspect
 import random
+import sys
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.pipelining import schedules
 from torch.nn.utils import clip_grad_value_
 from torch.utils.data import DataLoader
@@ -45,6 +49,59 @@ def observed() -> list[Any]:
     assert clip_grad_value_ is not torch.nn.utils.clip_grad_value_
     torch.nn.utils.clip_grad_value_(model.parameters(), clip_value=1.0)
     assert len(next(iter(DataLoader([1, 2, 3], 1)))) == 2  # type: ignore[arg-type]
+    return found
+
+
+def test_functions_are_replaced_under_the_names_of_other_modules() -> None:
+    """A notebook has imported them before, and a script may import them from where they are."""
+    (found,) = run_ranks(renamed, 1)
+    assert found == [
+        ("clip", 1),
+        ("clip", 1),  # by a norm that the script has computed
+        ("all_reduce",),
+        ("all_gather_object",),  # which calls all_gather
+        ("random.shuffle",),
+        ("random.randint",),  # which calls randrange
+        ("numpy.random.rand",),
+        ("numpy.random.normal",),
+        ("numpy.random.shuffle",),
+    ]
+
+
+def renamed() -> list[Any]:
+    before = ModuleType("before")
+    sys.modules["before"] = before
+    vars(before).update(
+        clip=torch.nn.utils.clip_grad_norm_, shuffle=random.shuffle, old=np.random.RandomState(0)
+    )
+    expected = [np.random.RandomState(3).rand(), np.random.Generator(np.random.PCG64(3)).normal()]
+    found: list[Any] = []
+
+    def clipping(call: Any, parameters: Any) -> Any:
+        found.append(("clip", len(parameters)))
+        return call()
+
+    def drawn(name: str, call: Any) -> Any:
+        found.append((name,))
+        return call()
+
+    script_patches.patch_clipping(clipping)
+    script_patches.patch_collectives(lambda name, _given: found.append((name,)))
+    script_patches.patch_draws(drawn)
+    script_patches.patch_names()
+    weight = torch.ones(1, requires_grad=True)
+    weight.grad = torch.ones(1)
+    before.clip([weight], 1.0)
+    norm = torch.nn.utils.get_total_norm([weight.grad])
+    torch.nn.utils.clip_grads_with_norm_([weight], 1.0, norm)
+    distributed_c10d.all_reduce(torch.ones(1))
+    dist.all_gather_object([None], "rank 0")
+    before.shuffle([1, 2])
+    random.Random(3).randint(0, 5)
+    values = [np.random.RandomState(3).rand(), np.random.Generator(np.random.PCG64(3)).normal()]
+    assert values == expected
+    np.random.default_rng(0).shuffle([1, 2])
+    assert isinstance(before.old, np.random.RandomState)  # as libraries ask
     return found
 
 

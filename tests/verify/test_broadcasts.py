@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from lockstep.verify.script.broadcasts import watch_losses
+from lockstep.verify.script.broadcasts import product_in, watch_losses
 
 
 def said(given: tuple[int, ...], target: tuple[int, ...]) -> list[str]:
@@ -44,3 +44,37 @@ def test_samples_that_meet_the_targets_of_others(
 )
 def test_sound_losses(given: tuple[int, ...], target: tuple[int, ...]) -> None:
     assert said(given, target) == []
+
+
+def product(given: tuple[int, ...], by: tuple[int, ...], *, learned: bool = False) -> str:
+    """Return what is said of a product of losses with a mask; or with what is `learned`, too."""
+    losses = torch.zeros(given, requires_grad=True)
+    mask = torch.ones(by, requires_grad=learned)
+    assert product_in(losses, mask) == product_in(mask, losses)
+    return product_in(losses, mask)
+
+
+@pytest.mark.parametrize(("given", "by"), [((8, 1), (8,)), ((8,), (8, 1)), ((8, 8), (8, 8, 1))])
+def test_samples_that_meet_the_masks_of_others(given: tuple[int, ...], by: tuple[int, ...]) -> None:
+    assert f"{list(given)} is multiplied by {list(by)}" in product(given, by)
+
+
+@pytest.mark.parametrize(
+    ("given", "by"),
+    [
+        ((8, 5), (8, 5)),
+        ((8, 1), (8, 1)),
+        ((8, 5), (8, 1)),  # one weight a sample
+        ((8, 5), (5,)),  # one a position
+        ((8, 5, 3), (8, 5)),  # fails by itself
+        ((2, 8, 5), (8, 5)),  # one mask for all heads
+        ((8, 1), (1,)),
+        ((8, 1), ()),
+        ((8, 1), (1, 8)),  # all pairs, on purpose
+        ((8, 1), (5,)),  # one number of a sample for each of five
+        ((1, 1), (1,)),
+    ],
+)
+def test_sound_products(given: tuple[int, ...], by: tuple[int, ...]) -> None:
+    assert product(given, by) == ""
+    assert product((8, 1), (8,), learned=True) == ""  # an outer product

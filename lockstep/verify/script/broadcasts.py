@@ -1,7 +1,8 @@
 """Finds losses whose predictions and targets broadcast: each sample meets the targets of all.
 
 A prediction of [8, 1] and a target of [8] are compared as [8, 8]. One process computes the same, so
-that ranks agree with it or not by what else the loss does: it is said beside the verdict.
+that ranks agree with it or not by what else the loss does: it is said beside the verdict. So do
+losses of [8, 1] that the loop multiplies by a mask, by weights or by advantages of [8].
 
 Tests: tests/verify/test_broadcasts.py
 """
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 # What torch's own losses say where the shapes differ: mse_loss, l1_loss, smooth_l1_loss, huber_loss
 _SIZES = re.compile(
@@ -58,3 +60,29 @@ def watch_losses(report: Callable[[str], None]) -> None:
         show(message, *args, **kwargs)
 
     setattr(warnings, "showwarning", shown)  # noqa: B010 — mypy forbids to assign a function
+
+
+def product_in(mine: Tensor, other: Tensor) -> str:
+    """Return what is to be said of a product of two tensors in the loop itself; empty: nothing.
+
+    It pairs all samples with all, if both have the same elements but for dims of one, and broadcast
+    to more. One is learned from, and the other is not: it is a mask, a weight or an advantage. An
+    outer product on purpose is one of two things that are learned, or of two that are not.
+    """
+    if mine.ndim == other.ndim or mine.requires_grad == other.requires_grad:
+        return ""
+    given, by = (mine, other) if mine.requires_grad else (other, mine)
+    sizes = [[size for size in tensor.shape if size > 1] for tensor in (given, by)]
+    if not sizes[0] or sizes[0] != sizes[1]:
+        return ""
+    try:
+        together = torch.broadcast_shapes(given.shape, by.shape)
+    except RuntimeError:  # the product itself fails
+        return ""
+    if together in (given.shape, by.shape):
+        return ""
+    return (
+        f"{list(given.shape)} is multiplied by {list(by.shape)}, which broadcast to"
+        f" {list(together)}: each sample meets the masks or weights of other samples, on one"
+        " process, too"
+    )

@@ -50,7 +50,7 @@ from lockstep.verify.own_lines import (
     own_line,
 )
 from lockstep.verify.script import values
-from lockstep.verify.script.broadcasts import watch_losses
+from lockstep.verify.script.broadcasts import product_in, watch_losses
 from lockstep.verify.script.draws import BatchKey, ObservedDraws
 from lockstep.verify.script.hangs import ScriptHangWatch
 from lockstep.verify.script.observed_models import STATISTICS, ObservedModels
@@ -168,6 +168,8 @@ class _ScriptObserver:
         script_patches.patch_modules(self._module_made)
         script_patches.patch_schedules(self._schedule_stepped)
         script_patches.patch_seeds(self._seeded)
+        script_patches.patch_products(self._multiplied)
+        script_patches.patch_names()
         watch_losses(self._broadcast)
         if self.task.conditions.traced:  # what is made before a step, too
             traced = TracedOperations(
@@ -228,6 +230,14 @@ class _ScriptObserver:
     def _broadcast(self, text: str) -> None:
         if torch.is_grad_enabled():  # else it may be a metric
             self.record.broadcasts.setdefault(own_line(), text)
+
+    def _multiplied(self, mine: Tensor, other: Tensor) -> None:
+        # Within modules a product of two shapes is part of a model.
+        in_loop = self._generators.in_pass and not self._inside and not self._in_backward
+        if in_loop and not torch.compiler.is_compiling():
+            text = product_in(mine, other)
+            if text:
+                self._broadcast(text)
 
     def _seeded(self, seed: Any) -> None:
         begun = self.record.batches or self.record.steps
