@@ -8,7 +8,13 @@ import torch
 from torch import Tensor
 
 from lockstep.verify.algebra import NOT_REDUCED, RELATED, Relation, reduced_relation, relation
-from lockstep.verify.script.gradients import GradientEvidence, scaled_cause, shared_cause
+from lockstep.verify.script.gradients import (
+    GradientEvidence,
+    own_count_cause,
+    scaled_cause,
+    shards_cause,
+    shared_cause,
+)
 from lockstep.verify.script.record import TORCH
 from lockstep.verify.script.reduction import reduction_cause
 
@@ -158,3 +164,38 @@ def test_halves_that_are_alike_are_no_parts_of_a_sum(
     assert found is not None
     assert found.kind == kind
     assert says in found.text
+
+
+def test_a_count_of_a_rank_s_own_is_told_from_a_rank_that_weighs_its_samples() -> None:
+    """Texts are padded to 5 words on rank 0 and in one process, and to 4 on rank 1."""
+    own = [gradient.double().numpy() for gradient in OWN_GRADIENTS]
+    right = 0.5 * own[0] + 0.4 * own[1]
+    evidence = GradientEvidence({"weight": 3}, [(own[0] + own[1]) / 2] * 2, right, own, TORCH)
+    found = own_count_cause(evidence, own)
+    assert found is not None
+    assert found.kind == "loss normalisation"
+    assert "weighs the ranks' samples by 0.500, 0.400" in found.text
+    # rank 1 computes 5/4 of what one process does on its samples
+    assert own_count_cause(evidence, [own[0], 0.8 * own[1]]) is None
+
+
+@pytest.mark.parametrize(
+    ("factors", "says"),
+    [
+        ((0.5, 0.25), "(0.5 × on rank 0, 0.25 × on rank 1, of what one process has)"),
+        ((0.5, 0.5), ""),  # a sum that is divided twice
+        ((0.5, -1.0), ""),
+    ],
+)
+def test_shards_that_ranks_scale_by_factors_of_their_own(
+    factors: tuple[float, float], says: str
+) -> None:
+    right = np.array([1.0, 3.0, 4.0, 2.0])
+    owner = np.array([0, 0, 1, 1])
+    mine = right * np.array(factors)[owner]
+    evidence = GradientEvidence({"weight": 4}, [mine, mine], right, [], TORCH)
+    found = shards_cause(mine, owner, 2, evidence)
+    assert (found.kind if found else "") == ("clipping" if says else "")
+    assert says in (found.text if found else "")
+    mine[0] += 1  # and something else is wrong
+    assert shards_cause(mine, owner, 2, evidence) is None

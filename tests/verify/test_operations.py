@@ -13,6 +13,7 @@ from lockstep.verify.script.operations import (
     earliest,
     first_operation,
     first_operation_of_part,
+    line_of_loss,
     line_that_couples,
 )
 
@@ -159,3 +160,36 @@ def test_the_line_at_which_samples_meet() -> None:
     parts = [run(2), run(2, begin=2)]
     assert "# they meet" in code_at(line_that_couples(together, parts))
     assert line_that_couples(together[:1], [part[:1] for part in parts]) == ""
+
+
+def test_what_is_written_on_one_side_alone_is_named_where_it_is_written() -> None:
+    """One process updates a teacher between two forward passes, and a rank does not."""
+
+    def passes(*, updates: bool) -> list[TracedOperation]:
+        found: list[TracedOperation] = []
+        phase = [None, ("teacher", FORWARD)]
+        weight = torch.ones(3, 4)
+        with torch.no_grad(), TracedOperations(lambda: phase[0], found.append):
+            for _ in range(2):
+                torch.ones(2, 4) @ weight.t()  # a view was not made here
+                if updates:
+                    weight.mul_(0.5)  # written
+                phase.reverse()
+        return found
+
+    with_update = passes(updates=True)
+    difference = first_operation(passes(updates=False), with_update)
+    assert difference is not None
+    assert code_at(difference.line) == "weight.mul_(0.5)  # written"
+    difference = first_operation(with_update, passes(updates=False))
+    assert difference is not None
+    assert code_at(difference.line) == "weight.mul_(0.5)  # written"
+
+
+def test_a_loss_that_comes_with_its_count_is_noted() -> None:
+    found: list[TracedOperation] = []
+    logits = torch.randn(4, 3)
+    with TracedOperations(lambda: ("", FORWARD), found.append):
+        loss = nn.functional.cross_entropy(logits, torch.tensor([0, 1, -100, 2]))
+    assert found[-1].name == "nll_loss_forward"
+    assert line_of_loss(found, loss) == found[-1].own

@@ -154,6 +154,19 @@ def test_lines_of_other_causes() -> None:
     assert lines_of(UNKNOWN, BACK) == ""  # none is better than a wrong one
     assert lines_of("clipping", BACK, (CLIP, "t.py:35")) == "t.py:35"
     assert lines_of("learning rate schedule", lines=ScriptLines(schedule="t.py:41")) == "t.py:41"
+    # clipped by hand: where tensors are written last before the update
+    changes = [
+        TracedOperation(name, "", line, phase, 1.0, 1.0, 1, line)
+        for name, line, phase in (
+            ("mul_", "t.py:36", UPDATE),
+            ("mul", "t.py:37", UPDATE),
+            ("add_", "t.py:38", BACKWARD),
+        )
+    ]
+    by_hand = [ScriptRecord(steps=[RecordedStep(operations=changes)])]
+    outcome = Outcome("2 ranks", 2, causes=[Cause("clipping", "")])
+    name_lines(outcome, LineEvidence([ScriptRecord(steps=[step(BACK)])], traced=by_hand))
+    assert outcome.causes[0].line == "t.py:36"
     # what rank 1 alone does has its line there
     only_there = [ScriptRecord(steps=[step(BACK)]), ScriptRecord(steps=[step((CLIP, "t.py:36"))])]
     outcome = Outcome("2 ranks", 2, causes=[Cause("clipping", "")])

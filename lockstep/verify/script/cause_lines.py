@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from lockstep.verify.comparison_result import UNKNOWN, Cause, Outcome
 from lockstep.verify.script.fixes import NORMALISATION
-from lockstep.verify.script.gradients import NOT_SYNCHRONISED, SUM
+from lockstep.verify.script.gradients import COMPUTATION, NOT_SYNCHRONISED, SUM
 from lockstep.verify.script.operations import BACKWARD, UPDATE, OperationDifference
 from lockstep.verify.script.record import CLIP, RecordedStep, ScriptRecord
 from lockstep.verify.script.recorded_lines import seed_that_agrees, seed_that_differs
@@ -42,6 +42,18 @@ class LineEvidence:
     def last_step(self) -> RecordedStep:
         """The same of rank 0."""
         return next(iter(self.steps), RecordedStep()) if self.records[0].steps else RecordedStep()
+
+    @property
+    def own_update(self) -> str:
+        """The last line that changed a tensor between a backward pass and the update; or empty."""
+        steps = [record.steps[self.step :] for record in self.traced]
+        operations = [operation for step in steps if step for operation in step[0].operations]
+        lines = [
+            operation.own
+            for operation in operations
+            if operation.phase == UPDATE and operation.name.endswith("_")
+        ]
+        return next(filter(None, reversed(lines)), "")
 
     @property
     def loss(self) -> str:
@@ -72,7 +84,7 @@ def _line(cause: Cause, evidence: LineEvidence) -> str:
     if cause.kind == "first values":
         seed = seed_that_differs([each.lines for each in evidence.records])
         return seed or _of_parameters(cause, recorded.made, record)
-    if cause.kind in ("computation of a rank", UNKNOWN):
+    if cause.kind in (COMPUTATION, UNKNOWN):
         return "" if evidence.differs is None else evidence.differs.line
     if cause.kind == SUM:
         return _line_of_sum(cause, evidence)
@@ -84,7 +96,7 @@ def _line(cause: Cause, evidence: LineEvidence) -> str:
         return _of_parameters(cause, recorded.models, record)
     # Rank 0 may be one that does not clip, say, where others do.
     lines = {
-        "clipping": _first([each.line_of(CLIP) for each in evidence.steps]),
+        "clipping": _first([each.line_of(CLIP) for each in evidence.steps]) or evidence.own_update,
         "communication hook": _first([each.lines.hook for each in evidence.records]),
         "learning rate schedule": _first([each.lines.schedule for each in evidence.records]),
         "uneven steps": recorded.reads.get(record.training_loader or 0, ""),

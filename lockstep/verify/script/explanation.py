@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
+import torch
 
 from lockstep.errors import LockstepError, listed
 from lockstep.verify.algebra import CEILING, Values, distance, mean_of
@@ -154,7 +155,11 @@ def _gradient_causes(
     c: ScriptComparison, first: Difference, evidence: GradientEvidence
 ) -> list[Cause]:
     """Return why the gradients of ranks differ: how they were added, or what was."""
-    cause = _hook_cause(c, first, evidence) or _early_clipping_cause(c, first, evidence)
+    cause = (
+        _shards_cause(c, first, evidence)
+        or _hook_cause(c, first, evidence)
+        or _early_clipping_cause(c, first, evidence)
+    )
     if cause is not None:
         return [cause]
     if not evidence.own:
@@ -166,13 +171,37 @@ def _gradient_causes(
         weighing = None if is_mean_right else gradients.weighing_cause(evidence)
         return [cause] if weighing is None else [cause, weighing]
     cause = gradients.weighing_cause(evidence) or _statistics_cause(c, first)
-    if cause is None or cause.kind == NORMALISATION:
+    if cause is not None and cause.kind == gradients.COMPUTATION and c.can_take_parts():
+        # A rank that weighs its samples otherwise may do so on one process, too.
+        alone = [gradient for gradient, _ in c.alone_on_each(first.step)]
+        cause = gradients.own_count_cause(evidence, alone) or cause
+    elif cause is None or cause.kind == NORMALISATION:
         # Weights of ranks may look like unequal counts: then one process on a rank's samples has
         # that rank's gradient.
         cause = _computation_cause(c, first, evidence) or cause
     if cause is None:
         cause = _coupling_cause(c, first, evidence) or _micro_batch_cause(c, first, evidence)
     return [] if cause is None else [cause]
+
+
+def _shards_cause(
+    c: ScriptComparison, first: Difference, evidence: GradientEvidence
+) -> Cause | None:
+    """Return the cause if each rank has scaled the shards that it holds by a factor of its own."""
+    steps = [record.steps[first.step] for record in c.records]
+    pieces = [piece for step in steps for piece in step.gradients.values()]
+    if len(c.world.units) != c.ranks or not any(piece.cuts or piece.flat for piece in pieces):
+        return None
+    ranks_of_elements = [
+        {
+            name: replace(piece, local=torch.full_like(piece.local, rank))
+            for name, piece in step.gradients.items()
+        }
+        for rank, step in enumerate(steps)
+    ]
+    owner = vector(c.world.tensors(ranks_of_elements)[0], c.sizes)
+    mine = c.gradients(first.step, c.world)[0]
+    return gradients.shards_cause(mine, owner, c.ranks, evidence)
 
 
 def _hook_cause(c: ScriptComparison, first: Difference, evidence: GradientEvidence) -> Cause | None:
@@ -293,7 +322,7 @@ def _stage_cause(c: ScriptComparison) -> Cause | None:
         f" has all layers and the same samples: {c.differing.text}"
     )
     by = "each operation of the ranks' layers, and of one process"
-    return script_cause("computation of a rank", text, by, c.outcome.framework)
+    return script_cause(gradients.COMPUTATION, text, by, c.outcome.framework)
 
 
 def _coupling_cause(

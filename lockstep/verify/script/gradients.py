@@ -34,6 +34,7 @@ EXACT = 1e-4  # relative difference up to which gradients are taken for equal
 _NEARLY = 0.02  # relative difference up to which a weight is taken for another number
 _NO_MORE_THAN_ROUNDING = 1e-6  # relative to the norm of all gradients
 BY_PARTS = "gradients of each rank's samples alone"
+COMPUTATION = "computation of a rank"
 NOT_SYNCHRONISED = "gradient synchronisation"
 SUM = "sum of gradients"
 
@@ -128,7 +129,67 @@ def weighing_cause(evidence: GradientEvidence) -> Cause | None:
     text = "; ".join(
         f"rank {rank}'s gradient is {k:.3g} × that of its samples" for rank, k in times.items()
     )
-    return script_cause("computation of a rank", text, by, evidence.framework)
+    return script_cause(COMPUTATION, text, by, evidence.framework)
+
+
+def own_count_cause(evidence: GradientEvidence, alone: Sequence[Values]) -> Cause | None:
+    """Return the cause if each rank divides by a count that is not that of the whole batch.
+
+    On its samples one process computes what the rank does, and on all samples it weighs them
+    otherwise: two ranks, whose texts are padded to 5 and to 4 words, divide by 5 and 4 a text, and
+    one process by 5. It weighs the ranks' samples by 1/2 and 2/5.
+
+    Args:
+        evidence: of the step.
+        alone: gradients of one process on each unit's samples.
+    """
+    weights = explaining_weights(evidence.own, evidence.reference)
+    pairs = zip(evidence.own, alone, strict=True)
+    if weights is None or not all(is_same(mine, right) for mine, right in pairs):
+        return None
+    ranks = len(evidence.own)
+    shares = ", ".join(f"{weight:.3f}" for weight in weights)
+    text = (
+        "each rank's loss is divided by a count of its own, as by the positions of a batch that is"
+        " padded to its longest sample, and one process divides by that of all samples: it weighs"
+        f" the ranks' samples by {shares}, and their average by"
+        f" {', '.join([f'{1 / ranks:.3f}'] * ranks)}"
+    )
+    by = (
+        f"{BY_PARTS}: one process computes each rank's own, and weighed by {shares} they are its"
+        " gradient of all samples"
+    )
+    return script_cause(NORMALISATION, text, by, evidence.framework)
+
+
+def shards_cause(
+    mine: Values, owner: Values, ranks: int, evidence: GradientEvidence
+) -> Cause | None:
+    """Return the cause if ranks have multiplied their shards of the gradients by other factors.
+
+    Args:
+        mine: the gradients of all shards, as the optimizers use them.
+        owner: the rank that holds each element.
+        ranks: their number.
+        evidence: of the step.
+    """
+    right = evidence.reference
+    factors = []
+    for rank in range(ranks):
+        at = owner == rank
+        times = factor(mine[at], right[at]) if at.any() else 0.0
+        if times <= 0 or distance(mine[at], times * right[at]) > ADDS_UP:
+            return None
+        factors.append(times)
+    if max(factors) - min(factors) < _NEARLY * max(factors):
+        return None
+    each = ", ".join(f"{times:.3g} × on rank {rank}" for rank, times in enumerate(factors))
+    text = (
+        f"each rank has multiplied its shards of the gradients by a factor of its own ({each}, of"
+        " what one process has), as where they are clipped by the norm of these shards alone"
+    )
+    by = "divided by these factors, the ranks' shards are the gradient of one process"
+    return script_cause("clipping", text, by, evidence.framework)
 
 
 def scaled_cause(evidence: GradientEvidence) -> Cause | None:
@@ -197,9 +258,7 @@ def computation_cause(
             f" samples; {differs}"
         )
         by = "one process on each rank's samples alone"
-        return replace(
-            script_cause("computation of a rank", text, by, evidence.framework), module=module
-        )
+        return replace(script_cause(COMPUTATION, text, by, evidence.framework), module=module)
     return None
 
 

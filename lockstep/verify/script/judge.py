@@ -20,7 +20,9 @@ from lockstep.verify.script.comparison import NUDGES, ROUNDING, ScriptComparison
 from lockstep.verify.script.draws import drawn_apart
 from lockstep.verify.script.explanation import check_accumulation, explain
 from lockstep.verify.script.fixes import script_cause
+from lockstep.verify.script.gradients import SUM
 from lockstep.verify.script.ranks import (
+    LEARNING_RATE,
     hang_cause,
     loop_causes,
     seen_on_ranks,
@@ -141,6 +143,7 @@ class _Judgement(ScriptComparison):
         if cause is not None:
             outcome.causes.append(cause)
         self._compare(reference)
+        self._excuse_factors_that_cancel()
         if not outcome.not_judged and self.records[0].passes[0] > 1:
             check_accumulation(self, reference)
 
@@ -444,6 +447,33 @@ class _Judgement(ScriptComparison):
         self.outcome.compare(first, rounding)
         if first is not None:
             explain(self, first, reference)
+
+    def _excuse_factors_that_cancel(self) -> None:
+        """Take a learning rate and a gradient for right where one makes up for the other.
+
+        A mean over ranks divides a summed loss by their number, and the rate may be multiplied by
+        it. Where the update is linear in the gradient, as that of SGD, one process with its own
+        rate and its own gradients has the same weights.
+        """
+        causes = [cause for cause in self.outcome.causes if cause.is_error]
+        if {cause.kind for cause in causes} != {LEARNING_RATE, SUM}:
+            return
+        given = replace(self.given, settings=(), gradients=())
+        own = self.alone("with its own settings", [self.feed], given=given)[0]
+        steps = range(self.outcome.steps)
+        if len(own.steps) < len(steps) or any(
+            max(self.updates(number, self.world, own)) > 50 * self.rounding for number in steps
+        ):
+            return
+        for cause in causes:
+            self.outcome.causes.remove(cause)
+            text = (
+                f"{cause.text}; rate and gradient make up for each other: one process with its own"
+                " has the same weights"
+            )
+            by = "weights after each step, of one process with its own learning rate"
+            excused = replace(cause, text=text, found_by=[*cause.found_by, by], is_error=False)
+            self.outcome.causes.append(excused)
 
     def _moved_by_last_bits(self, reference: ScriptRecord) -> list[tuple[float, float]]:
         """Return how far changed last bits of weights move gradients and updates, step by step."""

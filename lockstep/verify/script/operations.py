@@ -14,7 +14,7 @@ Tests: tests/verify/test_operations.py, tests/verify/test_script.py
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,6 +38,14 @@ _AHEAD = 200  # operations that one side may have more than the other in one pla
 _ROUNDING = 1e-5  # relative difference of a sum of magnitudes that is rounding
 
 
+class GivenTensor(NamedTuple):
+    """A tensor that an operation was given."""
+
+    magnitude: float  # sum of the magnitudes of its elements
+    line: str = ""  # the user's own line that made it, or wrote into it last
+    writes: int = 0  # how often it was written into since it was made
+
+
 @dataclass(frozen=True)
 class TracedOperation:
     """One operation of a step."""
@@ -51,8 +59,7 @@ class TracedOperation:
     bits: int  # fingerprint of what it returned
     own: str = ""  # line of the user's own code that is nearest to it
     memory: int = 0  # address of what it returned
-    # of each tensor that it was given: the magnitude, and the user's own line that made it last
-    inputs: tuple[tuple[float, str], ...] = ()
+    inputs: tuple[GivenTensor, ...] = ()  # each tensor that it was given
 
 
 @dataclass(frozen=True)
@@ -86,8 +93,7 @@ class TracedOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._where = where
         self._note = note
         self._count = 0
-        # address of a tensor → its magnitude when it was made, and the user's own line
-        self._made: dict[int, tuple[float, str]] = {}
+        self._made: dict[int, GivenTensor] = {}  # by its address, when it was made or written
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._count >= _MOST:
@@ -97,49 +103,70 @@ class TracedOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         inputs = self._inputs((args, kwargs)) if where is not None else ()
         result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
-        has_values = _is_plain(result) and not name.startswith(_WITHOUT_VALUES)
+        # A loss comes with its count, a normalisation with its statistics.
+        value = result[0] if isinstance(result, tuple) and result else result
+        has_values = _is_plain(value) and not name.startswith(_WITHOUT_VALUES)
         if func.namespace == "aten" and has_values and not is_reading():
-            self._note_result(name, line_of_code(), where, inputs, result)
+            magnitude = _magnitude(value)
+            self._note_made(func, value, magnitude)
+            self._note_result(name, line_of_code(), where, inputs, value, magnitude)
         return result
 
-    def _inputs(self, tree: Any) -> tuple[tuple[float, str], ...]:
-        """Return the magnitude of each tensor of a tree, and the line that made it."""
+    def _inputs(self, tree: Any) -> tuple[GivenTensor, ...]:
+        """Return what is known of each tensor of a tree."""
         inputs = []
         for leaf in tree_leaves(tree):
             if _is_plain(leaf):
                 magnitude = _magnitude(leaf)
-                when_made, line = self._made.get(_memory(leaf), (0.0, ""))
+                made = self._made.get(_memory(leaf))
                 # Another tensor may lie where one was.
-                inputs.append((magnitude, line if when_made == magnitude else ""))
+                is_known = made is not None and made.magnitude == magnitude
+                inputs.append(made if made is not None and is_known else GivenTensor(magnitude))
         return tuple(inputs)
+
+    def _note_made(self, func: Any, result: Tensor, magnitude: float) -> None:
+        """Note the line that made a tensor or wrote into it; a view of one that is known does not.
+
+        A weight that is transposed in each forward pass was made where it was written last.
+        """
+        memory = _memory(result)
+        if not memory:
+            return
+        known = self._made.get(memory)
+        alias = func._schema.returns[0].alias_info
+        is_written = alias is not None and alias.is_write
+        is_view = alias is not None and not is_written
+        if is_view and known is not None and known.magnitude == magnitude:
+            return
+        writes = known.writes + 1 if is_written and known is not None else 0
+        self._made[memory] = GivenTensor(magnitude, own_line(), writes)
 
     def _note_result(
         self,
         name: str,
         line: str,
         where: tuple[str, str] | None,
-        inputs: tuple[tuple[float, str], ...],
+        inputs: tuple[GivenTensor, ...],
         result: Tensor,
+        returned: float,
     ) -> None:
-        """Note the line that made a tensor, and the operation if it ran in the model or the loss.
+        """Note an operation that ran in the model or the loss.
 
         Args:
             name: of the operation.
             line: of the script that asked for it; empty: none did.
             where: module and phase; None: in neither the model nor the loss.
-            inputs: magnitude of each tensor that it was given, and the line that made it.
+            inputs: what it was given.
             result: what it returned.
+            returned: the sum of the magnitudes of its elements.
         """
-        own = own_line()
-        returned = _magnitude(result)
-        memory = _memory(result)
-        if memory:
-            self._made[memory] = returned, own
         if where is None or not line:
             return
         self._count += 1
+        own = own_line()
+        memory = _memory(result)
         module, phase = where
-        given = sum(magnitude for magnitude, _ in inputs)
+        given = sum(each.magnitude for each in inputs)
         bits = int(fingerprint(result.detach()))
         self._note(
             TracedOperation(name, module, line, phase, given, returned, bits, own, memory, inputs)
@@ -309,13 +336,12 @@ def _difference_of_values(
     """Return the difference of an operation that both sides call, with other values."""
     if not _differ(operation.given, right.given):
         return _difference(operation, f"{operation.name} returns something else", position)
-    inputs = zip(operation.inputs, right.inputs, strict=False)
-    # the lines that made the inputs which differ
-    lines = [
-        line
-        for (magnitude, line), (right_magnitude, _) in inputs
-        if line and _differ(magnitude, right_magnitude)
-    ]
+    pairs = zip(operation.inputs, right.inputs, strict=False)
+    differing = [pair for pair in pairs if _differ(pair[0].magnitude, pair[1].magnitude)]
+    # Of two that were one, the one is other that was written into more often: on one side a line
+    # has run that has not on the other.
+    last_written = [there if there.writes > here.writes else here for here, there in differing]
+    lines = [each.line for each in last_written if each.line]
     if not lines or lines[0] == operation.own:
         text = f"{operation.name} is given something else, made before"
         return _difference(operation, text, position)

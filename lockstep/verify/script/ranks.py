@@ -20,6 +20,8 @@ from lockstep.verify.script.record import ACCELERATE, RecordedStep, ScriptRecord
 from lockstep.verify.script.samples_of_ranks import is_cut_by_script, other_samples, same_samples
 from lockstep.verify.script.world import Tensors, World
 
+LEARNING_RATE = "learning rate"
+
 
 def _unequal_names(mine: Tensors, right: Tensors) -> list[str]:
     """Return the names of tensors that differ in any element, or are missing."""
@@ -345,7 +347,7 @@ def _setting_of_all_ranks(other: _OtherSetting, ranks: int, framework: str) -> C
 
 
 def _name_of_setting(key: str) -> str:
-    return "learning rate" if key == "lr" else key
+    return LEARNING_RATE if key == "lr" else key
 
 
 def _described(other: _OtherSetting) -> str:
