@@ -27,6 +27,8 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from lockstep import cores, scratch, signals
@@ -62,6 +64,8 @@ _IMPORTED = (
 )
 # Files that a process has open once it uses an accelerator.
 _DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/accel", "/dev/dri")
+# Threads of libraries that see to forks by themselves: of pyarrow's allocator.
+_SAFE_THREADS = ("jemalloc_bg_thd",)
 # How this process ends, if it is a fork: its exit code, or the signal that ends it below 0.
 _exit_code: int | None = None
 
@@ -107,8 +111,10 @@ def run(command: Callable[[], int]) -> int:
     return codes[0]
 
 
-def split_off(*, compiles: bool = False) -> str | None:
+def split_off(*, compiles: bool = False, also: Sequence[str] = ()) -> str | None:
     """Import what ranks use, and fork a prepared process off this one, if it runs a command.
+
+    `also`: further modules that ranks import, of libraries; what can't be imported is left to them.
 
     The two have imported once between them. It goes on from `run`, so that nothing of the command
     is left in it; call this before the command has loaded modules of the user's, opened devices or
@@ -119,7 +125,8 @@ def split_off(*, compiles: bool = False) -> str | None:
     if own_prepared_process() is not None or not _runs_command or not adopt_orphans():
         return None
     before = dict(os.environ)
-    import_all(_import_for_ranks if compiles else _import_without_compiler)
+    usual = _import_for_ranks if compiles else _import_without_compiler
+    import_all(functools.partial(_import_more, usual, also))
     if os.environ != before:  # torch's compiler sets variables, which ranks should not find
         os.environ.clear()
         os.environ.update(before)
@@ -181,8 +188,17 @@ def _import_without_compiler() -> None:
     _import_for_ranks()
 
 
+def _import_more(usual: Callable[[], None], also: Sequence[str]) -> None:
+    usual()
+    for name in also:
+        with suppress(Exception):
+            importlib.import_module(name)
+
+
 def _threads() -> int:
-    return len(os.listdir("/proc/self/task"))
+    """Return the threads of this process, but for those that forks are safe from."""
+    names = [Path(f"/proc/self/task/{task}/comm") for task in os.listdir("/proc/self/task")]
+    return sum(name.read_text().strip() not in _SAFE_THREADS for name in names)
 
 
 def _end_threads_that_expect_forks() -> None:

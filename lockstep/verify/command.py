@@ -21,7 +21,7 @@ from lockstep.verify.configs import Start
 from lockstep.verify.page import write_page
 from lockstep.verify.proof import DEFAULT_STEPS, require_startable, verify
 from lockstep.verify.script.judge import judge_script
-from lockstep.verify.script.runs import Runs, script_starter, start_command
+from lockstep.verify.script.runs import Runs, libraries_of, script_starter, start_command
 from lockstep.verify.script.task import ScriptTask
 
 _DEFAULT_STEPS_OF_SCRIPT = 3
@@ -113,7 +113,7 @@ def run_script(
         raise UsageError(
             "one process is what others are compared with", fix="write --nproc-per-node 1,2"
         )
-    fork_server.split_off(compiles=True)
+    fork_server.split_off(compiles=True, also=libraries_of(script))
     outcomes = verify_script(
         script, arguments, numbers, steps=_DEFAULT_STEPS_OF_SCRIPT if steps is None else steps
     )

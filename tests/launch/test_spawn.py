@@ -268,7 +268,8 @@ def look(number):
     lockstep.setup()
     with open(f"{number}-{os.environ['RANK']}.json", "w") as file:
         json.dump({"parent": os.getppid(), "variable": os.environ.get("NEW"), "threads": torch.get_num_threads(),
-                   "world": torch.distributed.get_world_size(), "frozen": gc.get_freeze_count()}, file)
+                   "world": torch.distributed.get_world_size(), "frozen": gc.get_freeze_count(),
+                   "also": "colorsys" in sys.modules}, file)
 
 def fails():
     raise lockstep.UsageError("bad mesh", fix="a better one")
@@ -280,7 +281,7 @@ def sleeps():
 def main():
     import script
     if "prepared" in sys.argv:
-        fork_server.split_off()
+        fork_server.split_off(also=["colorsys", "no_such_module"])
     json.dump(os.getpid(), open("caller.json", "w"))
     if "killed" in sys.argv:
         spawn_again(script.sleeps, (), 2, preload=[])
@@ -320,6 +321,7 @@ def test_ranks_that_are_started_again_are_forks_of_one_server(server: str, tmp_p
     assert (seen[0]["parent"] == caller) == (server == "prepared")
     assert [(one["variable"], one["world"]) for one in seen] == [("2", 2)] * 2 + [("3", 3)] * 3
     assert {one["threads"] for one in seen} == {1}
+    assert {one["also"] for one in seen} == {server == "prepared"}
     assert all(one["frozen"] > 10_000 for one in seen), "no collection looks at what was imported"
 
 

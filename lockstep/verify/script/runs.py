@@ -137,12 +137,20 @@ class Runs:
         )
 
 
+def libraries_of(script: str) -> list[str]:
+    """Return the large modules of libraries that a script imports, to be loaded once.
+
+    Empty for a command, whose script is not known.
+    """
+    path = Path(script)
+    text = path.read_text(errors="replace") if path.is_file() else ""
+    names = set(re.findall(r"^\s*(?:from|import) (\w+)", text, re.M))
+    return [module for module in _PRELOAD if module.partition(".")[0] in names]
+
+
 def script_starter(script: str) -> Start:
     """Return what starts a script, with what it may import loaded once, for all its processes."""
-    names = set(
-        re.findall(r"^\s*(?:from|import) (\w+)", Path(script).read_text(errors="replace"), re.M)
-    )
-    preload = [module for module in _PRELOAD if module.partition(".")[0] in names]
+    preload = libraries_of(script)
     # pipelining brings torch's compiler, which DDP would import in each process.
     preload = ["torch.distributed.pipelining", "lockstep.verify.script.observe", *preload]
 
