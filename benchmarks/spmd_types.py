@@ -18,11 +18,85 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional as F
 
 from benchmarks.page import machine, page, table, tell
 from benchmarks.silent_bugs.idioms import IDIOMS
 
 VERDICTS = Path(__file__).parent / "results/silent_bugs_idioms.md"
+
+
+class Inferred:
+    """Steps of a script as it is: nothing is annotated but the parameters and the batch.
+
+    Of a script verify can see that parameters are alike on all ranks, and that each rank reads
+    samples of its own. `local`: the batch is V; else it is S(0), cut over the ranks, and the types
+    are global ones.
+    """
+
+    def __init__(self, spmd: Any, group: Any, *, local: bool) -> None:
+        self.spmd = spmd
+        self.group = group
+        self.samples = spmd.V if local else spmd.S(0)
+        torch.manual_seed(0)
+        self.batch = (torch.randn(4, 6), torch.tensor([0, 1, 2, 3]))
+
+    def step(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return a model's outputs for a batch, and the targets."""
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(
+            torch.nn.Linear(6, 8), torch.nn.GELU(), torch.nn.LayerNorm(8), torch.nn.Linear(8, 4)
+        )
+        for parameter in model.parameters():
+            self.spmd.assert_type(parameter, {self.group: self.spmd.R})
+        for tensor in self.batch:
+            self.spmd.assert_type(tensor, {self.group: self.samples})
+        inputs, targets = self.batch
+        return model(inputs), targets
+
+    def losses(self, unused: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the sum of the losses, and the number of targets that count."""
+        outputs, targets = self.step()
+        losses = F.cross_entropy(outputs, targets, reduction="none")
+        mask = (targets != unused).float()
+        return (losses * mask).sum(), mask.sum()
+
+    # ---- programs, with what is right of them ----
+
+    def divided_by_the_count_of_all_ranks(self) -> None:
+        """Sound: the count is summed over ranks."""
+        total, count = self.losses(unused=0)
+        dist.all_reduce(count, group=self.group)
+        total / count
+
+    def divided_by_its_own_count(self) -> None:
+        """Faulty: ranks have unequal numbers of targets."""
+        total, count = self.losses(unused=0)
+        total / count
+
+    def divided_by_its_own_count_without_padding(self) -> None:
+        """Sound: every target counts, on each rank as many."""
+        total, count = self.losses(unused=-1)
+        total / count
+
+    def a_mean_of_torch(self) -> None:
+        """Sound: each rank has as many samples."""
+        F.cross_entropy(*self.step())
+
+    def a_norm_to_log(self) -> None:
+        """Sound: each rank logs the norm of its own outputs."""
+        outputs, _ = self.step()
+        outputs.detach().norm()
+
+    def own_negatives(self) -> None:
+        """Faulty: a contrastive loss of a rank's own samples."""
+        outputs, _ = self.step()
+        F.cross_entropy(outputs @ outputs.T, torch.arange(4), reduction="sum")
+
+    def a_rank_that_weighs_its_samples(self) -> None:
+        """Faulty: rank 0 counts for less."""
+        total, _ = self.losses(unused=-1)
+        total * (0.9 if dist.get_rank() == 0 else 1.1)
 
 
 class Programs:
@@ -219,6 +293,43 @@ def said(programs: Programs, checker: Any, mesh: Any, name: str, wrong: bool) ->
     return ""
 
 
+INFERRED = (
+    "divided_by_the_count_of_all_ranks",
+    "divided_by_its_own_count",
+    "divided_by_its_own_count_without_padding",
+    "a_mean_of_torch",
+    "a_norm_to_log",
+    "own_negatives",
+    "a_rank_that_weighs_its_samples",
+)
+
+
+def inferred(spmd: Any, checker: Any, mesh: Any, name: str, *, local: bool) -> str:
+    """Return what `spmd_types` says of a program in which it infers all but two types."""
+    programs = Inferred(spmd, mesh.get_group("ranks"), local=local)
+    try:
+        with (
+            spmd.set_current_mesh(mesh),
+            checker.typecheck(strict_mode="permissive", local=local),
+        ):
+            getattr(programs, name)()
+    except spmd.SpmdTypeError as error:
+        return str(error).splitlines()[0].replace("|", "/")
+    except ValueError as error:
+        return f"no type: {error}"
+    return "nothing"
+
+
+def inferred_rows(spmd: Any, checker: Any, mesh: Any) -> list[str]:
+    """Return the table of what is inferred."""
+    rows = ["| program | is | local types | global types |", "|---|---|---|---|"]
+    for name in INFERRED:
+        text = (getattr(Inferred, name).__doc__ or "").rstrip(".")
+        both = [inferred(spmd, checker, mesh, name, local=local) for local in (True, False)]
+        rows.append(f"| {name} | {text} | {both[0]} | {both[1]} |")
+    return rows
+
+
 def verdicts() -> dict[str, str]:
     """Return what `lockstep verify` says of each script, from its own page."""
     found = re.findall(r"^\| ([^|]+) \| [^|]+ \| ([^|]+) \|", VERDICTS.read_text(), re.M)
@@ -270,7 +381,25 @@ def main() -> None:
         "several scripts have the same step. Types hold how a value depends on the rank, so",
         "a gradient or a count that is not reduced shows without a run. Factors, samples, seeds,",
         "schedules, modes and weights have no type, and a rank's own branch is checked as the",
-        "branch that this rank takes. No annotations are inferred from a model here.",
+        "branch that this rank takes.",
+        "",
+        "## Without annotations",
+        "",
+        "Of a script as it is two things can be seen: parameters that are alike on all ranks (R),",
+        "and samples that each rank has for itself (V; or S(0), a dim that is cut over the ranks).",
+        "`spmd_types` infers the rest (`Inferred` in the same file):",
+        "",
+        *inferred_rows(spmd_types, checker, mesh),
+        "",
+        "This is why `lockstep verify` has no check of types. Local types can't tell the first two",
+        "programs apart: what is V stays V, whatever is divided by it, and the sound one is",
+        "refused, since nothing says that its count is a part of a sum. Global types can, and find",
+        "negatives of a rank's own; but they hold for any values, so that they refuse the third,",
+        "which differs from the second by a batch without padding, and what is only logged; and",
+        "they end at a mean, with which most scripts compute their loss. A check of types would",
+        "raise alarms on sound scripts, or have nothing to say of them.",
+        "",
+        "## Faults, with annotations",
     ]
     text = page(
         "Faults given to spmd_types and to verify",
