@@ -219,6 +219,20 @@ FIRST_TRY: dict[str, str] = {
     "two_tasks head of a rank": "weights of ranks",
     "two_tasks no optimizer": RIGHT,
     "two_tasks twice": RIGHT,
+    "clipped_shards": RIGHT,
+    "clipped_shards local norm": "cause not known",
+    "mean_teacher rank 0 only": RIGHT,
+    "no_sync first micro-batch": RIGHT,
+    "label_smoothed": RIGHT,
+    "label_smoothed mean of positions": "computation of a rank",
+    "scaled_rate": "learning rate, sum of gradients",
+    "scaled_rate adam": RIGHT,
+    "in_order": RIGHT,
+    "loss_scaled": RIGHT,
+    "early_stopped": RIGHT,
+    "early_stopped own decision": RIGHT,
+    "simclr own slice": RIGHT,
+    "own_shards own length": RIGHT,
 }
 
 FOLDER = Path(__file__).parent / "scripts"

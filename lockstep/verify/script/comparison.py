@@ -68,10 +68,14 @@ class ScriptComparison:
         self.folder, self.records = self.runs.world(self.ranks, what, given, self.conditions)
         self.world = World(self.records, self.joined)
 
-    def rerun(self, what: str, **conditions: bool) -> tuple[Path, list[ScriptRecord]]:
-        """Run the ranks once more, from the same first values, with some conditions besides."""
+    def rerun(self, what: str, number: int, **conditions: bool) -> tuple[Path, list[ScriptRecord]]:
+        """Run the ranks once more, up to a step, with some conditions besides.
+
+        They start from the same first values.
+        """
         given = GivenValues(first=self.given.first)
-        return self.runs.world(self.ranks, what, given, replace(self.conditions, **conditions))
+        changed = replace(self.conditions, **conditions)
+        return self.runs.world(self.ranks, what, given, changed, number + 1)
 
     def on_ranks(self, pieces: Sequence[Pieces]) -> dict[str, list[Any]]:
         """Return each parameter's value, or another tensor of it, on each rank."""

@@ -83,7 +83,7 @@ def _first_operation(c: ScriptComparison, first: Difference, evidence: GradientE
     if not c.can_take_parts():
         return ""
     try:
-        _, records = c.rerun("with each operation traced", traced=True)
+        _, records = c.rerun("with each operation traced", first.step, traced=True)
     except LockstepError:  # what is compiled may not be traced
         return ""
     c.note_traced(records)
@@ -211,7 +211,7 @@ def _hook_cause(c: ScriptComparison, first: Difference, evidence: GradientEviden
     )
     if not names:
         return None
-    _, records = c.rerun(f"without {listed(names)}", plain_reduction=True)
+    _, records = c.rerun(f"without {listed(names)}", first.step, plain_reduction=True)
     if any(len(record.steps) <= first.step for record in records):
         return None
     plain = c.gradients(first.step, World(records, c.joined))
@@ -394,13 +394,14 @@ def _statistics_cause(c: ScriptComparison, first: Difference) -> Cause | None:
     if not any(record.normalises for record in c.records):
         return None
     what = "with running statistics"
-    folder, records = c.rerun(what, fixed_statistics=True)
+    folder, records = c.rerun(what, first.step, fixed_statistics=True)
     if any(len(record.steps) <= first.step for record in records):
         return None
     world = World(records, c.joined)
     feed = united(world, shared=is_cut_by_script(world))
     given = replace(c.given, samples=folder)
-    reference = c.alone(what, [feed], given=given, fixed_statistics=True)[0]
+    steps = first.step + 1
+    reference = c.alone(what, [feed], given=given, steps=steps, fixed_statistics=True)[0]
     right = c.gradients(first.step, World([reference]))[0]
     if any(distance(mine, right) > ROUNDING * 50 for mine in c.gradients(first.step, world)):
         return None

@@ -69,13 +69,16 @@ class Runs:
         what: str,
         given: GivenValues = AS_IT_IS,
         conditions: Conditions = AS_WRITTEN,
+        steps: int | None = None,
     ) -> tuple[Path, list[ScriptRecord]]:
         """Run the script on several ranks, and return the folder of its records, and these.
+
+        They take as many steps as the task says, or `steps`.
 
         Raises HangError: a collective waits for a rank that does not call it. LockstepError: a rank
         failed.
         """
-        task = self._new_task(given, conditions)
+        task = self._new_task(given, conditions, steps)
         self._report(f"{ranks} rank{'s' * (ranks != 1)}: {what}")
         self._start([task], ranks)
         hanging = {rank: path for rank in range(ranks) if (path := task.hang_file(rank)).exists()}
