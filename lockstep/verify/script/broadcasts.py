@@ -34,14 +34,9 @@ def broadcast_in(message: str) -> str:
     target, given = (
         [int(size) for size in dims.split(",") if size.strip()] for dims in sizes.groups()
     )
-    try:
-        together = list(
-            (torch.empty(given, device="meta") + torch.empty(target, device="meta")).shape
-        )
-    except RuntimeError:  # the loss itself fails
-        return ""
+    together = _broadcast(given, target)
     has_samples = given[:1] == target[:1]  # both, in their first dim
-    if not has_samples or len(given) == len(target) or together in (given, target):
+    if not has_samples or len(given) == len(target) or together in (None, given, target):
         return ""
     return (
         f"a loss is given {given} and the targets {target}, which broadcast to {together}: it"
@@ -75,14 +70,20 @@ def product_in(mine: Tensor, other: Tensor) -> str:
     sizes = [[size for size in tensor.shape if size > 1] for tensor in (given, by)]
     if not sizes[0] or sizes[0] != sizes[1]:
         return ""
-    try:
-        together = torch.broadcast_shapes(given.shape, by.shape)
-    except RuntimeError:  # the product itself fails
-        return ""
-    if together in (given.shape, by.shape):
+    shapes = [list(tensor.shape) for tensor in (given, by)]
+    together = _broadcast(*shapes)
+    if together is None or together in shapes:
         return ""
     return (
-        f"{list(given.shape)} is multiplied by {list(by.shape)}, which broadcast to"
-        f" {list(together)}: each sample meets the masks or weights of other samples, on one"
-        " process, too"
+        f"{shapes[0]} is multiplied by {shapes[1]}, which broadcast to {together}: each sample"
+        " meets the masks or weights of other samples, on one process, too"
     )
+
+
+def _broadcast(shape: list[int], other: list[int]) -> list[int] | None:
+    """Return the shape of two tensors together; None if they do not fit."""
+    try:
+        together = torch.empty(shape, device="meta") + torch.empty(other, device="meta")
+    except RuntimeError:
+        return None
+    return list(together.shape)
