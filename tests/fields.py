@@ -31,7 +31,6 @@ OF_LIBRARIES = {
     "lockstep.monitor.exporters": {"width"},  # a message of TensorBoard's protocol
     "lockstep.plan.candidates": {"value"},  # multiprocessing's, shared by processes
     "lockstep.torch_compat.elastic_agent": {"close"},  # processes of torch's agent
-    "lockstep.torch_compat.script_patches": {"shuffle"},  # of NumPy and Python
     "lockstep.torch_compat.work_wait": {"wait"},  # torch.distributed.Work
 }
 _ANY = {"Any", "object", "Module", "Self", "T"}  # annotations that leave the class open

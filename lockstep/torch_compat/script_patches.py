@@ -184,6 +184,8 @@ def patch_collectives(called: Callable[[str, Any], None]) -> None:
     depth = [0]
 
     def reporting(original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a collective that is reported."""
+
         @wraps(original)
         def observed(*args: Any, **kwargs: Any) -> Any:
             if not depth[0]:

@@ -133,11 +133,9 @@ class TracedOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not memory:
             return
         known = self._made.get(memory)
-        alias = func._schema.returns[0].alias_info
-        is_written = alias is not None and alias.is_write
-        is_view = alias is not None and not is_written
-        if is_view and known is not None and known.magnitude == magnitude:
+        if func.is_view and known is not None and known.magnitude == magnitude:
             return
+        is_written = func.overloadpacket.__name__.endswith("_")  # as add_ does
         writes = known.writes + 1 if is_written and known is not None else 0
         self._made[memory] = GivenTensor(magnitude, own_line(), writes)
 
