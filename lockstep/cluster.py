@@ -171,7 +171,7 @@ def _require_same(config: DistributedConfig, cluster: Cluster) -> None:
     It has its device and its group since its first one.
     """
     has_group = cluster.backend != "none"
-    unset = DistributedConfig()
+    usual_timeout = DistributedConfig.model_fields["timeout_seconds"].default
     if not has_group:
         _choose_backend(config.backend, cluster.device, alone=True)
     variables = {
@@ -180,9 +180,7 @@ def _require_same(config: DistributedConfig, cluster: Cluster) -> None:
     differing = {
         "device": config.device not in ("auto", cluster.device.type),
         "backend": has_group and config.backend not in ("auto", cluster.backend),
-        "timeout_seconds": (
-            has_group and config.timeout_seconds not in (unset.timeout_seconds, _timeout)
-        ),
+        "timeout_seconds": (has_group and config.timeout_seconds not in (usual_timeout, _timeout)),
         "debug": config.debug != "none" and bool(variables.keys() - config.env.keys()),
         "env": bool(variables.keys() & config.env.keys()),
     }

@@ -17,10 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from lockstep.collectives import create_group, create_once, new_group
-from lockstep.config import DistributedConfig
-from lockstep.environment import RankFacts, ranks_per_machine
 from lockstep.layout import SAME_BATCH, Layout
-from lockstep.strategy import AUTO, REPLICAS, SINGLE, resolve
 
 MESH_AXES = ("pipeline", "replicate", *SAME_BATCH, "shard")
 
@@ -101,15 +98,3 @@ def data_parallel_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
     apart = math.prod(parts)
     firsts = [stage * each * apart + piece for stage in range(pipeline) for piece in range(apart)]
     return create_group("columns", [range(first, first + each * apart, apart) for first in firsts])
-
-
-def layout_of(config: DistributedConfig, facts: RankFacts) -> Layout:
-    """Return the layout that the config names for the running ranks.
-
-    `auto` in Python means replicas.
-    """
-    if config.strategy == AUTO:
-        config = config.model_copy(
-            update={"strategy": REPLICAS if facts.world_size > 1 else SINGLE}
-        )
-    return resolve(config, facts.world_size, ranks_per_machine(facts))

@@ -16,6 +16,7 @@ from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lockstep.costs.steps import replicated_step
+from lockstep.environment import RankFacts, ranks_per_machine
 from lockstep.errors import Contradiction, UsageError
 from lockstep.layout import SAME_BATCH, SIZED, Layout, layout_of_sizes
 from lockstep.registry import AXES, STRATEGIES, require_call, require_methods
@@ -298,6 +299,18 @@ def known_strategies(further: str = AUTO) -> list[Strategy]:
     """Return the shipped strategies, and the one that a config names."""
     names = dict.fromkeys([*STRATEGIES.shipped, *([] if further == AUTO else [further])])
     return [strategy_named(name) for name in names]
+
+
+def layout_of_ranks(config: "DistributedConfig", facts: RankFacts) -> Layout:
+    """Return the layout that the config names for the running ranks.
+
+    `auto` in Python means replicas.
+    """
+    if config.strategy == AUTO:
+        config = config.model_copy(
+            update={"strategy": REPLICAS if facts.world_size > 1 else SINGLE}
+        )
+    return resolve(config, facts.world_size, ranks_per_machine(facts))
 
 
 def resolve(

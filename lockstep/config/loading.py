@@ -14,7 +14,7 @@ import yaml
 from pydantic import ValidationError
 
 from lockstep.config import calc
-from lockstep.config.checks import contradictions
+from lockstep.config.checks import check, contradictions
 from lockstep.config.files import ResolvedFile, find, parent_file, read
 from lockstep.config.keys import Mistake, from_validation, unknown_key, usage_error
 from lockstep.config.prepass import is_template
@@ -37,6 +37,18 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     later = with_overrides(Node({}, Origin("the overrides")), overrides)
     tree = without_replaced_length(load_tree(file, ()), later)
     return _config(with_overrides(tree, overrides), file.shown)
+
+
+def with_settings(config: Config | None, settings: Mapping[str, Any]) -> Config:
+    """Return a config, or the defaults, with the values of some dotted keys replaced.
+
+    Raises UsageError: see `config_from`.
+    """
+    if settings:
+        return config_from(settings, config)
+    config = config or Config()
+    check(config)
+    return config
 
 
 def config_from(

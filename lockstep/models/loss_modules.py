@@ -7,7 +7,7 @@ Tests: tests/parity/test_loss_weights.py
 
 import functools
 import inspect
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,14 +79,16 @@ def read_loss(loss: nn.Module, model: nn.Module) -> LossModule:
     return LossModule(loss, weights, buffers, shared, taken)
 
 
-def hidden_parameters(loss_fn: Any) -> list[nn.Parameter]:
+def hidden_parameters(loss_fn: Any, of_model: Container[int]) -> list[nn.Parameter]:
     """Return the parameters that train in a loss function that is not a module.
 
-    They are in its closure or its attributes.
+    They are in its closure or its attributes. `of_model`: ids of the model's own, which are not
+    among them.
     """
     if loss_fn is None or module_of(loss_fn) is not None:
         return []
-    return [p for p in dict.fromkeys(_parameters_in(loss_fn, depth=3)) if p.requires_grad]
+    held = dict.fromkeys(_parameters_in(loss_fn, depth=3))
+    return [p for p in held if p.requires_grad and id(p) not in of_model]
 
 
 def _parameters_in(value: Any, depth: int) -> Iterator[nn.Parameter]:

@@ -21,10 +21,10 @@ from lockstep import cluster, recovery_clock
 from lockstep.bad_numbers import AnomalyDetector
 from lockstep.config import Config, apply_flags
 from lockstep.config.checks import launch_contradictions
+from lockstep.config.loading import with_settings
 from lockstep.environment import WORLD
 from lockstep.errors import UsageError, refuse
 from lockstep.heartbeat.writer import own_heartbeat, tell_call, write_limits
-from lockstep.mesh import layout_of
 from lockstep.models.language import set_token_losses
 from lockstep.monitor.callbacks import understood
 from lockstep.optim import PlateauSchedule, TorchSchedule
@@ -35,6 +35,7 @@ from lockstep.parallel.place import place
 from lockstep.paths import bucket_url
 from lockstep.precision import Mode, Precision, loss_scale_for, resolve_mode
 from lockstep.step import Step
+from lockstep.strategy import layout_of_ranks
 from lockstep.trainer import arguments, data_setup, no_effect, optimizer_setup
 from lockstep.trainer.flight_dump import dump_collectives_on_request
 from lockstep.trainer.loss_check import LossCheck
@@ -49,7 +50,6 @@ from lockstep.trainer.optimizer_setup import (
 from lockstep.trainer.results import Results
 from lockstep.trainer.run_output import RunOutput
 from lockstep.trainer.run_state import RunState
-from lockstep.trainer.settings import with_settings
 from lockstep.trainer.whole_batch import WholeBatch, with_whole_batch_loss
 
 
@@ -191,7 +191,7 @@ def assemble(given: TrainerArguments, settings: Mapping[str, Any]) -> RunState:
 
 def _complete_config(given: TrainerArguments, settings: Mapping[str, Any]) -> Config:
     """Return the caller's config with the settings, kept in a bucket if `output_dir` is one."""
-    config = with_settings(given.config or Config(), settings)
+    config = with_settings(given.config, settings)
     url = None if given.output_dir is None else bucket_url(given.output_dir, "output_dir")
     return config if url is None else config.kept_in(url)
 
@@ -215,7 +215,7 @@ def _join_ranks(config: Config) -> cluster.Cluster:
 def _place_model(given: TrainerArguments, config: Config, here: cluster.Cluster) -> _TrainedModel:
     """Read what the model and its loss offer, and place them on the ranks."""
     training = config.training
-    layout = layout_of(config.distributed, here.facts)
+    layout = layout_of_ranks(config.distributed, here.facts)
     mode, why_mode = resolve_mode(config.precision.mode, here.device)
     loss_fn = given.loss_fn or loss_fn_of(config)
     set_token_losses(

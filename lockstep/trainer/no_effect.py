@@ -8,6 +8,7 @@ step.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 from pydantic import BaseModel
@@ -52,10 +53,15 @@ def asked_keys(config: Config, given: Mapping[str, Any]) -> frozenset[str]:
 
     `given` are the arguments, by dotted key. A section that is off by default is one key.
     """
-    asked = set(_different(config, Config(), ""))
+    asked = set(_different(config, _defaults(), ""))
     for key, value in given.items():
         asked |= set(_leaves(key, value))
     return frozenset(asked)
+
+
+@cache
+def _defaults() -> Config:
+    return Config()
 
 
 def _different(section: BaseModel, default: BaseModel, prefix: str) -> Iterator[str]:

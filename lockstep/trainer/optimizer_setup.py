@@ -46,7 +46,7 @@ class Unplaced:
         """Return those of a model and its loss function; `split`: see `asked_split`."""
         names = dict(facts.names)
         own = {} if facts.loss is None else facts.loss.weights
-        hidden = [p for p in hidden_parameters(loss_fn) if id(p) not in names]
+        hidden = hidden_parameters(loss_fn, names)
         blocks = [name for name, _ in facts.blocks]
         named = names | {id(p): name for name, p in own.items()}
         splits = {} if split is None else splits_of(facts, split)

@@ -25,11 +25,12 @@ from torch.optim import Optimizer
 from lockstep import checkpoint, cluster
 from lockstep.cluster import Cluster
 from lockstep.config import Config, apply_flags
+from lockstep.config.loading import with_settings
 from lockstep.config.names import foreign_key
 from lockstep.data import StepBatches
 from lockstep.errors import UsageError, warn_at_caller
 from lockstep.heartbeat.writer import called_by_all_ranks, write_limits
-from lockstep.mesh import layout_of
+from lockstep.models.loss_modules import hidden_parameters
 from lockstep.parallel.facts import facts_of
 from lockstep.parallel.loss_accumulator import at_most, divisor_of, mean_of, tensor_of
 from lockstep.parallel.loss_weights import refuse_hidden
@@ -37,7 +38,7 @@ from lockstep.parallel.parallel_model import ParallelModel, run_hooks
 from lockstep.parallel.place import place as place_over
 from lockstep.paths import local_path
 from lockstep.precision import Precision, resolve_mode
-from lockstep.strategy import strategy_named
+from lockstep.strategy import layout_of_ranks, strategy_named
 from lockstep.torch_compat import foreach
 from lockstep.trainer import no_effect
 from lockstep.trainer.arguments import check_loss_fn, check_model
@@ -46,7 +47,6 @@ from lockstep.trainer.evaluation import WINDOW, evaluate, evaluating, sample
 from lockstep.trainer.loss_check import LossCheck
 from lockstep.trainer.modes import ModelModes
 from lockstep.trainer.named_loss import loss_fn_of
-from lockstep.trainer.optimizer_setup import Unplaced
 from lockstep.trainer.plain_state import (
     load_imported,
     load_plain_state_dict,
@@ -54,7 +54,7 @@ from lockstep.trainer.plain_state import (
     plain_state_dict,
     state_of_model,
 )
-from lockstep.trainer.settings import PlacementSettings, with_settings
+from lockstep.trainer.settings import PlacementSettings
 
 _SECTIONS = ("distributed", "precision")
 _OF_TRAINER = ("scheduler", "scheduler_metric", "output_dir", "after_update", "freeze_until")
@@ -92,13 +92,13 @@ def place(
     )
     check_loss_fn(loss_fn, "lockstep.place")
     given = _dotted({**settings, **({} if strategy is None else {"strategy": strategy})})
-    config = with_settings(config or Config(), given)
+    config = with_settings(config, given)
     here = cluster.setup(config.distributed)
     hang = config.distributed.hang
     seconds = config.distributed.timeout_seconds
     write_limits(hang.factor, hang.seconds, seconds)
     mode, _ = resolve_mode(config.precision.mode, here.device)
-    layout = layout_of(config.distributed, here.facts)
+    layout = layout_of_ranks(config.distributed, here.facts)
     own_loops = strategy_named(layout.strategy).own_loops
     whys = {
         f"strategy {layout.strategy}": (not own_loops, "each worker updates a model of its own"),
@@ -124,7 +124,7 @@ def place(
     no_effect.report(beside_others, no_effect.asked_keys(config, given), is_main=here.facts.is_main)
     loss_fn = loss_fn or loss_fn_of(config)
     facts = facts_of(model, loss_fn)
-    hidden = Unplaced.of(facts, loss_fn).hidden
+    hidden = hidden_parameters(loss_fn, facts.names)
     placed = place_over(facts, layout, config.step, device=here.device, precision=precision)
     refuse_hidden(placed, hidden)
     for line in placed.warnings() if here.facts.is_main else ():

@@ -8,16 +8,6 @@ Tests: tests/trainer/test_settings.py, tests/trainer/test_every_setting.py
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypedDict
 
-from lockstep.config import Config, check, config_from
-
-
-def with_settings(config: Config, dotted: Mapping[str, Any]) -> Config:
-    """Return `config` with the values of some dotted keys replaced."""
-    if dotted:
-        return config_from(dotted, config)
-    check(config)
-    return config
-
 
 class PlacementSettings(TypedDict, total=False):
     """Keyword arguments of `lockstep.place`, for editors and mypy.
