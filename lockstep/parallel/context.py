@@ -26,7 +26,7 @@ module of parameters, or, with `to_lend() -> {name: tensor}`, of what stands for
 Tests: tests/parity/test_context.py, tests/parallel/test_worked_examples.py
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import MethodType
@@ -36,15 +36,57 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep.errors import UsageError
+from lockstep.errors import UsageError, listed
 from lockstep.models.attention import Attend, SequenceBernoulli, SequenceMean
+from lockstep.models.hf_layers import advice_for_object
 from lockstep.models.language import TokenLosses
 from lockstep.models.objective import Objective
 from lockstep.parallel.changes import replace_method
-from lockstep.parallel.context_attention import SequenceCut, cut_attention
+from lockstep.parallel.context_attention import SequenceCut as SequenceCut
+from lockstep.parallel.context_attention import cut_attention
 from lockstep.parallel.facts import ModelFacts
+from lockstep.parallel.loss_weights import LossWeights
 from lockstep.parallel.tensor_blocks import SEQUENCE, by_pieces, cut_dropout, spread
+from lockstep.parallel.tensor_cuts import sum_over_ranks
+from lockstep.tensors import local
 from lockstep.torch_compat.pytree import tree_map
+
+_FLOAT = 4  # bytes of a number of a gradient
+
+
+def sequence_plan(facts: ModelFacts) -> Mapping[str, int]:
+    """Return name of a batch's part → the dim of its sequence.
+
+    The model must have a plan and a module that attends; else this is a UsageError.
+    """
+    model = facts.model
+    plan = facts.context_plan
+    if plan and any(isinstance(module, Attend) for module in model.modules()):
+        return plan
+    missing = (
+        "does not say how its sequences are cut"
+        if plan is None
+        else "has no lockstep.models.attention.Attend"
+    )
+    what = f"sequences of {type(model).__name__} can't be cut over ranks: it {missing}"
+    why = "each rank has a part of every sequence, and positions meet in attention"
+    fix = (
+        "let its attention be self.attend = Attend(), called as self.attend(q, k, v), and give it"
+        " context_plan() "
+    )
+    fix += '-> {"input_ids": 1, "targets": 1}: the dims of a batch along which its sequences lie'
+    fix = advice_for_object(model, "context") or fix
+    raise UsageError(what, where="distributed.context_size", why=why, fix=fix)
+
+
+def refuse_loss_weights(loss: LossWeights) -> None:
+    """Refuse a loss function with weights of its own, which sees complete sequences."""
+    if not loss.any:
+        return
+    what = f"the loss function has weights of its own: {listed(list(loss.own))}"
+    why = "under reproducible the gradient of each parameter is a sum over chunks of sequences"
+    fix = "let the model hold them and compute loss(outputs, batch), or write reproducible: false"
+    raise UsageError(what, where="distributed.context_blocks", why=why, fix=fix)
 
 
 def apply_context(facts: ModelFacts, context: SequenceCut) -> None:
@@ -113,6 +155,16 @@ def cut_objective(objective: Objective, context: SequenceCut, plan: Mapping[str,
         loss=loss,
         gather_outputs=gathered,
     )
+
+
+def sum_gradients(
+    parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, context: SequenceCut
+) -> None:
+    """Sum the gradients of parts of sequences over the ranks of a group, which have one each."""
+    sum_over_ranks(parameters, group)
+    if context.on_send is not None:
+        numbers = sum(local(p.grad).numel() for p in parameters if p.grad is not None)
+        context.on_send(2 * _FLOAT * numbers * (context.ranks - 1) // context.ranks)
 
 
 def _by_chunk(outputs: Any, length: int, count: int, context: SequenceCut) -> list[Any]:

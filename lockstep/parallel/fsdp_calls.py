@@ -16,12 +16,16 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from lockstep.parallel.comm.gloo import GlooMessages
 from lockstep.parallel.fsdp_order import UnitOrder
-from lockstep.parallel.fsdp_units import Unit, UnitUsage
+from lockstep.parallel.fsdp_units import Unit, UnitUsage, in_order
 from lockstep.parallel.passes import AroundMicroBatch, MicroBatchPass
+from lockstep.parallel.site import Site
 from lockstep.torch_compat.backward_pass import graph_task
 from lockstep.torch_compat.fsdp_state import begin_anew
 
@@ -96,3 +100,44 @@ class UnitCalls(AroundMicroBatch):
         if self._usage is not None:
             self._usage.end_forward()
         return None if self._order is None else self._order.end_forward(outputs)
+
+
+def around_units(site: Site, shards: dist.ProcessGroup | None) -> list[AroundMicroBatch]:
+    """Return what stands around passes of a model in units, and what carries messages of gloo.
+
+    `shards`: the ranks with the other pieces of its parameters; None: there are none.
+    """
+    units = in_order(site.units)
+    usage = None
+    order = None
+    # ranks compare what they use, and without values there is nothing to compare
+    if site.dry_run is None:
+        usage = UnitUsage(units, site.device)
+        exchanging: dict[bool, dist.ProcessGroup | None] = (
+            {} if shards is None else {True: shards, False: shards}
+        )
+        if not site.reproducible:  # replicas add up unit by unit, too
+            exchanging[True] = site.dp_group
+        order = UnitOrder(units, site.device, exchanging, site.dp_group)
+    accumulate = site.config.distributed.fsdp.accumulate
+    calls = UnitCalls(units, usage, order, accumulate=accumulate)
+    around: list[AroundMicroBatch] = [calls]
+    if site.device_type == "cpu":
+        # else a sum follows on what FSDP2 is given
+        may_wait = not site.reproducible and site.layout.replicate == 1
+        messages = GlooMessages(units, may_wait=may_wait)
+        around += [messages] if may_wait else []
+    return around
+
+
+def watch_stage(
+    units: Sequence[Unit], shards: dist.ProcessGroup | None, device: torch.device
+) -> None:
+    """Prepare the calls of a stage's units.
+
+    It is an error if the data of some of the ranks `shards` leave out a unit that others gather.
+    """
+    order = None
+    if shards is not None:
+        order = UnitOrder(units, device, {True: shards, False: shards}, shards, joins=False)
+    UnitCalls(units, order=order)

@@ -12,7 +12,7 @@ reverse:
 
 Between the forward and the backward pass of one micro-batch, those of others run under a pipeline.
 `Executor` (`lockstep.parallel.executor`) calls the objects; `around_micro_batches`
-(`lockstep.parallel.placement`) and `around_stage` (`lockstep.parallel.axes.pipeline`) make the
+(`lockstep.parallel.placement`) and `around_stage` (`lockstep.parallel.pipeline.placing`) make the
 lists.
 
 Tests: tests/parallel/test_executor.py

@@ -29,12 +29,12 @@ from lockstep.layout import Layout
 from lockstep.models.chain import lent, run_segment
 from lockstep.models.protocol import blocks_of
 from lockstep.parallel.axes.expert import ExpertAxis
-from lockstep.parallel.axes.pipeline import LocalStages, around_stage, local_stages
 from lockstep.parallel.executor import Executor, Stage
 from lockstep.parallel.expert import PlacedExperts
 from lockstep.parallel.facts import facts_of
 from lockstep.parallel.loss_accumulator import Loss
 from lockstep.parallel.passes import MicroBatchPass
+from lockstep.parallel.pipeline.placing import LocalStages, around_stage, local_stages
 from lockstep.parallel.pipeline.plan import PipelinePlan, plan_of, splits_backward
 from lockstep.parallel.pipeline.schedules import actions
 from lockstep.parallel.pipeline.stage_module import StageCall, StageModule

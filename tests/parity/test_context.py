@@ -16,8 +16,7 @@ from lockstep.layout import Layout
 from lockstep.models.attention import Attend
 from lockstep.models.bdh import PastAttention
 from lockstep.models.protocol import objective_of
-from lockstep.parallel.axes.context import plan_of
-from lockstep.parallel.context import apply_context, cut_objective
+from lockstep.parallel.context import apply_context, cut_objective, sequence_plan
 from lockstep.parallel.context_attention import SequenceCut, cut_attention
 from lockstep.parallel.facts import facts_of
 from lockstep.strategy import parse_topology, resolve
@@ -186,11 +185,11 @@ def test_a_model_that_can_not_be_cut_is_refused() -> None:
     with pytest.raises(
         UsageError, match="sequences of Linear can't be cut over ranks: it does not say how"
     ):
-        plan_of(facts_of(nn.Linear(2, 2)))
+        sequence_plan(facts_of(nn.Linear(2, 2)))
     model = nn.Linear(2, 2)
     model.context_plan = lambda: {"x": 1}  # type: ignore[assignment]
     with pytest.raises(UsageError, match=r"it has no lockstep\.models\.attention\.Attend"):
-        plan_of(facts_of(model))
+        sequence_plan(facts_of(model))
     with pytest.raises(
         UsageError, match="the model, a Own, owns parameters, and can't run chunk by chunk"
     ):
@@ -299,9 +298,9 @@ def test_families_whose_attention_does_more_are_refused() -> None:
         ("mistral", "it attends within a window"),
     ):
         with pytest.raises(UsageError, match=says):
-            plan_of(facts_of(language_model(f"hf:{family}")))
+            sequence_plan(facts_of(language_model(f"hf:{family}")))
     with pytest.raises(UsageError, match="it has attention_dropout"):
-        plan_of(facts_of(language_model("hf:llama", attention_dropout=0.1)))
+        sequence_plan(facts_of(language_model("hf:llama", attention_dropout=0.1)))
 
 
 def refused(length: int, settings: dict[str, Any], **args: Any) -> str:

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import ClassVar, Self
 
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -23,13 +22,10 @@ from lockstep.errors import UsageError, listed
 from lockstep.layout import Layout
 from lockstep.parallel.axes.axis import Axis
 from lockstep.parallel.comm.gloo import GlooMessages
-from lockstep.parallel.facts import Named
 from lockstep.parallel.fsdp import Scalars, apply_fsdp
-from lockstep.parallel.fsdp_calls import UnitCalls
-from lockstep.parallel.fsdp_order import UnitOrder
-from lockstep.parallel.fsdp_units import Unit, UnitUsage, contained_units, in_order
+from lockstep.parallel.fsdp_calls import around_units
+from lockstep.parallel.fsdp_units import Unit, contained_units, in_order
 from lockstep.parallel.parallel_model import ParallelModel
-from lockstep.parallel.passes import AroundMicroBatch
 from lockstep.parallel.placement import AppliedStrategy, placed_in_order
 from lockstep.parallel.reproducible.gradient_trees import ShardTree
 from lockstep.parallel.reproducible.tree import assign_in_groups
@@ -81,7 +77,7 @@ class ShardAxis(Axis):
         assign, groups = _assignment(site)
         applied = AppliedStrategy(
             assign,
-            around=[*([] if whole is None else [whole]), *_exchanges(site, shards)],
+            around=[*([] if whole is None else [whole]), *around_units(site, shards)],
             tree=ShardTree(model, mesh, groups) if site.reproducible else None,
             norm_groups=[shards] if shards is not None else [],
             parameters={} if whole is None else whole.placed,
@@ -113,7 +109,11 @@ class ShardAxis(Axis):
         )
 
     def cut_stage(
-        self, stage: nn.Module, inner: Named, foreign: set[nn.Parameter], frees: bool
+        self,
+        stage: nn.Module,
+        inner: Sequence[tuple[str, nn.Module]],
+        foreign: set[nn.Parameter],
+        frees: bool,
     ) -> tuple[list[Unit], list[str]]:
         """Cut a pipeline's stage, or what stages share.
 
@@ -151,31 +151,6 @@ def _without_a_dim(model: nn.Module) -> dict[str, nn.Parameter]:
 def _mesh_of(model: nn.Module) -> DeviceMesh:
     """Return the mesh over which a model's parameters are cut."""
     return next(p.device_mesh for p in model.parameters() if isinstance(p, DTensor))
-
-
-def _exchanges(site: Site, shards: dist.ProcessGroup | None) -> Sequence[AroundMicroBatch]:
-    """Return what stands around calls of units, and what carries messages of gloo."""
-    units = in_order(site.units)
-    usage = None
-    order = None
-    # ranks compare what they use, and without values there is nothing to compare
-    if site.dry_run is None:
-        usage = UnitUsage(units, site.device)
-        exchanging: dict[bool, dist.ProcessGroup | None] = (
-            {} if shards is None else {True: shards, False: shards}
-        )
-        if not site.reproducible:  # replicas add up unit by unit, too
-            exchanging[True] = site.dp_group
-        order = UnitOrder(units, site.device, exchanging, site.dp_group)
-    accumulate = site.config.distributed.fsdp.accumulate
-    calls = UnitCalls(units, usage, order, accumulate=accumulate)
-    around: list[AroundMicroBatch] = [calls]
-    if site.device_type == "cpu":
-        # else a sum follows on what FSDP2 is given
-        may_wait = not site.reproducible and site.layout.replicate == 1
-        messages = GlooMessages(units, may_wait=may_wait)
-        around += [messages] if may_wait else []
-    return around
 
 
 def _assignment(site: Site) -> tuple[AssignAnyRank, int]:
