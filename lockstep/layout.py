@@ -89,6 +89,37 @@ class Layout:
         return self.replicate * self.shard
 
     @property
+    def has_stages(self) -> bool:
+        """Return whether a rank holds some stages of the model alone."""
+        return self.pipeline > 1
+
+    @property
+    def shards_parameters(self) -> bool:
+        """Return whether a rank holds a share of each parameter alone."""
+        return self.shard > 1
+
+    @property
+    def meets_in_passes(self) -> bool:
+        """Return whether ranks gather parameters, or exchange rows of experts, in each pass."""
+        return max(self.shard, self.expert) > 1
+
+    def pieces_of(self, rank: int) -> tuple[int, int, int]:
+        """Return a rank's stage, its share of parameters, and its part of layers.
+
+        Ranks with equal ones hold the same pieces of tensors. Of 8 ranks of
+        `pipeline:2*fsdp:2*tensor:2`, rank 5 has (1, 0, 1).
+        """
+        batch_rank, piece = divmod(rank, self.same_batch_size)
+        stage = batch_rank // self.data_parallel_size
+        return stage, batch_rank % self.shard, piece % self.tensor
+
+    def with_few_replicas(self) -> "Layout":
+        """Return the layout with as few replicas, of two or more, as the experts take."""
+        counts = range(1, self.replicate + 1)
+        few = next(n for n in counts if n * self.shard % self.expert == 0)
+        return replace(self, replicate=max(few, min(self.replicate, 2 * few)))
+
+    @property
     def batch_shares(self) -> int:
         """Number of equal parts of a step's samples: data-parallel ranks, or workers."""
         return self.workers or self.data_parallel_size

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lockstep.config import StepConfig
 from lockstep.errors import RunError, listed
+from lockstep.mesh import replica_group
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.tensors import as_integers, fingerprint, local
 
@@ -36,20 +37,19 @@ def guard_replicas(
     Args:
         placed: gets them.
         config: says how often, and whether to repair.
-        mesh: has the axis `replicate`, along which parameters are compared.
+        mesh: has the ranks along which parameters are compared.
         others: further groups whose ranks hold the same, and the names of what they do not.
-        spread: names of the parameters of which ranks along `replicate` hold different pieces.
+        spread: names of the parameters of which these ranks hold different pieces.
     """
     every = config.distributed.divergence_check_steps
     if every is None:
         return
     for group, left_out in others:
         placed.checks.append(guard(placed, group, every, left_out=left_out))
-    if mesh is not None and mesh["replicate"].size() > 1:
+    replicas = replica_group(mesh)
+    if replicas is not None:
         repair = config.distributed.divergence_action == "repair"
-        placed.checks.append(
-            guard(placed, mesh["replicate"].get_group(), every, left_out=spread, repair=repair)
-        )
+        placed.checks.append(guard(placed, replicas, every, left_out=spread, repair=repair))
     elif "divergence_check_steps" in config.distributed.model_fields_set:
         placed.log_lines.append("warning: divergence_check_steps: one replica, nothing to compare")
 

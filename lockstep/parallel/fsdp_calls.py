@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from lockstep.mesh import replica_group
 from lockstep.parallel.comm.gloo import GlooMessages
 from lockstep.parallel.fsdp_order import UnitOrder
 from lockstep.parallel.fsdp_units import Unit, UnitUsage, in_order
@@ -124,7 +125,7 @@ def around_units(site: Site, shards: dist.ProcessGroup | None) -> list[AroundMic
     around: list[AroundMicroBatch] = [calls]
     if site.device_type == "cpu":
         # else a sum follows on what FSDP2 is given
-        may_wait = not site.reproducible and site.layout.replicate == 1
+        may_wait = not site.reproducible and replica_group(site.mesh) is None
         messages = GlooMessages(units, may_wait=may_wait)
         around += [messages] if may_wait else []
     return around

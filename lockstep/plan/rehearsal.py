@@ -97,7 +97,7 @@ def rehearse(
     """Rehearse a rank's step under a data-parallel strategy (single, ddp, fsdp), on any device."""
     strategy = strategy_named(layout.strategy)
     assert not strategy.in_stages
-    layout = with_few_replicas(layout)
+    layout = layout.with_few_replicas()  # further ones change nothing
     alike = config.training.gradient_checkpointing not in GROUPED
     model, left_out = work.shortened(kept_blocks(device_type)) if alike else (work.model(), 0)
     with fake_ranks(layout.world_size), ExitStack() as modes:
@@ -160,15 +160,6 @@ def meshes(layout: Layout) -> DeviceMesh | None:
     if layout.expert > 1:
         expert_mesh(layout, "cpu")
     return device_mesh(layout, "cpu") if layout.world_size > 1 else None
-
-
-def with_few_replicas(layout: Layout) -> Layout:
-    """Return the layout with as few replicas as the axis `expert` takes.
-
-    Replicas after the second change nothing.
-    """
-    few = next(n for n in range(1, layout.replicate + 1) if n * layout.shard % layout.expert == 0)
-    return replace(layout, replicate=max(few, min(layout.replicate, 2 * few)))
 
 
 def spread_experts(facts: ModelFacts, layout: Layout) -> set[nn.Parameter]:

@@ -70,7 +70,7 @@ def rehearse_rank(
     device_type: str = "cuda",
 ) -> Rehearsal:
     """Rehearse a step of one pipeline rank, with `micro_batches` of a data-parallel rank."""
-    layout = rehearsal.with_few_replicas(layout)
+    layout = layout.with_few_replicas()  # further ones change nothing
     on = _PipelineRank(work, config, layout, rank, device_type)
     short = _shortened(on)
     plan = short.plan
@@ -311,7 +311,7 @@ def _place_stages(
     dry_run = rehearsal.dry_run_of(tracker, mesh, on.device_type)
     facts = on.work.facts_of(short.model)
     site = rehearsal.prepared_site(facts, on.layout, on.config, dry_run)
-    local = local_stages(site, mesh, short.plan)
+    local = local_stages(site, mesh["pipeline"], short.plan)
     own = local.held.named_parameters()
     expert = site.axis(ExpertAxis)
     experts = None if expert is None else expert.held

@@ -98,7 +98,7 @@ class LossCheck:
         self.left -= 1
         # Ranks that gather units and exchange rows together take rank 0's batch. Those of a
         # pipeline have the same one already, and those in its middle have none.
-        if max(placed.layout.shard, placed.layout.expert) > 1 and placed.layout.pipeline == 1:
+        if placed.layout.meets_in_passes and not placed.layout.has_stages:
             box = [
                 tree_map_only(Tensor, Tensor.cpu, micro_batches[0].batch)
                 if is_main_process()
@@ -190,7 +190,7 @@ class LossCheck:
         placed = self._placed
         losses = _Losses()
         observed = placed.objective.observed
-        piped = placed.layout.pipeline > 1
+        piped = placed.layout.has_stages
         last_stage_begun = failed = False
 
         def begin_last_stage(_part: nn.Module, _args: Any) -> None:

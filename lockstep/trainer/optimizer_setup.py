@@ -101,7 +101,7 @@ def make_optimizer(
         )
     if optim.updates_parts(optimizer):
         optim.check_cut(type(optimizer))
-    if placed.layout.shard > 1:
+    if placed.layout.shards_parameters:
         optim.check_shardable(optimizer)
     if share := getattr(optimizer, "share_among", None):
         share(placed.groups_alike())

@@ -82,7 +82,7 @@ def apply(trainer: "Trainer", switches: frozenset[str], model: torch.nn.Module) 
     for name, change in _CHANGES.items():
         if name in switches:
             change(trainer)
-    if CHAIN in switches and trainer.placed.layout.pipeline == 1:
+    if CHAIN in switches and not trainer.placed.layout.has_stages:
         segments = pipeline_segments_of(model)
         if segments is not None:
             model.forward = _chain(segments)

@@ -118,7 +118,7 @@ class FlowRecorder:
     def _watch_parameters(self) -> None:
         """Watch the gradient of each parameter that is complete on this rank."""
         placed = self._trainer.placed
-        if placed.layout.shard > 1 or placed.layout.pipeline > 1:
+        if placed.layout.shards_parameters or placed.layout.has_stages:
             return
         for name, parameter in placed.parameters.items():
             if parameter.requires_grad and not isinstance(parameter, DTensor):
@@ -450,7 +450,8 @@ class FlowRecorder:
         )
         if self._reference is not None and self.flow.deviations:
             first = self.flow.deviations[0]
-            if first.stage in (FORWARD, LOSS) and self._trainer.layout.shard == 1:
+            is_of_forward = first.stage in (FORWARD, LOSS)
+            if is_of_forward and not self._trainer.layout.shards_parameters:
                 line = recorded_flow.first_line(
                     self.stored.operations, self._reference.operations, first
                 )

@@ -314,7 +314,7 @@ class _ComparedSteps:
                 self._flow.see_reduced(self._observer.gradients, stored, facts.scale)
         report = RankReport(
             rank=collectives.rank(),
-            replica=self._replica(),
+            replica=self._trainer.layout.pieces_of(collectives.rank()),
             facts=facts,
             pieces={**pieces, "start": at_start},
             fingerprints=self._observer.fingerprints,
@@ -357,17 +357,6 @@ class _ComparedSteps:
             rate = max(facts.learning_rate, reference.learning_rate)
             tolerance = Tolerance(rate, self._messages, facts.scale)
         return comparisons.compare_with_reference(placed, gradients, stored, tolerance), ""
-
-    def _replica(self) -> tuple[int, int, int]:
-        """Return what ranks have in common that hold the same pieces of tensors.
-
-        These are the stage of the pipeline, the shard, and the piece along the tensor axis. Of 8
-        ranks of `pipeline:2*fsdp:2*tensor:2`, rank 5 is (1, 0, 1).
-        """
-        layout = self._trainer.layout
-        batch_rank, piece = divmod(collectives.rank(), layout.same_batch_size)
-        stage = batch_rank // layout.data_parallel_size
-        return stage, batch_rank % layout.shard, piece % layout.tensor
 
 
 # ---- the trainer of a case ----

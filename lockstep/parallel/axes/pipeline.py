@@ -73,4 +73,5 @@ class PipelineAxis(Axis):
         return None if site.layout.is_one_group else cls(site)
 
     def place(self) -> ParallelModel | None:
-        return place_stages(self.site)
+        assert self.site.mesh is not None
+        return place_stages(self.site, self.site.mesh[self.name])

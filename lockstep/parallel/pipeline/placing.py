@@ -67,29 +67,27 @@ class _GradientSums:
     trees: StageTrees | None  # that sum under `reproducible`
 
 
-def place_stages(site: Site) -> ParallelModel:
-    """Place a model as stages.
+def place_stages(site: Site, pipeline: DeviceMesh) -> ParallelModel:
+    """Place a model as stages, over the ranks of this rank's pipeline.
 
     Afterwards this rank keeps only descriptions of other ranks' parameters.
     """
-    mesh = site.mesh
-    assert mesh is not None
-    plan = plan_of(site.facts, site.layout.pipeline, site.config)
+    plan = plan_of(site.facts, pipeline.size(), site.config)
     uses = plan.uses()
     halves, lines = splits_backward(plan, uses, site.config)
     site.log_lines.append(
         f"pipeline: {plan.facts.name}, {len(plan.parts.stages)} stages on"
-        f" {site.layout.pipeline} ranks\n{plan.table()}"
+        f" {pipeline.size()} ranks\n{plan.table()}"
     )
     site.log_lines.extend(lines)
 
-    local = local_stages(site, mesh, plan)
+    local = local_stages(site, pipeline, plan)
     last = next((part for part in local.parts if part.is_last), None)
     if last is not None and site.loss is not None:  # after FSDP2, which leaves it unsharded
         last.hold(site.loss.module)
-    sums = _gradient_sums(site, local, uses, mesh)
-    runner = _runner(site, local, sums, mesh["pipeline"].get_group(), halves=halves)
-    placed = _as_parallel_model(site, local, sums, runner, mesh)
+    sums = _gradient_sums(site, local, uses)
+    runner = _runner(site, local, sums, pipeline.get_group(), halves=halves)
+    placed = _as_parallel_model(site, local, sums, runner, pipeline)
     if site.loss is None:
         return placed
 
@@ -102,11 +100,13 @@ def place_stages(site: Site) -> ParallelModel:
     return replace(placed, buffers=own)
 
 
-def _gradient_sums(site: Site, local: LocalStages, uses: Uses, mesh: DeviceMesh) -> _GradientSums:
+def _gradient_sums(site: Site, local: LocalStages, uses: Uses) -> _GradientSums:
     """Return how gradients are summed: up trees under `reproducible`, else as they are added.
 
     `uses`: the stages that use each parameter.
     """
+    mesh = site.mesh
+    assert mesh is not None
     groups = stage_parameters.groups_that_share(
         local.plan.across(), mesh.mesh.flatten(1).T.tolist()
     )
@@ -129,14 +129,15 @@ def _gradient_sums(site: Site, local: LocalStages, uses: Uses, mesh: DeviceMesh)
 
 
 def _as_parallel_model(
-    site: Site, local: LocalStages, sums: _GradientSums, runner: Runner, mesh: DeviceMesh
+    site: Site, local: LocalStages, sums: _GradientSums, runner: Runner, pipeline: DeviceMesh
 ) -> ParallelModel:
     """Return this rank's stages as the step sees them."""
     held = local.held
-    rank = mesh["pipeline"].get_local_rank()
-    norm_groups = [mesh["pipeline"].get_group()]
-    if site.layout.shard > 1:
-        norm_groups.insert(0, mesh["shard"].get_group())
+    rank = pipeline.get_local_rank()
+    norm_groups = [pipeline.get_group()]
+    shards = _shards(site)
+    if shards is not None:
+        norm_groups.insert(0, shards)
     persistent = local.plan.model.persistent
     return ParallelModel(
         layout=site.layout,
@@ -159,9 +160,15 @@ def _as_parallel_model(
     )
 
 
-def local_stages(site: Site, mesh: DeviceMesh, plan: PipelinePlan) -> LocalStages:
+def _shards(site: Site) -> dist.ProcessGroup | None:
+    """Return the ranks that hold the other shares of this rank's parameters; None: none do."""
+    assert site.mesh is not None
+    return site.mesh["shard"].get_group() if site.layout.shards_parameters else None
+
+
+def local_stages(site: Site, pipeline: DeviceMesh, plan: PipelinePlan) -> LocalStages:
     """Keep this rank's stages, release the others, and shard or replicate the kept ones."""
-    rank = mesh["pipeline"].get_local_rank()
+    rank = pipeline.get_local_rank()
     held = stage_parameters.stage_parameters_of(
         rank, plan.model, plan.segments, plan.stage_of, plan.parts.ranks
     )
@@ -177,13 +184,13 @@ def local_stages(site: Site, mesh: DeviceMesh, plan: PipelinePlan) -> LocalStage
     if shard is None:
         return LocalStages(plan, held, parts, shard=None, frees=False, unit=None)
 
-    several = site.layout.shard > 1
+    several = site.layout.shards_parameters
     strategy = site.config.distributed.fsdp.sharding_strategy
     frees = several and strategy in ("full_shard", "hybrid_shard")
     inner = [(unit.name, unit.module) for unit in site.units[:-1]]
     unit, sharded, lines = shard_stages(parts, held, inner, shard.cut_stage, frees)
     site.log_lines.extend(lines)
-    shards = mesh["shard"].get_group() if several and site.dry_run is None else None
+    shards = None if site.dry_run is not None else _shards(site)
     for units in sharded:
         watch_stage(units, shards, site.device)
     return LocalStages(plan, held, parts, shard, frees, unit)
@@ -244,7 +251,8 @@ def _runner(
     objects_on = object_device(site.device)
     tensor = site.axis(TensorAxis)
     knows_batches = parts[0].is_first and (tensor is None or tensor.cuts.cut.rank == 0)
-    schedule = plan.facts.name, site.layout.pipeline, options.stages_per_rank
+    ranks = dist.get_world_size(group)
+    schedule = plan.facts.name, ranks, options.stages_per_rank
     rank = dist.get_rank(group)
     runner = Runner(
         parts,
@@ -258,7 +266,7 @@ def _runner(
         Shapes(site.rank, site.ranks, knows_batches, objects_on, together=bool(site.spread)),
         program=lambda count: program_of(*schedule, count, rank),
         forward_program=lambda count: forward_program_of(*schedule, count, rank),
-        padded=cache(partial(plan.facts.padded, ranks=site.layout.pipeline, stages=stages)),
+        padded=cache(partial(plan.facts.padded, ranks=ranks, stages=stages)),
         halves=halves,
         per_run=options.n_microbatches,
         shared_unit=local.unit,
