@@ -99,6 +99,11 @@ class Layout:
         return self.shard > 1
 
     @property
+    def cuts_sequences(self) -> bool:
+        """Return whether a rank has a part of each sequence alone."""
+        return self.context > 1
+
+    @property
     def meets_in_passes(self) -> bool:
         """Return whether ranks gather parameters, or exchange rows of experts, in each pass."""
         return max(self.shard, self.expert) > 1

@@ -38,7 +38,6 @@ from torch import Tensor, nn
 
 from lockstep.errors import UsageError, listed
 from lockstep.models.attention import Attend, SequenceBernoulli, SequenceMean
-from lockstep.models.hf_layers import advice_for_object
 from lockstep.models.language import TokenLosses
 from lockstep.models.objective import Objective
 from lockstep.parallel.changes import replace_method
@@ -52,31 +51,6 @@ from lockstep.tensors import local
 from lockstep.torch_compat.pytree import tree_map
 
 _FLOAT = 4  # bytes of a number of a gradient
-
-
-def sequence_plan(facts: ModelFacts) -> Mapping[str, int]:
-    """Return name of a batch's part → the dim of its sequence.
-
-    The model must have a plan and a module that attends; else this is a UsageError.
-    """
-    model = facts.model
-    plan = facts.context_plan
-    if plan and any(isinstance(module, Attend) for module in model.modules()):
-        return plan
-    missing = (
-        "does not say how its sequences are cut"
-        if plan is None
-        else "has no lockstep.models.attention.Attend"
-    )
-    what = f"sequences of {type(model).__name__} can't be cut over ranks: it {missing}"
-    why = "each rank has a part of every sequence, and positions meet in attention"
-    fix = (
-        "let its attention be self.attend = Attend(), called as self.attend(q, k, v), and give it"
-        " context_plan() "
-    )
-    fix += '-> {"input_ids": 1, "targets": 1}: the dims of a batch along which its sequences lie'
-    fix = advice_for_object(model, "context") or fix
-    raise UsageError(what, where="distributed.context_size", why=why, fix=fix)
 
 
 def refuse_loss_weights(loss: LossWeights) -> None:

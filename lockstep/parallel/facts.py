@@ -20,7 +20,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from lockstep.errors import UsageError
+from lockstep.models.attention import Attend
 from lockstep.models.hf_decoder import decoder_segments
+from lockstep.models.hf_layers import advice_for_object
 from lockstep.models.loss_modules import LossModule, read_loss
 from lockstep.models.objective import Objective
 from lockstep.models.protocol import Borrowed, no_chain, offers_of
@@ -105,6 +108,16 @@ class ModelFacts:
             raise no_chain(self.model)
         return self.chain
 
+    def required_context_plan(self) -> Mapping[str, int]:
+        """Return name of a batch's part → the dim along which its sequences lie.
+
+        Raises UsageError: the model does not say, or has no module that attends.
+        """
+        plan = self.context_plan
+        if not plan or not any(isinstance(module, Attend) for module in self.model.modules()):
+            raise _uncut_sequences(self.model, plan)
+        return plan
+
     def after_new_parameters(self) -> "ModelFacts":
         """Return the facts with the identities of the current parameters.
 
@@ -112,6 +125,24 @@ class ModelFacts:
         """
         names, _ = canonical_names(self.model)
         return replace(self, names=names, on_meta=False)
+
+
+def _uncut_sequences(model: nn.Module, plan: Mapping[str, int] | None) -> UsageError:
+    """Return the error for a model whose sequences can't be cut over ranks."""
+    missing = (
+        "does not say how its sequences are cut"
+        if plan is None
+        else "has no lockstep.models.attention.Attend"
+    )
+    what = f"sequences of {type(model).__name__} can't be cut over ranks: it {missing}"
+    why = "each rank has a part of every sequence, and positions meet in attention"
+    fix = (
+        "let its attention be self.attend = Attend(), called as self.attend(q, k, v), and give it"
+        ' context_plan() -> {"input_ids": 1, "targets": 1}: the dims of a batch along which its'
+        " sequences lie"
+    )
+    fix = advice_for_object(model, "context") or fix
+    return UsageError(what, where="distributed.context_size", why=why, fix=fix)
 
 
 def canonical_names(model: nn.Module) -> tuple[dict[int, str], dict[str, list[str]]]:

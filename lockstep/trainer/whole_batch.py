@@ -63,7 +63,7 @@ class WholeBatchSteps:
     """
 
     def __init__(self, placed: ParallelModel, loss: WholeBatch) -> None:
-        if placed.local_training is not None or placed.layout.context > 1:
+        if placed.local_training is not None or placed.layout.cuts_sequences:
             on = (
                 "on context ranks"
                 if placed.local_training is None

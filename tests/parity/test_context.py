@@ -16,7 +16,7 @@ from lockstep.layout import Layout
 from lockstep.models.attention import Attend
 from lockstep.models.bdh import PastAttention
 from lockstep.models.protocol import objective_of
-from lockstep.parallel.context import apply_context, cut_objective, sequence_plan
+from lockstep.parallel.context import apply_context, cut_objective
 from lockstep.parallel.context_attention import SequenceCut, cut_attention
 from lockstep.parallel.facts import facts_of
 from lockstep.strategy import parse_topology, resolve
@@ -185,11 +185,11 @@ def test_a_model_that_can_not_be_cut_is_refused() -> None:
     with pytest.raises(
         UsageError, match="sequences of Linear can't be cut over ranks: it does not say how"
     ):
-        sequence_plan(facts_of(nn.Linear(2, 2)))
+        facts_of(nn.Linear(2, 2)).required_context_plan()
     model = nn.Linear(2, 2)
     model.context_plan = lambda: {"x": 1}  # type: ignore[assignment]
     with pytest.raises(UsageError, match=r"it has no lockstep\.models\.attention\.Attend"):
-        sequence_plan(facts_of(model))
+        facts_of(model).required_context_plan()
     with pytest.raises(
         UsageError, match="the model, a Own, owns parameters, and can't run chunk by chunk"
     ):
@@ -298,9 +298,9 @@ def test_families_whose_attention_does_more_are_refused() -> None:
         ("mistral", "it attends within a window"),
     ):
         with pytest.raises(UsageError, match=says):
-            sequence_plan(facts_of(language_model(f"hf:{family}")))
+            facts_of(language_model(f"hf:{family}")).required_context_plan()
     with pytest.raises(UsageError, match="it has attention_dropout"):
-        sequence_plan(facts_of(language_model("hf:llama", attention_dropout=0.1)))
+        facts_of(language_model("hf:llama", attention_dropout=0.1)).required_context_plan()
 
 
 def refused(length: int, settings: dict[str, Any], **args: Any) -> str:

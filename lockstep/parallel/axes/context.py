@@ -23,7 +23,6 @@ from lockstep.parallel.context import (
     apply_context,
     cut_objective,
     refuse_loss_weights,
-    sequence_plan,
     sum_gradients,
 )
 from lockstep.parallel.parallel_model import ParallelModel
@@ -49,7 +48,7 @@ class ContextAxis(Axis):
         several = site.layout.context > 1
         if not several and blocks in (None, 1):
             return None
-        plan = sequence_plan(site.facts)
+        plan = site.facts.required_context_plan()
         if blocks is not None and site.loss is not None:
             refuse_loss_weights(site.loss)
         group = site.mesh["context"].get_group() if site.mesh is not None and several else None
