@@ -174,6 +174,7 @@ IDIOMS = (
 # not here were first given to the mended one.
 RIGHT = "right"
 FIRST_TRY: dict[str, str] = {
+    "own_shards": "learning rate",
     "gpt": "crash: too many fds",
     "gpt penalty": "crash: too many fds",
     "lightning_defaults": "gradient synchronisation",

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep.errors import RunError
 from lockstep.verify.comparison_result import Outcome
@@ -12,6 +13,7 @@ from lockstep.verify.script.comparison import ScriptComparison
 from lockstep.verify.script.record import ScriptRecord, TensorPiece
 from lockstep.verify.script.runs import Runs
 from lockstep.verify.script.task import ScriptTask
+from lockstep.verify.script.values import say_length
 from lockstep.verify.script.world import World
 
 
@@ -37,3 +39,12 @@ def test_ranks_that_run_once_more_take_no_step_beyond_the_one_that_differs(tmp_p
     with pytest.raises(RunError):
         comparison.rerun("with each operation traced", 1, traced=True)
     assert [(task.steps, task.conditions.traced) for task in taken] == [(2, True)]
+
+
+def test_a_loader_says_a_length_of_another_run_and_gives_the_batches_that_it_has() -> None:
+    """A schedule asks for it: with a rank's number of batches one process has the rank's rate."""
+    loader = DataLoader(TensorDataset(torch.arange(7)), batch_size=2)
+    say_length(loader, 3)
+    assert len(loader) == 3
+    assert len([*loader]) == 4
+    assert len(DataLoader(TensorDataset(torch.arange(7)), batch_size=2)) == 4

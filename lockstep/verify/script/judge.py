@@ -144,6 +144,7 @@ class _Judgement(ScriptComparison):
             outcome.causes.append(cause)
         self._compare(reference)
         self._excuse_factors_that_cancel()
+        self._excuse_schedules_of_other_lengths()
         if not outcome.not_judged and self.records[0].passes[0] > 1:
             check_accumulation(self, reference)
 
@@ -475,6 +476,40 @@ class _Judgement(ScriptComparison):
             excused = replace(cause, text=text, found_by=[*cause.found_by, by], is_error=False)
             self.outcome.causes.append(excused)
 
+    def _excuse_schedules_of_other_lengths(self) -> None:
+        """Take a learning rate for right whose schedule is as long as a rank's loader.
+
+        Numbers of batches are rounded: of 25 samples two ranks have 4 and 3 batches of 4, and one
+        process has 4 of 8. One process whose loaders say that they have a rank's number of batches
+        then steps with the rate of the ranks.
+        """
+        causes = [cause for cause in self.outcome.causes if cause.is_error]
+        if [cause.kind for cause in causes] != [LEARNING_RATE]:
+            return
+        of_ranks = [_batches_of_loaders(record) for record in self.records]
+        for choose in (min, max):
+            lengths = {
+                loader: choose(of_rank.get(loader, 0) for of_rank in of_ranks)
+                for loader in of_ranks[0]
+            }
+            if not all(lengths.values()):
+                return
+            given = replace(self.given, settings=(), gradients=(), lengths=lengths)
+            what = f"with loaders of {listed(sorted(map(str, set(lengths.values()))))} batches"
+            own = self.alone(what, [self.feed], given=given)[0]
+            if settings_cause(self.records, own) is not None:
+                continue
+            (cause,) = causes
+            self.outcome.causes.remove(cause)
+            text = (
+                f"{cause.text}; the schedule is as long as a rank's loader: one process, whose"
+                " number of batches is rounded otherwise, has the same rate with that length"
+            )
+            by = "the rate of one process whose loaders say that they are as long as a rank's"
+            excused = replace(cause, text=text, found_by=[*cause.found_by, by], is_error=False)
+            self.outcome.causes.append(excused)
+            return
+
     def _moved_by_last_bits(self, reference: ScriptRecord) -> list[tuple[float, float]]:
         """Return how far changed last bits of weights move gradients and updates, step by step."""
         nudged = self.alone("with other last bits in its weights", [self.feed], nudged=True)[0]
@@ -515,3 +550,12 @@ class _Judgement(ScriptComparison):
         self.outcome.causes.append(Cause(kind, text, [by], is_error=False, column=kind))
         if first is not None:
             explain(self, first, mean)
+
+
+def _batches_of_loaders(record: ScriptRecord) -> dict[int, int]:
+    """Return how many batches each training loader of a rank has, where `len` says it."""
+    return {
+        loader: record.lengths[loader][0] // record.asked[loader]
+        for loader in record.training_loaders
+        if loader in record.lengths and record.asked.get(loader)
+    }

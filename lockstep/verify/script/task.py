@@ -34,6 +34,8 @@ class GivenValues:
     samples: Path | None = None  # the folder of the records that `feed` names
     # loader → batch size with which it is made
     sizes: Mapping[int, int] = field(default_factory=dict)
+    # loader → number of batches that `len` says it has, as a schedule asks for it
+    lengths: Mapping[int, int] = field(default_factory=dict)
     # what ranks drew for these batches, and gets one process that takes them
     draws: Draws = field(default_factory=dict)
     # ranks whose passes a process takes in turn, where samples come from no loader; else together

@@ -196,6 +196,8 @@ class ObservedLoaders:
         with suppress(Exception):  # streams have no length
             size = loader.batch_size or loader.batch_sampler.batch_size
             self._record.lengths[number] = (len(loader) * size, len(loader.dataset))
+        if number in self._task.given.lengths:
+            say_length(loader, self._task.given.lengths[number])
         if getattr(loader.sampler, "replacement", False):
             self._record.replacing.add(number)
         if isinstance(loader.collate_fn, _Collate):
@@ -272,6 +274,12 @@ class ObservedLoaders:
         read = self._record.batches.setdefault(loader, [])
         read.append([fingerprint(sample) for sample in samples] if in_batches else rows(samples))
         return samples
+
+
+def say_length(loader: Any, batches: int) -> None:
+    """Let `len` say that a loader has so many batches; it gives those that it has."""
+    kind = type(loader)
+    loader.__class__ = type(kind.__name__, (kind,), {"__len__": lambda _self: batches})
 
 
 class _Collate:
