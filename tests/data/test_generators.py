@@ -291,7 +291,7 @@ def test_what_an_object_raises_when_it_is_asked_for_attributes_is_passed_over() 
 
     assert set(generators_of(Holding())) == {"own", "odd.kept"}
     assert attributes_of(odd) is None
-    assert hidden_parameters(functools.partial(print, odd)) == []
+    assert hidden_parameters(functools.partial(print, odd), ()) == []
     watched = nn.Linear(1, 1)
     watched.odd = odd
     changes = AttributeChanges([watched])

@@ -21,6 +21,7 @@ class Section:
     args: dict[str, Any] = field(default_factory=dict)
     auto: str | None = None
     lora: None = None
+    adapter: None = None
 
 
 class Plain(nn.Module):

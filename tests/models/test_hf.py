@@ -16,7 +16,6 @@ from lockstep.models.chain import run_segment
 from lockstep.models.hf_layers import ATTENDING
 from lockstep.models.language import generate
 from lockstep.models.protocol import require_segments, segments_of
-from lockstep.parallel.axes import context
 from lockstep.parallel.facts import facts_of
 from lockstep.parallel.initial import to_empty
 from tests.hosts import REPOSITORY
@@ -410,7 +409,7 @@ def test_a_refusal_of_the_librarys_object_names_what_can_be_cut(
 
     def plan_of(model: nn.Module) -> Any:
         facts = facts_of(model)
-        return context.plan_of(facts) if axis == "context" else facts.tensor_plan
+        return facts.required_context_plan() if axis == "context" else facts.tensor_plan
 
     model: Any = decoder(family, attention_dropout=0.0)
     if axis == "tensor" and not hasattr(model.get_input_embeddings(), "embed_scale"):
@@ -427,7 +426,7 @@ def test_a_refusal_of_another_family_names_those_whose_sequences_can_be_cut() ->
     with pytest.raises(
         UsageError, match=r"do: write context_size: 1, or use one of hf:llama, hf:mistral"
     ):
-        context.plan_of(facts_of(decoder("mixtral")))
+        facts_of(decoder("mixtral")).required_context_plan()
 
 
 @cut_families

@@ -21,6 +21,7 @@ NOT_KEYWORDS = {
     "model.name",
     "model.args",
     "model.auto",
+    "model.adapter",
     "model.lora",
     "data.name",
     "data.args",
