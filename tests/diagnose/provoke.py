@@ -2,6 +2,7 @@
 two ranks.
 """
 
+import _thread
 import ctypes
 import datetime
 import io
@@ -288,7 +289,8 @@ def _threads() -> None:
     with _limit(resource.RLIMIT_AS, used + 32 * 2**20):
         try:
             for _ in range(100):
-                threading.Thread(target=gone.wait, daemon=True).start()
+                # `Thread.start` would wait for ever for one that starts and is refused memory
+                _thread.start_new_thread(gone.wait, ())
         finally:
             gone.set()
 
