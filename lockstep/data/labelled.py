@@ -66,7 +66,7 @@ class _LabelledRow:
 
 @dataclass(frozen=True)
 class Labels:
-    """What the labels of a data set are.
+    """The labels of a data set: what is learned of them, and their names.
 
     Args:
         learned: what is learned of them.

@@ -197,8 +197,12 @@ def _import_more(usual: Callable[[], None], also: Sequence[str]) -> None:
 
 def _threads() -> int:
     """Return the threads of this process, but for those that forks are safe from."""
-    names = [Path(f"/proc/self/task/{task}/comm") for task in os.listdir("/proc/self/task")]
-    return sum(name.read_text().strip() not in _SAFE_THREADS for name in names)
+    number = 0
+    for task in os.listdir("/proc/self/task"):
+        with suppress(FileNotFoundError):  # it has ended meanwhile
+            name = Path(f"/proc/self/task/{task}/comm").read_text().strip()
+            number += name not in _SAFE_THREADS
+    return number
 
 
 def _end_threads_that_expect_forks() -> None:

@@ -86,7 +86,7 @@ def explain_index(
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a number stands in a batch."""
+    """The place of a number in a batch."""
 
     row: int  # of the sample
     path: str  # the member, and the position in the sample: targets[9]

@@ -17,10 +17,12 @@ Tests: tests/models/test_out_of_range.py
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lockstep.models import observed
@@ -65,11 +67,11 @@ def misuse_of(error: BaseException) -> Misuse | None:
     if about_index is not None:
         number = int(about_index[1] or about_index[3])
         size = int(about_index[2] or about_index[4])
-        is_outside = lambda member: member == number  # noqa: E731
+        is_outside = partial(torch.eq, other=number)
     elif _ABOVE in text:
-        is_outside = lambda member: member == member.max()  # noqa: E731
+        is_outside = _is_largest
     elif _BELOW in text:
-        is_outside = lambda member: member < 0  # noqa: E731
+        is_outside = partial(torch.lt, other=0)
     elif _PROBABILITY in text:
         is_outside = odd
     else:
@@ -80,6 +82,11 @@ def misuse_of(error: BaseException) -> Misuse | None:
     tensors = [each for each in _tensors(list(frame.f_locals.values()), 3) if _is_readable(each)]
     where = f"{Path(frame.f_code.co_filename).name}, line {line}"
     return Misuse(is_outside, _PROBABILITY in text, size, tensors, where)
+
+
+def _is_largest(values: Tensor) -> Tensor:
+    """Return which values are the largest: torch says that one is too large, and not which."""
+    return values == values.max()
 
 
 def odd(values: Tensor) -> Tensor:

@@ -142,10 +142,10 @@ def _read(file: Path, *, only_shapes: bool) -> dict[str, Tensor]:
     try:
         with safe_open(file, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118 — it is no mapping
-                shape = opened.get_slice(name).get_shape()
-                tensor = torch.empty(shape, device="meta")
                 tensors[name.removeprefix(_OF_PEFT)] = (
-                    tensor if only_shapes else opened.get_tensor(name)
+                    torch.empty(opened.get_slice(name).get_shape(), device="meta")
+                    if only_shapes
+                    else opened.get_tensor(name)
                 )
     except (SafetensorError, OSError) as error:
         raise UsageError(

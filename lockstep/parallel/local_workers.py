@@ -32,7 +32,13 @@ from lockstep.data.batches import MicroBatch, assign_contiguous
 from lockstep.division import ceil_div, round_up
 from lockstep.errors import UsageError
 from lockstep.parallel.comm import all_gather_flat
-from lockstep.parallel.loss_accumulator import Loss, LossAccumulator, Number, number
+from lockstep.parallel.loss_accumulator import (
+    Loss,
+    LossAccumulator,
+    Number,
+    divisor_of,
+    number,
+)
 from lockstep.parallel.parallel_model import ModelUpdate, ParallelModel
 from lockstep.parallel.passes import RunMicroBatch
 from lockstep.precision import DTYPES
@@ -407,9 +413,9 @@ class LocalWorkers:
     def _update(self, worker: Worker, factor: float, accumulator: LossAccumulator) -> ModelUpdate:
         """Return a worker's update: the mean over its own valid targets, and the norm of that."""
         count = torch.as_tensor(
-            self._count, dtype=torch.float64, device=self._placed.random_state.device
+            divisor_of(self._count), dtype=torch.float64, device=self._placed.random_state.device
         )
-        to_mean = (1.0 / factor / torch.where(count == 0, 1.0, count)).float()
+        to_mean = (1.0 / factor / count).float()
         gradients = self._placed.gradients()
         norm = torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros_like(to_mean)
         assert isinstance(accumulator, WorkersLossAccumulator)

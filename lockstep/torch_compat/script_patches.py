@@ -80,19 +80,35 @@ def patch_clipping(around: Around) -> Undo:
     return _all_of(undo)
 
 
-def _outermost(around: Around) -> Around:
-    """Return what leaves calls within another call alone."""
-    depth = [0]
+class _Nesting:
+    """Tells a call that a script makes from one that is made within it."""
 
-    def observed(call: Callable[[], Any], first: Any) -> Any:
-        def deeper() -> Any:
-            depth[0] += 1
+    def __init__(self) -> None:
+        self._depth = 0
+
+    def is_within(self) -> bool:
+        """Return whether a call runs."""
+        return self._depth > 0
+
+    def entered(self, call: Callable[[], Any]) -> Callable[[], Any]:
+        """Return the call, within which others are."""
+
+        def inner() -> Any:
+            self._depth += 1
             try:
                 return call()
             finally:
-                depth[0] -= 1
+                self._depth -= 1
 
-        return call() if depth[0] else around(deeper, first)
+        return inner
+
+
+def _outermost(around: Around) -> Around:
+    """Return what leaves calls within another call alone."""
+    nesting = _Nesting()
+
+    def observed(call: Callable[[], Any], first: Any) -> Any:
+        return call() if nesting.is_within() else around(nesting.entered(call), first)
 
     return observed
 
@@ -470,17 +486,10 @@ def patch_draws(drawn: Drawn) -> None:
 
 def _not_within_draws(drawn: Drawn) -> Drawn:
     """Return what leaves a draw within another alone, as `random.randint` calls `randrange`."""
-    depth = [0]
+    nesting = _Nesting()
 
     def observed(name: str, call: Callable[[], Any]) -> Any:
-        def deeper() -> Any:
-            depth[0] += 1
-            try:
-                return call()
-            finally:
-                depth[0] -= 1
-
-        return call() if depth[0] else drawn(name, deeper)
+        return call() if nesting.is_within() else drawn(name, nesting.entered(call))
 
     return observed
 

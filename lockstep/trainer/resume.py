@@ -21,7 +21,7 @@ from lockstep.trainer.run_state import RunState
 
 
 class ChosenCheckpoint(NamedTuple):
-    """Where a run resumes."""
+    """The checkpoint from which a run goes on, if there is one."""
 
     path: checkpoint.CheckpointPath | None  # None: nowhere
     # whether all ranks have just compared its checksums together, so that `load` need not

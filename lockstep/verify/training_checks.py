@@ -61,7 +61,7 @@ class TrainingChecks:
 
     @property
     def findings(self) -> dict[str, LoopFinding]:
-        """What was found, by its kind."""
+        """The findings so far, by their kind."""
         return self._log.findings
 
     @property

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from lockstep.config.flags import apply_flags
+from lockstep.environment import WORLD
 from lockstep.errors import UsageError, only_user_code
+from lockstep.launch.explanations import add_explanation
 from tests.forked import Forked
 from tests.launch.shared import environment
 from tests.ranks import REPOSITORY
@@ -74,3 +76,14 @@ def test_a_notebook_shows_the_users_lines_alone() -> None:
     assert __file__ in shown
     assert "flags.py" not in shown
     assert only_user_code(None) is None
+
+
+@pytest.mark.parametrize("world", ["", "world.json"])
+def test_a_rank_that_may_survive_does_not_look_its_error_up(
+    world: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It forgets the error if it goes on; if not, it is explained as the process ends."""
+    monkeypatch.setenv(WORLD, world)
+    error = RuntimeError("can't start new thread")
+    add_explanation(error)
+    assert bool(getattr(error, "__notes__", [])) == (not world)

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.utils.data import TensorDataset
 
 from lockstep.config import Config, check, config_from
 from lockstep.errors import UsageError
@@ -262,6 +264,33 @@ def test_another_number_of_workers_can_not_go_on(tmp_path: Path) -> None:
     first.save_checkpoint(tmp_path)
     with pytest.raises(UsageError, match=r"2 workers, and this run has 4(.|\n)*diloco.workers: 2"):
         trainer_for({"distributed.diloco.workers": 4}).load_checkpoint(tmp_path)
+
+
+def trained_with_weights(scale: float) -> list[float]:
+    """The values of a classifier after four steps of two workers, by its classes' weights."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    weights = scale * torch.tensor([1.0, 2.0, 0.5])
+    trainer = Trainer(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        nn.CrossEntropyLoss(weight=weights),
+        strategy="diloco",
+        device="cpu",
+        batch_size=4,
+        global_batch_size=8,
+        max_steps=4,
+    )
+    inputs = torch.randn(32, 4, generator=torch.Generator().manual_seed(1))
+    trainer.train(TensorDataset(inputs, torch.arange(32) % 3))
+    return [v for p in trainer.placed.parameters.values() for v in p.flatten().tolist()]
+
+
+def test_weights_that_add_up_to_less_than_one_are_divided_by() -> None:
+    """Their mean is that of any multiple of them; sums below 1 were once taken for 1."""
+    expected = trained_with_weights(1.0)
+    # a float32 rounds by 6e-8, and four steps add up some of it
+    assert trained_with_weights(1e-3) == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
 
 def diloco(**settings: Any) -> Config:

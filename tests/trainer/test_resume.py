@@ -18,11 +18,12 @@ import yaml
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from lockstep import recovery_clock
 from lockstep.checkpoint import digest, restore
 from lockstep.checkpoint.manifest import problems_of_files
 from lockstep.errors import UsageError
 from lockstep.records import RunDirectory
-from lockstep.trainer import Trainer
+from lockstep.trainer import Trainer, loss_check
 from tests.forked import Forked, lockstep
 from tests.ranks import run_ranks
 
@@ -238,6 +239,20 @@ def test_a_resumed_run_reads_its_checkpoint_for_checksums_once(
     (checkpoint,) = (saved / "checkpoints").glob("step-*")
     trainer(saved).load_checkpoint(checkpoint)
     assert compared == [True] * 3, "one that is named is not chosen by its checksums"
+
+
+def test_the_survivors_of_a_death_do_not_check_the_loss_again(saved: Path) -> None:
+    """It was checked in the run's first steps; ranks that are started again check it."""
+    again = trainer(saved, max_steps=6)
+    again.resume("auto")
+    assert again.loss_check.left == loss_check.STEPS
+    recovery_clock.begin(died=0.0, noticed=0.0)
+    try:
+        survivor = trainer(saved, max_steps=6)
+        survivor.resume("auto")
+    finally:
+        recovery_clock.take()
+    assert survivor.loss_check.left == 0
 
 
 def test_a_trainer_goes_on_by_itself_only_from_its_start(saved: Path) -> None:

@@ -8,7 +8,7 @@ are without in `.conditions`; `explain` (explanation.py) names the cause.
 Tests: tests/verify/test_script.py
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from lockstep.diagnose import recognise
@@ -144,7 +144,7 @@ class _Judgement(ScriptComparison):
             outcome.causes.append(cause)
         self._compare(reference)
         self._excuse_factors_that_cancel()
-        self._excuse_schedules_of_other_lengths()
+        self._excuse_schedules_of_other_lengths(reference)
         if not outcome.not_judged and self.records[0].passes[0] > 1:
             check_accumulation(self, reference)
 
@@ -467,16 +467,25 @@ class _Judgement(ScriptComparison):
         ):
             return
         for cause in causes:
-            self.outcome.causes.remove(cause)
-            text = (
-                f"{cause.text}; rate and gradient make up for each other: one process with its own"
-                " has the same weights"
+            self._excuse(
+                cause,
+                "rate and gradient make up for each other: one process with its own has the same"
+                " weights",
+                by="weights after each step, of one process with its own learning rate",
             )
-            by = "weights after each step, of one process with its own learning rate"
-            excused = replace(cause, text=text, found_by=[*cause.found_by, by], is_error=False)
-            self.outcome.causes.append(excused)
 
-    def _excuse_schedules_of_other_lengths(self) -> None:
+    def _excuse(self, cause: Cause, why: str, *, by: str) -> None:
+        """Keep a cause as something that is no error, with the reason and how it was found."""
+        self.outcome.causes.remove(cause)
+        excused = replace(
+            cause,
+            text=f"{cause.text}; {why}",
+            found_by=[*cause.found_by, by],
+            is_error=False,
+        )
+        self.outcome.causes.append(excused)
+
+    def _excuse_schedules_of_other_lengths(self, reference: ScriptRecord) -> None:
         """Take a learning rate for right whose schedule is as long as a rank's loader.
 
         Numbers of batches are rounded: of 25 samples two ranks have 4 and 3 batches of 4, and one
@@ -487,27 +496,26 @@ class _Judgement(ScriptComparison):
         if [cause.kind for cause in causes] != [LEARNING_RATE]:
             return
         of_ranks = [_batches_of_loaders(record) for record in self.records]
+        tried = [_batches_of_loaders(reference, self.given.sizes)]
         for choose in (min, max):
             lengths = {
                 loader: choose(of_rank.get(loader, 0) for of_rank in of_ranks)
                 for loader in of_ranks[0]
             }
-            if not all(lengths.values()):
-                return
+            if not all(lengths.values()) or lengths in tried:
+                continue
+            tried.append(lengths)
             given = replace(self.given, settings=(), gradients=(), lengths=lengths)
             what = f"with loaders of {listed(sorted(map(str, set(lengths.values()))))} batches"
             own = self.alone(what, [self.feed], given=given)[0]
             if settings_cause(self.records, own) is not None:
                 continue
-            (cause,) = causes
-            self.outcome.causes.remove(cause)
-            text = (
-                f"{cause.text}; the schedule is as long as a rank's loader: one process, whose"
-                " number of batches is rounded otherwise, has the same rate with that length"
+            self._excuse(
+                causes[0],
+                "the schedule is as long as a rank's loader: one process, whose number of batches"
+                " is rounded otherwise, has the same rate with that length",
+                by="the rate of one process whose loaders say that they are as long as a rank's",
             )
-            by = "the rate of one process whose loaders say that they are as long as a rank's"
-            excused = replace(cause, text=text, found_by=[*cause.found_by, by], is_error=False)
-            self.outcome.causes.append(excused)
             return
 
     def _moved_by_last_bits(self, reference: ScriptRecord) -> list[tuple[float, float]]:
@@ -552,10 +560,16 @@ class _Judgement(ScriptComparison):
             explain(self, first, mean)
 
 
-def _batches_of_loaders(record: ScriptRecord) -> dict[int, int]:
-    """Return how many batches each training loader of a rank has, where `len` says it."""
+def _batches_of_loaders(
+    record: ScriptRecord, sizes: Mapping[int, int] | None = None
+) -> dict[int, int]:
+    """Return how many batches each training loader has, where `len` says it.
+
+    `sizes`: of the batches with which loaders were made, where the script asked for others.
+    """
+    made_with = {**record.asked, **(sizes or {})}
     return {
-        loader: record.lengths[loader][0] // record.asked[loader]
+        loader: record.lengths[loader][0] // made_with[loader]
         for loader in record.training_loaders
-        if loader in record.lengths and record.asked.get(loader)
+        if loader in record.lengths and made_with.get(loader)
     }

@@ -27,7 +27,7 @@ _TASK = "task.pt"  # file in the folder of a task
 
 @dataclass(frozen=True)
 class GivenValues:
-    """What a run is given of other runs, in place of its own samples, draws and values."""
+    """Values of other runs that a run gets in place of its own samples, draws and values."""
 
     # (loader, batch) → the recorded batches (rank, index) whose samples it gets together
     feed: Mapping[BatchKey, list[BatchKey]] = field(default_factory=dict)
@@ -69,7 +69,7 @@ class GivenValues:
 
 @dataclass(frozen=True)
 class Conditions:
-    """How a run computes: as the script is written, but for these."""
+    """Conditions under which a run computes: as the script is written, but for these."""
 
     # random numbers in forward and backward passes are the mean of their distribution
     mean_draws: bool = False
