@@ -45,6 +45,10 @@ class StoredAt:
     offset: int
     length: int
 
+    @property
+    def end(self) -> int:
+        return self.offset + self.length
+
 
 @dataclass(frozen=True)
 class StoredPart:

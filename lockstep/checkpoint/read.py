@@ -8,6 +8,7 @@ Tests: tests/checkpoint/test_ranks.py, tests/checkpoint/test_damage.py, tests/fa
 """
 
 import io
+import sys
 import zipfile
 from collections import defaultdict
 from collections.abc import Generator, Mapping, Sequence
@@ -25,7 +26,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import ReadItem
+from torch.serialization import skip_data
 
+from lockstep.checkpoint.archives import begin_of_data, form_for
 from lockstep.checkpoint.manifest import (
     JSON_LIMIT,
     METADATA,
@@ -44,9 +47,10 @@ from lockstep.checkpoint.manifest import (
 from lockstep.checkpoint.metadata import StoredAt, StoredPart, check_sizes, parse_metadata
 from lockstep.checkpoint.ranks import Ranks, narrow
 from lockstep.checkpoint.snapshot import TensorBlock
-from lockstep.checkpoint.storage import Location, read_into_buffer
+from lockstep.checkpoint.storage import Location, read_all, read_into_buffer
 from lockstep.errors import LockstepError, UsageError
 from lockstep.heartbeat.writer import went_forward
+from lockstep.models.safetensors_files import tensor_bytes
 from lockstep.torch_compat.checkpoint_format import read_items
 
 # Bytes of a block that is read whole before it is unpacked, which takes twenty reads; torch asks
@@ -94,25 +98,125 @@ class ShardedReader:
             places[place.relative_path].append(place)
         for path, of_file in places.items():
             with self.checkpoint.open(f"{self.part}/{path}") as stream:
-                for place in sorted(of_file, key=lambda place: place.offset):
-                    stored = self._load_block(stream, place)
-                    self._copy(stored, items[place], blocks)
+                for run in _runs(of_file, self._read_at_once):
+                    if run[-1].end - run[0].offset > self._read_at_once:
+                        self._read_large(stream, run[0], items[run[0]], blocks)
+                    else:
+                        self._read_run(stream, run, items, blocks)
 
-    def _load_block(self, stream: BinaryIO, place: StoredAt) -> Tensor:
-        """Return a stored block, or raise a DamagedError."""
-        file = f"{self.checkpoint}/{self.part}/{place.relative_path}"
-        archive: BinaryIO = cast(BinaryIO, _FileSlice(stream, place.offset, place.length))
+    @property
+    def _read_at_once(self) -> int:
         is_remote = self.checkpoint.storage.is_remote
-        if place.length <= (_READ_AT_ONCE_FROM_AFAR if is_remote else _READ_AT_ONCE):
-            archive = io.BytesIO(archive.read())
-        try:
-            check_block(archive, place.length)
-        except ValueError as error:
-            raise unreadable_error(file, error) from None
+        return _READ_AT_ONCE_FROM_AFAR if is_remote else _READ_AT_ONCE
+
+    def _read_run(
+        self,
+        stream: BinaryIO,
+        run: Sequence[StoredAt],
+        items: Mapping[StoredAt, Sequence[ReadItem]],
+        blocks: Mapping[str, TensorBlock],
+    ) -> None:
+        """Read stored blocks that lie one after the other at once, and copy them."""
+        first = run[0].offset
+        archives = memoryview(bytearray(run[-1].end - first))
+        stream.seek(first)
+        if (held := read_all(stream, archives)) < len(archives):
+            why = f"it ends after {first + held} bytes, and {run[-1].end} are needed"
+            raise unreadable_error(self._file_of(run[0]), why)
+        for place in run:
+            archive = archives[place.offset - first : place.end - first]
+            form = form_for(*self._kept_form(items[place][0]))
+            stored = None if form is None else form.tensor(archive)
+            if stored is None:
+                stored = self._unpack(cast(BinaryIO, io.BytesIO(archive)), place)
+            self._copy(stored, items[place], blocks)
+
+    def _read_large(
+        self,
+        stream: BinaryIO,
+        place: StoredAt,
+        items: Sequence[ReadItem],
+        blocks: Mapping[str, TensorBlock],
+    ) -> None:
+        """Read a large stored block, straight into the tensor that wants all of it if there is one.
+
+        Else it would be in memory twice, and new memory takes longer than to read.
+        """
+        archive = cast(BinaryIO, _FileSlice(stream, place.offset, place.length))
+        target = self._sole_target(items, blocks)
+        begin = None if target is None else self._begin_of_elements(archive, place, target)
+        if target is None or begin is None:
+            archive.seek(0)
+            self._copy(self._unpack(archive, place), items, blocks)
+            return
+        archive.seek(begin)
+        elements = tensor_bytes(target)
+        if read_all(archive, elements) < len(elements):
+            raise unreadable_error(self._file_of(place), "it ends within a block")
+
+    def _sole_target(
+        self, items: Sequence[ReadItem], blocks: Mapping[str, TensorBlock]
+    ) -> Tensor | None:
+        """Return the memory that a whole stored block belongs in, if that is all that wants it."""
+        if len(items) != 1:
+            return None
+        (item,) = items
+        dtype, shape = self._kept_form(item)
+        target = narrow(blocks[item.dest_index.fqn].tensor, item.dest_offsets, item.lengths)
+        is_sole = (
+            type(target) is Tensor
+            and target.is_cpu
+            and target.is_contiguous()
+            and not (target.is_conj() or target.is_neg())
+            and (target.dtype, target.shape) == (dtype, shape)
+        )
+        return target if is_sole else None
+
+    def _begin_of_elements(self, archive: BinaryIO, place: StoredAt, target: Tensor) -> int | None:
+        """Return where in an archive the elements of the target lie, row by row; None if not so."""
+        with _explained(self._file_of(place)):
+            begin = self._checked(archive, place)
+            if begin is None:
+                return None
+            archive.seek(0)
+            with skip_data():
+                form: Tensor = torch.load(archive, map_location="cpu", weights_only=True)
+        is_same = (
+            type(form) is Tensor
+            and form.is_contiguous()
+            and not (form.is_conj() or form.is_neg())
+            and (form.dtype, form.shape) == (target.dtype, target.shape)
+            and form.untyped_storage().nbytes() == target.nbytes
+        )
+        return begin if is_same else None
+
+    def _unpack(self, archive: BinaryIO, place: StoredAt) -> Tensor:
+        """Return the tensor of an archive, or raise a DamagedError."""
+        self._checked(archive, place)
         archive.seek(0)
-        with _explained(file):
+        with _explained(self._file_of(place)):
             stored: Tensor = torch.load(archive, map_location="cpu", weights_only=True)
             return stored
+
+    def _checked(self, archive: BinaryIO, place: StoredAt) -> int | None:
+        """Check a block as `check_block`, and return what it returns; raise a DamagedError."""
+        with _explained(self._file_of(place)):
+            try:
+                return check_block(archive, place.length)
+            except ValueError as error:
+                raise unreadable_error(self._file_of(place), error) from None
+
+    def _kept_form(self, item: ReadItem) -> tuple[torch.dtype, torch.Size]:
+        """Return dtype and shape of the stored block that an item is read from."""
+        stored = self.stored.tensors[item.storage_index.fqn]
+        offset = item.storage_index.offset
+        chunk = stored.chunks[item.storage_index.index or 0]
+        if chunk.offsets != offset:
+            chunk = next(chunk for chunk in stored.chunks if chunk.offsets == offset)
+        return stored.properties.dtype, chunk.sizes
+
+    def _file_of(self, place: StoredAt) -> str:
+        return f"{self.checkpoint}/{self.part}/{place.relative_path}"
 
     def _copy(
         self, stored: Tensor, items: Sequence[ReadItem], blocks: Mapping[str, TensorBlock]
@@ -123,7 +227,19 @@ class ShardedReader:
                 target = blocks[item.dest_index.fqn].tensor
                 part = narrow(stored, item.storage_offsets, item.lengths)
                 narrow(target, item.dest_offsets, item.lengths).copy_(part)
-                went_forward()
+        went_forward()
+
+
+def _runs(places: Sequence[StoredAt], limit: int) -> Generator[list[StoredAt], None, None]:
+    """Group blocks of a file that lie one after the other, as many as have `limit` bytes or one."""
+    run: list[StoredAt] = []
+    for place in sorted(places, key=lambda place: place.offset):
+        if run and (place.offset != run[-1].end or place.end - run[0].offset > limit):
+            yield run
+            run = []
+        run.append(place)
+    if run:
+        yield run
 
 
 @contextmanager
@@ -165,23 +281,36 @@ def read_stored_part(checkpoint: Location, manifest: Manifest, part: str) -> Sto
     return stored
 
 
-def check_block(block: BinaryIO, length: int) -> None:
+def check_block(block: BinaryIO, length: int) -> int | None:
     """Raise a ValueError if a stored block of `length` bytes would unpack to more than these.
 
-    The block is a zip archive as torch writes it.
+    The block is a zip archive as torch writes it. A hostile one may be compressed, so that a
+    megabyte unpacks to a gigabyte. Only its directory is read.
 
-    A hostile archive may be compressed, so that a megabyte unpacks to a gigabyte. Only its
-    directory is read.
+    Returns:
+        where the only elements in it begin; None if they are several, or in another byte order.
     """
     try:
         with zipfile.ZipFile(block) as archive:
             entries = archive.infolist()
+            if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
+                raise ValueError("a block is compressed, as torch never writes it")
+            if sum(entry.file_size for entry in entries) > length:
+                raise ValueError("a block claims to hold more bytes than it has")
+            return _sole_data(block, archive, entries)
     except zipfile.BadZipFile:
-        return  # torch's reader raises for other data, and reads only plain tensors
-    if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
-        raise ValueError("a block is compressed, as torch never writes it")
-    if sum(entry.file_size for entry in entries) > length:
-        raise ValueError("a block claims to hold more bytes than it has")
+        return None  # torch's reader raises for other data, and reads only plain tensors
+
+
+def _sole_data(
+    block: BinaryIO, archive: zipfile.ZipFile, entries: Sequence[zipfile.ZipInfo]
+) -> int | None:
+    """Return where the only elements of an archive begin."""
+    data = [entry for entry in entries if "/data/" in entry.filename]
+    orders = [entry for entry in entries if entry.filename.endswith("/byteorder")]
+    if len(data) != 1 or any(archive.read(entry).decode() != sys.byteorder for entry in orders):
+        return None
+    return begin_of_data(block, data[0])
 
 
 class _FileSlice(io.RawIOBase):

@@ -215,6 +215,18 @@ def read_into_buffer(stream: BinaryIO, buffer: memoryview) -> int:
     return len(data)
 
 
+def read_all(stream: BinaryIO, buffer: memoryview) -> int:
+    """Fill a buffer from a stream, some MiB at a time; return its bytes, fewer at the end."""
+    held = 0
+    while held < len(buffer):
+        taken = read_into_buffer(stream, buffer[held : held + _CHUNK])
+        if not taken:
+            break
+        held += taken
+        went_forward()
+    return held
+
+
 class ChecksumStream(io.RawIOBase):
     """Writes bytes to a new file and computes their checksum.
 

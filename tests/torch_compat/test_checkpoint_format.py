@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.tensor import DTensor
 
 from lockstep.checkpoint.metadata import StoredAt, parse_metadata
@@ -57,8 +58,10 @@ def test_stored_places_look_as_torch_has_them(tmp_path: Path) -> None:
 def test_names_that_are_called_are_there() -> None:
     assert callable(getattr(DTensor, "__create_chunk_list__"))  # noqa: B009
     assert {"path", "fs", "overwrite"} <= vars(FileSystemWriter(".")).keys()
-    for method in ("write_data", "finish", "prepare_global_plan", "storage_meta"):
+    for method in ("finish", "prepare_global_plan", "storage_meta"):
         assert callable(getattr(FileSystemWriter, method))
+    (_, second) = FileSystemWriter(".").prepare_global_plan([SavePlan([]), SavePlan([])])
+    assert checkpoint_format.tensor_file(second) == "__1_0.distcp"
     whole = ChunkStorageMetadata(torch.Size([0]), torch.Size([4]))
     stored = torch.distributed.checkpoint.metadata.TensorStorageMetadata(
         torch.distributed.checkpoint.metadata.TensorProperties(torch.float32),
