@@ -4,9 +4,9 @@ And the blocks in which a DTensor is stored, and the names that DCP gives to fil
 
 Public torch: `FileSystemReader` unpickles the metadata, which can run any code. Of a DTensor's
 block only the method knows that `torch.distributed.checkpoint` calls itself: shards may be uneven
-or strided. Seen to work: torch 2.11.0 to 2.15.0, whose files have version 1.0 of the format. The file of
-a rank and the record of a block's place are what DCP's own writer makes, block by block, in a
-third of a millisecond each. When gone: metadata with an unknown record is refused with its name,
+or strided. Seen to work: torch 2.11.0 to 2.15.0, whose files have version 1.0 of the format. The
+file of a rank and the record of a block's place are what DCP's own writer makes, block by block, in
+a third of a millisecond each. When gone: metadata with an unknown record is refused with its name,
 and nothing is loaded; a save raises.
 """
 
