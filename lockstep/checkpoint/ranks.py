@@ -53,32 +53,23 @@ class Ranks:
         100 was not written".
         """
         value, cause = self._attempt(failure, local)
-        main = dist.get_global_rank(self.group, 0) if self.group is not None else 0
-        values: list[object] = [value] * self.size
+        answers, cause = self._decided(failure, self._at_main(value), decide, cause)
+        mine = answers[:1]
         if self.connected:
-            dist.gather_object(value, values if self.is_main else None, dst=main, group=self.group)
-        answers: list[Any] = []
-        if self.is_main:
-            failed = [v for v in values if isinstance(v, LockstepError)]
-            answer: Any = failed[0] if failed else None
-            if not failed:
-                answer, cause = self._attempt(failure, lambda: list(decide(cast(list[T], values))))
-            answers = [answer] * self.size if isinstance(answer, LockstepError) else answer
-        mine = answers[:1] or [None]
-        if self.connected:
-            dist.scatter_object_list(
-                mine, answers if self.is_main else None, src=main, group=self.group
-            )
-        went_forward()
-        if isinstance(mine[0], LockstepError):
-            raise mine[0] from cause
-        return cast(R, mine[0])
+            mine = [None]
+            sent = answers if self.is_main else None
+            dist.scatter_object_list(mine, sent, src=self._main, group=self.group)
+        return cast(R, _passed_on(mine[0], cause))
 
     def run(self, failure: str, local: Callable[[], T]) -> T:
         """Run `local()` on every rank; return this rank's value, or raise one error on all."""
-        kept: list[T] = []
-        self.exchange(failure, lambda: kept.append(local()), lambda values: values)
-        return kept[0]
+        value, cause = self._attempt(failure, local)
+        error = value if isinstance(value, LockstepError) else None
+        errors: list[Any] = [error] * self.size
+        if self.connected:
+            dist.all_gather_object(errors, error, group=self.group)
+        _passed_on(next(filter(None, errors), None), cause)
+        return cast(T, value)
 
     def all_reduce(
         self, failure: str, local: Callable[[], T], combine: Callable[[list[T]], R]
@@ -87,11 +78,60 @@ class Ranks:
 
         Return its result on all.
         """
-        return self.exchange(failure, local, lambda values: [combine(values)] * self.size)
+        value, cause = self._attempt(failure, local)
+        answers, cause = self._decided(
+            failure, self._at_main(value), lambda values: [combine(values)], cause
+        )
+        return cast(R, self._from_main(answers, cause))
 
     def broadcast(self, failure: str, decide: Callable[[], R]) -> R:
-        """Run `decide()` on rank 0; return its result on all."""
-        return self.all_reduce(failure, lambda: None, lambda _: decide())
+        """Run `decide()` on rank 0, which waits for no other; return its result on all."""
+        if not self.is_main:
+            return cast(R, self._from_main([], None))
+        answer, cause = self._attempt(failure, decide)
+        return cast(R, self._from_main([answer], cause))
+
+    @property
+    def _main(self) -> int:
+        """The number of the group's rank 0 among all ranks."""
+        return dist.get_global_rank(self.group, 0) if self.group is not None else 0
+
+    def _at_main(self, value: T) -> list[T]:
+        """Return the values of all ranks on rank 0, by rank; no use on the others."""
+        values = [value] * self.size
+        if self.connected:
+            sent = values if self.is_main else None
+            dist.gather_object(value, sent, dst=self._main, group=self.group)
+        return values
+
+    def _from_main(self, answers: list[Any], cause: Exception | None) -> Any:
+        """Return the only answer of rank 0 on all ranks, or raise it, if it is an error."""
+        answer = answers[:1] or [None]
+        if self.connected:
+            dist.broadcast_object_list(answer, src=self._main, group=self.group)
+        return _passed_on(answer[0], cause)
+
+    def _decided(
+        self,
+        failure: str,
+        values: list[Any],
+        decide: Callable[[list[Any]], Sequence[Any]],
+        cause: Exception | None,
+    ) -> tuple[list[Any], Exception | None]:
+        """Return what rank 0 decides on the values of all ranks, and what caused this rank's error.
+
+        It is one error for each rank, if a value is one, or `decide` failed; on the other ranks,
+        nothing.
+        """
+        if not self.is_main:
+            return [], cause
+        for value in values:
+            if isinstance(value, LockstepError):
+                return [value] * self.size, cause
+        decided, cause = self._attempt(failure, lambda: list(decide(values)))
+        if isinstance(decided, LockstepError):
+            return [decided] * self.size, cause
+        return decided, cause
 
     def _attempt(
         self, failure: str, work: Callable[[], T]
@@ -123,6 +163,14 @@ class Ranks:
                     error,
                 )
             return RunError(failure, where=where, why=f"{type(error).__name__}: {error}"), error
+
+
+def _passed_on(answer: Any, cause: Exception | None) -> Any:
+    """Return what ranks were told, or raise it, if it is an error."""
+    went_forward()
+    if isinstance(answer, LockstepError):
+        raise answer from cause
+    return answer
 
 
 _ADVICE = {

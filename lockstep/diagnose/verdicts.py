@@ -5,6 +5,7 @@ Those of all ranks are then judged: ✓, ⚠ or ✗.
 It reads files and the environment; it changes and measures nothing (that is `doctor`).
 """
 
+import functools
 import hashlib
 import os
 import platform
@@ -96,7 +97,7 @@ def versions() -> dict[str, str]:
 
 def code_digest(names: Iterable[str] = ()) -> str:
     """Return a digest of Lockstep's own files, and of the packages that the config names."""
-    folders = [Path(__file__).parent.parent]
+    folders = []
     for name in sorted(
         {name.partition(":")[0].partition(".")[0] for name in names if ":" in name} - {"__main__"}
     ):
@@ -111,12 +112,25 @@ def code_digest(names: Iterable[str] = ()) -> str:
             continue
         origin = Path(spec.origin)
         folders.append(origin.parent if origin.name == "__init__.py" else origin)
-    digest = hashlib.sha256()
+    digest = own_code().copy()
     for folder in folders:
-        for file in _modules_in(folder)[:_MAX_FILES] if folder.is_dir() else [str(folder)]:
-            with open(file, "rb", buffering=0) as opened:
-                digest.update(os.path.basename(file).encode() + opened.read())
+        _add_code(digest, folder)
     return digest.hexdigest()[:12]
+
+
+@functools.cache
+def own_code() -> Any:
+    """Return the hash of Lockstep's own files, to which further code is added in a copy."""
+    digest = hashlib.sha256()
+    _add_code(digest, Path(__file__).parent.parent)
+    return digest
+
+
+def _add_code(digest: Any, folder: Path) -> None:
+    """Add the modules of a package, or a module that is a file, to a hash."""
+    for file in _modules_in(folder)[:_MAX_FILES] if folder.is_dir() else [str(folder)]:
+        with open(file, "rb", buffering=0) as opened:
+            digest.update(os.path.basename(file).encode() + opened.read())
 
 
 def _modules_in(folder: Path) -> list[str]:

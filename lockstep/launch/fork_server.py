@@ -48,10 +48,14 @@ _IMPORTED = (
     "lockstep.cli",
     "lockstep.config",
     "lockstep.trainer",
+    "lockstep.parallel.axes.context",
+    "lockstep.parallel.axes.expert",
+    "lockstep.parallel.axes.tensor",
     "lockstep.parallel.ddp",
     "lockstep.parallel.fsdp",
     "lockstep.diagnose.doctor",
     "lockstep.launch.agent",
+    "lockstep.launch.explanations",
     "lockstep.launch.rendezvous_handlers",
     "lockstep.launch.script",
     "lockstep.launch.train",
@@ -179,6 +183,7 @@ def import_all(imports: Callable[[], None] | None = None) -> None:
 def _import_for_ranks() -> None:
     for name in _IMPORTED:
         importlib.import_module(name)
+    importlib.import_module("lockstep.diagnose.verdicts").own_code()  # read once for all ranks
 
 
 def _import_without_compiler() -> None:

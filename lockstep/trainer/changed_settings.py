@@ -118,10 +118,11 @@ def _changes(
 
     A batch size that neither run has set is not compared: the data bring it.
     """
-    before = _flat(
-        parse(checkpoint.config_text(saved), lambda line: Origin(str(saved), line + 1)).plain()
-    )
+    text = checkpoint.config_text(saved)
     now = _flat(config.to_dict())
+    before = now
+    if text != config.to_yaml():  # in a restart it is the same, and parsing takes a while
+        before = _flat(parse(text, lambda line: Origin(str(saved), line + 1)).plain())
     training = config.training
     whole = checkpoint.read_state(saved).get("global_batch_size")
     open_yet = config.model.name is None and "batch_size" not in training.model_fields_set
