@@ -21,6 +21,7 @@ import logging
 import os
 import pickle
 import runpy
+import select
 import signal
 import socket
 import sys
@@ -28,11 +29,13 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lockstep import cores, scratch, signals
 from lockstep.launch.prepared import (
+    COMES_AGAIN,
     MESSAGE_BYTES,
     ForkRequest,
     PreparedProcess,
@@ -68,6 +71,8 @@ _IMPORTED = (
 )
 # Files that a process has open once it uses an accelerator.
 _DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/accel", "/dev/dri")
+# After so long without a request, forks are made ready for the next.
+_IDLE_SECONDS = 2.0
 # Threads of libraries that see to forks by themselves: of pyarrow's allocator.
 _SAFE_THREADS = ("jemalloc_bg_thd",)
 # How this process ends, if it is a fork: its exit code, or the signal that ends it below 0.
@@ -248,20 +253,82 @@ def _serve(channel: socket.socket, reason: str | None = None) -> None:
     """Fork what is asked for, until nobody can ask any more; raises `_ForkedError` in the forks."""
     # a fork begins so, as a fresh process might
     signal.pthread_sigmask(signal.SIG_BLOCK, signals.ASKS_TO_END)
+    ready: list[_ReadyFork] = []
+    asked = 0  # how many of the latest requests, one after another, may come again
+    was_idle = False
     while True:
+        patience = None if len(ready) >= asked else 0.0 if was_idle else _IDLE_SECONDS
+        if not select.select([channel], [], [], patience)[0]:
+            was_idle = True
+            ready.append(_fork_ready(channel, ready))
+            continue
         message, descriptors, _, _ = socket.recv_fds(channel, MESSAGE_BYTES, 3)
         if not message:
-            os._exit(0)
+            os._exit(0)  # and so does each fork that is ready
+        if was_idle:
+            was_idle = False
+            asked = 0
         if reason is None:
-            channel.send(_fork(channel, message, descriptors))
+            asked += message.startswith(COMES_AGAIN)
+            given = _give_work(ready, message, descriptors)
+            channel.send(given or _fork(channel, ready, message, descriptors))
         else:
             channel.send(reason.encode())
         for descriptor in descriptors:
             os.close(descriptor)
 
 
-def _fork(channel: socket.socket, message: bytes, descriptors: Sequence[int]) -> bytes:
+@dataclass(frozen=True)
+class _ReadyFork:
+    """A fork that waits for what it shall run, and ends if the prepared process does."""
+
+    channel: socket.socket
+    pid: bytes
+
+
+def _fork_ready(channel: socket.socket, ready: Sequence[_ReadyFork]) -> _ReadyFork:
+    """Return a fork that waits for its request. Raises `_ForkedError` in it, once it has it."""
+    mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    pid = _fork_orphan()
+    if pid is None:
+        for held in (channel, mine, *(fork.channel for fork in ready)):
+            held.close()
+        message, descriptors, _, _ = socket.recv_fds(its, MESSAGE_BYTES, 3)
+        its.close()
+        if not message:
+            os._exit(0)
+        raise _ForkedError(_request_in(message), descriptors)
+    its.close()
+    return _ReadyFork(mine, pid)
+
+
+def _give_work(ready: list[_ReadyFork], message: bytes, descriptors: Sequence[int]) -> bytes | None:
+    """Have a fork that is ready run what is asked for; return its process id, None if none is."""
+    while ready:
+        fork = ready.pop(0)
+        with fork.channel, suppress(OSError):  # it was killed
+            socket.send_fds(fork.channel, [message], descriptors)
+            return fork.pid
+    return None
+
+
+def _fork(
+    channel: socket.socket,
+    ready: Sequence[_ReadyFork],
+    message: bytes,
+    descriptors: Sequence[int],
+) -> bytes:
     """Return the process id of the fork, as text. Raises `_ForkedError` in it."""
+    pid = _fork_orphan()
+    if pid is None:
+        for held in (channel, *(fork.channel for fork in ready)):
+            held.close()
+        raise _ForkedError(_request_in(message), descriptors)
+    return pid
+
+
+def _fork_orphan() -> bytes | None:
+    """Fork a process that goes to the one that asks; return its id, as text, and in it None."""
     read, write = os.pipe()
     middle = os.fork()  # which ends at once, so that its child goes to the process that asked
     if middle == 0:
@@ -269,14 +336,18 @@ def _fork(channel: socket.socket, message: bytes, descriptors: Sequence[int]) ->
         if pid:
             os.write(write, str(pid).encode())
             os._exit(0)
-        channel.close()
         os.close(read)
         os.close(write)
-        raise _ForkedError(pickle.loads(message), descriptors)
+        return None
     os.waitpid(middle, 0)
     os.close(write)
     with os.fdopen(read, "rb") as answer:
         return answer.read()
+
+
+def _request_in(message: bytes) -> ForkRequest:
+    request: ForkRequest = pickle.loads(message[1:])
+    return request
 
 
 def become(request: ForkRequest, descriptors: Sequence[int]) -> None:

@@ -108,7 +108,7 @@ def launch(job: LaunchJob, options: LaunchOptions, processes: int) -> int:
         with (
             signals.answered(_exit_before_ranks),
             environment_with(variables),
-            rank_starter(job.fresh, log_to_stderr) as starter,
+            rank_starter(job.fresh, log_to_stderr, restarts=options.max_restarts > 0) as starter,
         ):
             code = local_launch.run(starter)
         return code

@@ -30,6 +30,9 @@ from lockstep.signals import Inherited, inherited
 
 _SERVER = "lockstep.launch.fork_server"
 MESSAGE_BYTES = 200_000
+# what a message begins with: the prepared process reads no more of it, for that might import
+COMES_AGAIN = b"+"
+COMES_ONCE = b"-"
 # of linux/prctl.h: orphans among its descendants become this process's children
 _PR_SET_CHILD_SUBREAPER = 36
 # Variables that Python, the loader and the allocator read when a process starts; a fork takes over
@@ -55,6 +58,8 @@ class ForkRequest:
         own_session: as `start_new_session` of Popen.
         inherited: the signals that the fork holds back and ignores at first.
         makes_forks: whether it gets a prepared process of its own, for forks of what it imported.
+        comes_again: whether as many are likely to be asked for again, at once: the prepared process
+            keeps forks ready for them.
         first: called in the fork before all else; it must be picklable.
     """
 
@@ -66,6 +71,7 @@ class ForkRequest:
     own_session: bool = False
     inherited: Inherited = field(default_factory=inherited)
     makes_forks: bool = False
+    comes_again: bool = False
     first: Callable[[], None] | None = None
 
 
@@ -102,7 +108,9 @@ class PreparedProcess:
             raise CannotForkError(reason)
         with self._lock:
             try:
-                socket.send_fds(self._channel, [pickle.dumps(request)], descriptors)
+                message = COMES_AGAIN if request.comes_again else COMES_ONCE
+                message += pickle.dumps(request)
+                socket.send_fds(self._channel, [message], descriptors)
                 answer = self._channel.recv(MESSAGE_BYTES)
             except OSError as error:
                 raise CannotForkError(f"the prepared process is gone ({error.strerror})") from error

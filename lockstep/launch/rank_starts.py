@@ -36,6 +36,7 @@ class RankStarter:
         say: prints a line for the person who launched them.
         of_launchers: whether they are launchers: a terminal's signals are for them, too, and they
             make forks.
+        restarts: whether they may be started again: forks are kept ready for that.
     """
 
     def __init__(
@@ -44,10 +45,12 @@ class RankStarter:
         say: Callable[[str], None],
         *,
         of_launchers: bool = False,
+        restarts: bool = False,
     ) -> None:
         self._prepared = prepared
         self._say = say
         self._of_launchers = of_launchers
+        self._restarts = restarts
 
     def __call__(
         self, command: Sequence[str], environment: Mapping[str, str], stdout: Any, stderr: Any
@@ -85,6 +88,7 @@ class RankStarter:
             parent=os.getpid(),
             own_session=not self._of_launchers,
             makes_forks=self._of_launchers,
+            comes_again=self._restarts,
         )
         streams = [0 if stream is None else stream.fileno() for stream in (None, stdout, stderr)]
         for number in (1, 2):
@@ -94,7 +98,11 @@ class RankStarter:
 
 @contextmanager
 def rank_starter(
-    fresh: str | None, say: Callable[[str], None], *, of_launchers: bool = False
+    fresh: str | None,
+    say: Callable[[str], None],
+    *,
+    of_launchers: bool = False,
+    restarts: bool = False,
 ) -> Iterator[RankStarter]:
     """Yield what starts the ranks; a prepared process imports meanwhile, and ends with the block.
 
@@ -102,8 +110,9 @@ def rank_starter(
         fresh: why ranks must be fresh processes; None: they may be forks.
         say: prints a line for the person who launched them.
         of_launchers: whether it starts launchers, not ranks.
+        restarts: whether ranks may be started again.
     """
-    starter = partial(RankStarter, say=say, of_launchers=of_launchers)
+    starter = partial(RankStarter, say=say, of_launchers=of_launchers, restarts=restarts)
     if fresh is not None:
         if fresh:
             say(f"ranks are started as fresh processes: {fresh}")

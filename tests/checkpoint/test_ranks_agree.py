@@ -14,7 +14,7 @@ from lockstep.trainer import Trainer
 
 
 class Sent:
-    """The collectives of objects that ranks have called, and the sizes in bytes of what was sent."""
+    """The collectives of objects that were called, and the bytes that each sent."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []

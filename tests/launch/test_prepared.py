@@ -138,6 +138,31 @@ if me == "1" and attempt < 2:
     assert "ranks are started as fresh processes: the prepared process" in err
 
 
+def test_forks_are_ready_before_a_restart_and_end_with_the_launcher(tmp_path: Path) -> None:
+    script = """
+import json, os, pathlib, psutil, time
+attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+me = os.environ["RANK"]
+launcher = psutil.Process(os.getppid())
+while len(children := launcher.children()) < 5:  # two ranks, the prepared process, two forks
+    time.sleep(0.05)
+facts = {"me": os.getpid(), "children": [child.pid for child in children]}
+pathlib.Path(f"start-{attempt}-{me}").write_text(json.dumps(facts))
+while len(list(pathlib.Path().glob(f"start-{attempt}-*"))) < 2:
+    time.sleep(0.05)
+if attempt == "0":
+    raise ValueError("the first attempt fails")
+"""
+    code, _, err = launched(tmp_path, script, "--max-restarts", "1")
+    assert code == 0, err
+    before, after = (
+        [json.loads((tmp_path / f"start-{attempt}-{rank}").read_text()) for rank in (0, 1)]
+        for attempt in (0, 1)
+    )
+    assert {rank["me"] for rank in after} < set(before[0]["children"])
+    _until(lambda: not any(_runs(pid) for pid in after[0]["children"]))
+
+
 def test_a_fork_whose_parent_is_gone_ends() -> None:
     """Who asked is killed before the fork is its child."""
     gone = subprocess.Popen(["true"])
