@@ -115,7 +115,8 @@ def code_digest(names: Iterable[str] = ()) -> str:
     digest = own_code().copy()
     for folder in folders:
         _add_code(digest, folder)
-    return digest.hexdigest()[:12]
+    text: str = digest.hexdigest()
+    return text[:12]
 
 
 @functools.cache
