@@ -165,6 +165,8 @@ IDIOMS = (
     Idiom(
         "own_shards", ("own length",), ("learning rate", "learning rate schedule"), "total_steps"
     ),
+    Idiom("snapshots"),
+    Idiom("snapshots", ("rank 0 alone",), ("replicas",), "load"),
     Idiom("trainer_of_counts"),
     Idiom("trainer_of_counts", ("count ignored",), (ACCUMULATION, NORMALISATION), "compute_loss"),
 )

@@ -354,6 +354,18 @@ def patch_reading(read: Callable[[], None]) -> Undo:
     return _after(dataloader._BaseDataLoaderIter, "__next__", lambda _self, _result: read())
 
 
+def patch_saving(saved: Callable[[Any], None]) -> Undo:
+    """Report where `torch.save` is about to write."""
+    original = torch.save
+
+    @wraps(original)
+    def observed(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+        saved(f)
+        original(obj, f, *args, **kwargs)
+
+    return _set(torch, "save", observed)
+
+
 def patch_loading(loaded: Callable[[Any, list[str], list[str]], None]) -> Undo:
     """Report what `load_state_dict` of a module could not place."""
 

@@ -137,7 +137,6 @@ class TrainingChecks:
         if self.looks:
             self._updates.check_moved(optimizer, own)
             self._schedules.check(optimizer, self._updates.optimizers, self._passes.total)
-            self._models.check_frozen()
         self._updates.end(optimizer, own)
         self._samplers.check_order()
         self._log.end_step()

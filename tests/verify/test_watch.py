@@ -89,6 +89,24 @@ def frozen_part(self: Loop, x: Tensor) -> Tensor:
     return nn.functional.mse_loss(self.model[2](inside), x[:, :1])
 
 
+def freezing_the_first(self: Loop) -> None:
+    Loop.__init__(self)
+    self.model[0].requires_grad_(False)
+
+
+def average_of_the_last(self: Loop) -> None:
+    """Let the frozen layer follow another, as a momentum encoder does inside of one model."""
+    Loop.step(self)
+    with torch.no_grad():
+        self.model[0].weight.mul_(0.9).add_(0.1 * self.model[2].weight.mean())
+
+
+def gradients_of_frozen(self: Loop) -> None:
+    for parameter in self.model[0].parameters():
+        parameter.grad = torch.ones_like(parameter)
+    Loop.step(self)
+
+
 def without_zeroing(self: Loop) -> None:
     self.optimizer.step()
 
@@ -183,6 +201,8 @@ def infinite(self: Loop, x: Tensor) -> Tensor:
         (Loop, None),
         (loop(accumulate=2), None),
         (loop(step=two_optimizers), None),
+        (loop(__init__=freezing_the_first, step=average_of_the_last), None),
+        (loop(__init__=freezing_the_first, step=gradients_of_frozen), "frozen parameters"),
         (loop(step=without_zeroing), "gradients not zeroed"),
         (loop(step=twice), "update without a gradient"),
         (loop(__init__=other_optimizer), "stale optimizer"),

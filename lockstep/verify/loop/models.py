@@ -7,9 +7,7 @@ import weakref
 from collections import Counter
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.errors import listed
@@ -70,7 +68,9 @@ class ModelChecks:
         self.models: list[nn.Module] = []
         self.names: dict[int, str] = {}  # id of a parameter → its name
         self._tied: dict[tuple[str, ...], None] = {}
-        self._frozen: dict[str, Tensor] = {}
+        self._frozen: set[int] = (
+            set()
+        )  # ids of parameters without gradients, from the first call on
         self._called: set[int] = set()  # ids of modules that were called in the first steps
         self._called_at: dict[int, str] = {}  # id of a module → where it was called last
         self._calls: Counter[tuple[int, bool]] = Counter()  # (model, in training mode) → calls
@@ -114,8 +114,8 @@ class ModelChecks:
         for name, parameter in model.named_parameters(remove_duplicate=False):
             shared.setdefault(id(parameter), []).append(name)
             self.names.setdefault(id(parameter), _name_in(model, name))
-            if not parameter.requires_grad and not isinstance(parameter, DTensor):
-                self._frozen[name] = parameter.detach().clone()
+            if not parameter.requires_grad:
+                self._frozen.add(id(parameter))
         self._tied |= {tuple(names): None for names in shared.values() if len(names) > 1}
         if isinstance(model, DistributedDataParallel):
             return
@@ -129,20 +129,9 @@ class ModelChecks:
                 fix = "call the wrapper, and not what it wraps"
                 self._log.find("gradient synchronisation", text, fix, own_line())
 
-    def check_frozen(self) -> None:
-        """Find parameters that require no gradient, and have changed."""
-        for model in self.models:
-            moved = [
-                _name_in(model, name)
-                for name, parameter in model.named_parameters(remove_duplicate=False)
-                if name in self._frozen
-                and not parameter.requires_grad
-                and parameter.shape == self._frozen[name].shape
-                and not torch.equal(parameter, self._frozen[name])
-            ]
-            if moved:
-                text = f"{listed(moved, 5)} do not require gradients, and have changed"
-                self._log.find("frozen parameters", text, line=own_line())
+    def is_frozen(self, parameter: Tensor) -> bool:
+        """Return whether a parameter has required no gradient since its model was called first."""
+        return id(parameter) in self._frozen and not parameter.requires_grad
 
     def check_modes(self, own: list[Tensor]) -> None:
         """Find a model that evaluation code has left in evaluation mode."""

@@ -148,22 +148,30 @@ class UpdateChecks:
             self._log.find("gradients not zeroed", text, fix, own_line())
 
     def check_moved(self, optimizer: Optimizer, own: list[Tensor]) -> None:
-        """Note parameters that an update with a gradient left unchanged, or that have none."""
+        """Note parameters that an update with a gradient left unchanged, or that have none.
+
+        Find frozen ones that it has changed. What a script changes otherwise, as the weights of a
+        momentum encoder, it changes on purpose.
+        """
         rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
+        frozen = []
         for p in own:
             before, had_gradient = self._before.get(id(p), (None, False))
             name = self._models.name_of(p)
             if before is None or not before.numel() or before.shape != local(p).shape:
                 continue
-            if (
-                had_gradient
-                and max(rates, default=1.0) > 0
-                and torch.equal(before, local(p).detach())
-            ):
+            is_moved = not torch.equal(before, local(p).detach())
+            if is_moved and self._models.is_frozen(p):
+                frozen.append(name)
+            if had_gradient and max(rates, default=1.0) > 0 and not is_moved:
                 self._unmoved[name] += 1
             elif p.requires_grad and p.grad is None:
                 self._without_gradient[name] += 1
         self._before = {}
+        if frozen:
+            text = f"{listed(frozen, 5)} do not require gradients, and an update has changed them"
+            fix = "give the optimizer no parameter that is frozen, or set its .grad to None"
+            self._log.find("frozen parameters", text, fix, own_line())
 
     def end(self, optimizer: Optimizer, own: list[Tensor]) -> None:
         """Note an optimizer's update, which has used the gradients of its parameters."""

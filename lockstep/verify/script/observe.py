@@ -57,6 +57,7 @@ from lockstep.verify.script.observed_models import STATISTICS, ObservedModels
 from lockstep.verify.script.observed_pass import AppliedConditions, GeneratorStates
 from lockstep.verify.script.operations import BACKWARD, FORWARD, UPDATE, TracedOperations
 from lockstep.verify.script.record import CLIP, RecordedStep, ScriptRecord
+from lockstep.verify.script.saved_files import SavedFiles
 from lockstep.verify.script.task import ScriptTask, for_ranks
 from lockstep.verify.script.values import ObservedLoaders
 from lockstep.verify.training_checks import TrainingChecks
@@ -163,6 +164,9 @@ class _ScriptObserver:
         script_patches.patch_hooks(self._hook_registered)
         script_patches.patch_samplers(self._checks.sampler_begun)
         script_patches.patch_loading(self._checks.loaded)
+        saved = SavedFiles(self.task.saved, lambda: bool(self.record.first))
+        script_patches.patch_saving(saved.save)
+        saved.watch()
         script_patches.patch_model_parallel(self.record.together.update, self._around_schedule)
         script_patches.patch_modes(self._checks.left_training)
         script_patches.patch_modules(self._module_made)

@@ -21,6 +21,7 @@ from lockstep.paths import RUNS
 from lockstep.processes import die_with_this_process
 from lockstep.verify.script.observe import observe
 from lockstep.verify.script.record import ScriptRecord
+from lockstep.verify.script.saved_files import put_back
 from lockstep.verify.script.task import (
     AS_IT_IS,
     AS_WRITTEN,
@@ -62,6 +63,7 @@ class Runs:
         self._start = start
         self._report = report
         self._number = 0
+        self._saves = False  # whether the script saves files
 
     def world(
         self,
@@ -80,7 +82,7 @@ class Runs:
         """
         task = self._new_task(given, conditions, steps)
         self._report(f"{ranks} rank{'s' * (ranks != 1)}: {what}")
-        self._start([task], ranks)
+        self._start_and_put_back([task], ranks)
         hanging = {rank: path for rank in range(ranks) if (path := task.hang_file(rank)).exists()}
         if hanging:
             written = [task.record_file(rank).exists() for rank in range(ranks)]
@@ -103,17 +105,21 @@ class Runs:
         conditions: Conditions = AS_WRITTEN,
         steps: int | None = None,
     ) -> list[ScriptRecord]:
-        """Run the script as one process for each of `given`, at the same time.
+        """Run the script as one process for each of `given`.
 
-        They take as many steps as the ranks are to take, or `steps`.
+        They take as many steps as the ranks are to take, or `steps`. They run at the same time, but
+        for those of a script that saves files, which would read those of each other.
 
         Raises LockstepError: one failed.
         """
         tasks = [self._new_task(values, conditions, steps) for values in given]
         self._report(f"one process: {what}")
-        self._start(tasks, len(tasks))
+        one_by_one = self._saves
+        for together in [[task] for task in tasks] if one_by_one else [tasks]:
+            self._start_and_put_back(together, len(together))
         for number, task in enumerate(tasks):
-            error = why_not_ended(task.folder, number + 1, _SECONDS)
+            place = 1 if one_by_one else number + 1
+            error = why_not_ended(task.folder, place, _SECONDS)
             if error is None and task.hang_file(0).exists():
                 at = json.loads(task.hang_file(0).read_text()) or "its end"
                 error = RunError(
@@ -124,6 +130,14 @@ class Runs:
             if error is not None:
                 raise _with_output(error, task.folder, 1)
         return [task.load_record(0) for task in tasks]
+
+    def _start_and_put_back(self, tasks: Sequence[ScriptTask], ranks: int) -> None:
+        """Run tasks, and put back the files that they have saved."""
+        try:
+            self._start(tasks, ranks)
+        finally:
+            for task in tasks:
+                self._saves |= put_back(task.saved)
 
     def _new_task(
         self, given: GivenValues, conditions: Conditions, steps: int | None = None

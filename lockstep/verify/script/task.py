@@ -105,6 +105,11 @@ class ScriptTask:
         """The folder that takes the run directories which the script names."""
         return self.folder / "runs"
 
+    @property
+    def saved(self) -> Path:
+        """The folder that notes which files the script has saved."""
+        return self.folder / "saved"
+
     def hang_file(self, rank: int) -> Path:
         """Return the file that says where a rank hangs."""
         return self.folder / f"hang-{rank}.json"
