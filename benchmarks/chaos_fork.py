@@ -20,7 +20,7 @@ import lockstep.trainer  # noqa: F401  # what ranks load
 import tests.faults.tiny  # noqa: F401
 from lockstep.cli import main
 from lockstep.launch.worker import LAUNCHER_PID
-from lockstep.records import RunDirectory
+from lockstep.run_directory.records import RunDirectory
 
 RESTARTS = 50
 _PR_SET_PDEATHSIG = 1

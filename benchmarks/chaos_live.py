@@ -43,7 +43,7 @@ import psutil
 from benchmarks.page import RESULTS, machine, page, tell
 from lockstep import checkpoint
 from lockstep.launch.stacks import STACKS_SIGNAL
-from lockstep.records import RunDirectory
+from lockstep.run_directory.records import RunDirectory
 from tests.forked import Forked
 
 ROOT = Path(__file__).parent.parent

@@ -28,7 +28,7 @@ from lockstep.config import config_from
 from lockstep.data import Data, build_data
 from lockstep.models import get_model
 from lockstep.parallel.comm.compression import sent_numbers
-from lockstep.records import StepRecord
+from lockstep.run_directory.records import StepRecord
 from lockstep.trainer import Trainer
 from tests.hosts import hosts
 from tests.ranks import run_ranks

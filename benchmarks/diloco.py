@@ -30,7 +30,7 @@ from benchmarks.curves import Curve, as_svg
 from lockstep.config import config_from
 from lockstep.data import Data, build_data
 from lockstep.models import get_model
-from lockstep.records import StepRecord
+from lockstep.run_directory.records import StepRecord
 from lockstep.trainer import Trainer
 from tests.hosts import INTERFACE, hosts
 from tests.ranks import run_ranks

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from lockstep.config import config_from
 from lockstep.launch.spawn import spawn
 from lockstep.models import get_model
-from lockstep.parallel import divergence
+from lockstep.parallel.replicas import divergence
 from lockstep.trainer import Trainer
 
 EVERY = 100

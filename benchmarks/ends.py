@@ -33,8 +33,8 @@ from torch.utils.data import Dataset
 import lockstep.cli.verbs
 import lockstep.trainer  # noqa: F401  # what ranks import is imported before they are forked
 from benchmarks.page import RESULTS, machine, page, tell
-from lockstep import cluster, collectives
 from lockstep.cli import main as command
+from lockstep.process_group import cluster, collectives
 
 _CONFIG = """
 model: {{name: transformer, args: {{n_layer: 2, n_embd: 16, n_head: 2, vocab_size: 17, block_size: 8}}}}

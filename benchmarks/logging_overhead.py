@@ -27,7 +27,7 @@ import torch
 
 from lockstep.config import MonitorConfig
 from lockstep.monitor import Figures, Monitor, PhaseClock
-from lockstep.records import RunDirectory, StepRecord
+from lockstep.run_directory.records import RunDirectory, StepRecord
 
 STEP_SECONDS = 0.005
 

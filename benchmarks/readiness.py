@@ -37,10 +37,10 @@ from benchmarks.contestants import CLIP, RATE, SIZES, STEPS, Net, Rows
 from benchmarks.gate import Gate
 from benchmarks.overhead import Contestant, Found
 from benchmarks.page import RESULTS, machine, page, tell
-from lockstep.environment import MEMORY, WORLD
 from lockstep.heartbeat.files import FOLDER
 from lockstep.launch.live import LiveRanks
-from lockstep.scratch import SHARED_MEMORY, remove, scratch_folder
+from lockstep.machine.environment import MEMORY, WORLD
+from lockstep.machine.scratch import SHARED_MEMORY, remove, scratch_folder
 
 RANKS = 2
 BLOCK = 20  # steps of a turn; each number of steps between copies divides it

@@ -40,7 +40,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.page import RESULTS, machine, page, tell
-from lockstep.records import RunDirectory
+from lockstep.run_directory.records import RunDirectory
 from tests.hosts import can_make_hosts, hosts
 
 ROOT = Path(__file__).parent.parent

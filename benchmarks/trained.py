@@ -21,8 +21,8 @@ from benchmarks.page import RESULTS, machine, page, tell
 from lockstep import checkpoint
 from lockstep.config import load_config
 from lockstep.data import build_data
+from lockstep.evaluate.sample import load_model
 from lockstep.report.read import read_run
-from lockstep.sample import load_model
 
 BLOCK = 64
 SIZE: dict[str, Any] = {"n_layer": 4, "n_embd": 128, "n_head": 4}

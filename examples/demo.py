@@ -5,8 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from lockstep.records import RunDirectory
-from lockstep.sample import sample
+from lockstep.evaluate.sample import sample
+from lockstep.run_directory.records import RunDirectory
 
 HERE = Path(__file__).parent
 RUN = RunDirectory(Path("runs/demo"))

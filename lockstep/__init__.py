@@ -10,8 +10,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lockstep.cluster import cleanup, setup
-    from lockstep.collectives import (
+    from lockstep.config import Config
+    from lockstep.data.order import DistributedSampler
+    from lockstep.errors import LockstepError, RunError, UsageError
+    from lockstep.launch.spawn import spawn
+    from lockstep.models import get_model
+    from lockstep.process_group.cluster import cleanup, setup
+    from lockstep.process_group.collectives import (
         all_reduce,
         barrier,
         is_main_process,
@@ -19,11 +24,6 @@ if TYPE_CHECKING:
         rank,
         world_size,
     )
-    from lockstep.config import Config
-    from lockstep.data.order import DistributedSampler
-    from lockstep.errors import LockstepError, RunError, UsageError
-    from lockstep.launch.spawn import spawn
-    from lockstep.models import get_model
     from lockstep.trainer import Trainer
     from lockstep.trainer.average import WeightAverage
     from lockstep.trainer.placed_model import place
@@ -41,10 +41,10 @@ _HOME = {
     "spawn": "lockstep.launch.spawn",
     "DistributedSampler": "lockstep.data.order",
     **dict.fromkeys(("LockstepError", "RunError", "UsageError"), "lockstep.errors"),
-    **dict.fromkeys(("setup", "cleanup"), "lockstep.cluster"),
+    **dict.fromkeys(("setup", "cleanup"), "lockstep.process_group.cluster"),
     **dict.fromkeys(
         ("rank", "world_size", "local_rank", "is_main_process", "barrier", "all_reduce"),
-        "lockstep.collectives",
+        "lockstep.process_group.collectives",
     ),
 }
 

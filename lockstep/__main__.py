@@ -7,9 +7,9 @@ import gc
 import os
 import sys
 
-from lockstep import signals
 from lockstep.errors import EXIT_PREEMPTED
-from lockstep.output import prepare_streams
+from lockstep.machine import signals
+from lockstep.machine.output import prepare_streams
 
 
 def run() -> int:

@@ -21,11 +21,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep import accelerator
-from lockstep.collectives import world_size
 from lockstep.config import BadNumbersConfig
 from lockstep.errors import RunError, listed
+from lockstep.machine import accelerator
 from lockstep.parallel.loss_accumulator import Number, bad_count
+from lockstep.process_group.collectives import world_size
 
 ALL_IGNORED = (
     "all targets are ignored (-100, or the loss function's ignore_index), or all weights are 0:"

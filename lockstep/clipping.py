@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from lockstep import accelerator
+from lockstep.machine import accelerator
 from lockstep.tensors import local
 from lockstep.torch_compat import foreach
 

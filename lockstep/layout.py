@@ -1,6 +1,6 @@
 """Defines `Layout`: the number of ranks along each axis of the mesh. Does not import torch.
 
-Tests: tests/test_mesh.py, tests/plan/test_layouts.py
+Tests: tests/process_group/test_mesh.py, tests/plan/test_layouts.py
 """
 
 import math

@@ -14,8 +14,8 @@ from typing import Any, Literal
 
 import torch
 
-from lockstep import accelerator
 from lockstep.config import PrecisionConfig
+from lockstep.machine import accelerator
 
 Mode = Literal["fp32", "bf16", "fp16"]
 

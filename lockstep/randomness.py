@@ -32,8 +32,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from lockstep.accelerator import default_generator
 from lockstep.drawless import DrawlessModules, never_draws
+from lockstep.machine.accelerator import default_generator
 from lockstep.torch_compat.backward_pass import graph_task, running_node
 
 

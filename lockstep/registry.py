@@ -227,15 +227,15 @@ STRATEGIES = Registry(
     "strategy",
     "distributed.strategy",
     {
-        "single": "lockstep.parallel.single:Single",
-        "dp": "lockstep.parallel.data_parallel:DP",
-        "ddp": "lockstep.parallel.ddp:DDP",
-        "fsdp": "lockstep.parallel.fsdp:FSDP",
-        "context": "lockstep.parallel.single:ContextParallel",
-        "tensor": "lockstep.parallel.single:TensorParallel",
+        "single": "lockstep.parallel.replicas.single:Single",
+        "dp": "lockstep.parallel.replicas.data_parallel:DP",
+        "ddp": "lockstep.parallel.replicas.ddp:DDP",
+        "fsdp": "lockstep.parallel.fsdp.sharding:FSDP",
+        "context": "lockstep.parallel.replicas.single:ContextParallel",
+        "tensor": "lockstep.parallel.replicas.single:TensorParallel",
         "pipeline": "lockstep.parallel.pipeline.strategy:Pipeline",
-        "accelerate": "lockstep.parallel.accelerate:Accelerate",
-        "diloco": "lockstep.parallel.diloco:DiLoCo",
+        "accelerate": "lockstep.parallel.replicas.accelerate:Accelerate",
+        "diloco": "lockstep.parallel.diloco.strategy:DiLoCo",
     },
 )
 

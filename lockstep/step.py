@@ -29,7 +29,6 @@ from lockstep.bad_numbers import (
     wrongly_computed,
 )
 from lockstep.clipping import clip_adaptively, clip_by_value
-from lockstep.collectives import is_main_process
 from lockstep.config import GradientClipConfig
 from lockstep.data.batches import MicroBatch
 from lockstep.errors import UsageError, listed
@@ -47,7 +46,8 @@ from lockstep.parallel.loss_accumulator import (
 )
 from lockstep.parallel.parallel_model import ModelUpdate, ParallelModel, layer_norms
 from lockstep.precision import LossScale
-from lockstep.records import StepRecord
+from lockstep.process_group.collectives import is_main_process
+from lockstep.run_directory.records import StepRecord
 from lockstep.torch_compat import foreach
 from lockstep.torch_compat.optimizer_step import pre_hooks
 

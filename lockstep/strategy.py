@@ -5,7 +5,7 @@ calls the object and names no strategy. A shipped one is a file in `lockstep.par
 `STRATEGIES`; a user's is a subclass of `Strategy` in any package, written `distributed.strategy:
 package.module:Name`.
 
-Tests: tests/test_mesh.py, tests/seams/test_strategy.py
+Tests: tests/process_group/test_mesh.py, tests/seams/test_strategy.py
 """
 
 import math
@@ -16,9 +16,9 @@ from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lockstep.costs.steps import replicated_step
-from lockstep.environment import RankFacts, ranks_per_machine
 from lockstep.errors import Contradiction, UsageError
 from lockstep.layout import SAME_BATCH, SIZED, Layout, layout_of_sizes
+from lockstep.machine.environment import RankFacts, ranks_per_machine
 from lockstep.registry import AXES, STRATEGIES, require_call, require_methods
 
 if TYPE_CHECKING:

@@ -1,7 +1,8 @@
 """Which tests test which file of the package: by name, or by a line `Tests:` in its docstring.
 
-`lockstep/checkpoint/keep.py` has `tests/checkpoint/test_keep.py`. A file without a test of its name
-says in the docstring of its module which files of tests hold it, as the last paragraph:
+`lockstep/checkpoint/keep.py` has `tests/checkpoint/test_keep.py`, and `parallel/fsdp/order.py` has
+`tests/parallel/test_fsdp_order.py`. A file without a test of its name says in the docstring of its
+module which files of tests hold it, as the last paragraph:
 
     Tests: tests/parity/test_context.py, tests/models/test_documents.py
 
@@ -30,10 +31,11 @@ def of_its_name(source: Path) -> list[Path]:
     """Return the test files that have a source file's name, in the folder of its room or below."""
     inside = source.relative_to(PACKAGE)
     stem = inside.parent.name if inside.name == "__init__.py" else inside.stem
-    folder = TESTS.joinpath(*inside.parts[:1]) if len(inside.parts) > 1 else TESTS
-    if folder == TESTS:
-        return sorted(folder.glob(f"test_{stem}.py"))
-    return sorted(folder.rglob(f"test_{stem}.py"))
+    if len(inside.parts) == 1:
+        return sorted(TESTS.glob(f"test_{stem}.py"))
+    folder = TESTS / inside.parts[0]
+    names = (f"test_{stem}.py", f"test_{inside.parent.name}_{stem}.py")
+    return sorted(path for name in names for path in folder.rglob(name))
 
 
 def named_in(source: Path) -> list[Path]:

@@ -32,7 +32,7 @@ WHAT_IS_ENOUGH = (
 # "--master-port 0 is no port"
 REQUIREMENT = ("is not", "is no", "is neither", "is below", "needs", "is outside")
 # say what is wanted in the message
-ONLY_A_LAUNCH = ("lockstep/launch/", "lockstep/collectives.py", "lockstep/submit/")
+ONLY_A_LAUNCH = ("lockstep/launch/", "lockstep/process_group/collectives.py", "lockstep/submit/")
 
 # Of all errors, those that no test provokes by words of ten letters: on a GPU, on a machine or
 # storage that fails, in a process of another's. `python -m tests.errors --untested` lists them, and

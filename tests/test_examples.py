@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.records import RunDirectory
+from lockstep.run_directory.records import RunDirectory
 from tests.hosts import require_root
 from tests.launch.shared import environment
 from tests.ranks import REPOSITORY, run_ranks
@@ -107,7 +107,7 @@ def vae() -> Any:
 
 
 def own_text() -> Any:
-    from lockstep.sample import sample
+    from lockstep.evaluate.sample import sample
 
     Path("book.txt").write_text("It was a bright cold day in April. " * 300)
     run = train(str(EXAMPLES / "own_text.yaml"), "own_text", *LANGUAGE, "data.args.path=book.txt")

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from lockstep.cluster import keep_freed_memory
+from lockstep.process_group.cluster import keep_freed_memory
 from tests.ranks import REPOSITORY
 
 # Blocks of 40 MiB, larger than any that glibc keeps of itself, are written and freed as gradients
@@ -18,7 +18,7 @@ from tests.ranks import REPOSITORY
 PROGRAM = """
 import resource, sys
 import torch
-from lockstep.cluster import keep_freed_memory
+from lockstep.process_group.cluster import keep_freed_memory
 
 if sys.argv[1] == "keep":
     print(keep_freed_memory())

@@ -14,7 +14,11 @@ _NO_SENTENCE = re.compile(
     r"(Of|What|Whether|Who|Whom|Whose|Which|How|Where|When|While|Why|Since|Until|So|As|For|In|From|Before|After|By|If|It"
     r"|The|A|An|All|Its|Their|There) "
 )
-_OWN_FILES = {"single", "data_parallel", "ddp", "fsdp", "accelerate", "diloco"}  # under parallel/
+_OWN_FILES = {
+    *(f"parallel/replicas/{name}.py" for name in ("single", "data_parallel", "ddp", "accelerate")),
+    "parallel/fsdp/sharding.py",
+    "parallel/diloco/strategy.py",
+}
 
 
 # A promised method (docs/reference/python.md) that does what a function above its class does.
@@ -26,7 +30,7 @@ _CALLS_UPWARDS = {
 _TYPED_UPWARDS = {
     ("lockstep.strategy", "lockstep.config"),
     ("lockstep.strategy", "lockstep.parallel.axes.axis"),
-    ("lockstep.parallel.parallel_model", "lockstep.parallel.local_workers"),
+    ("lockstep.parallel.parallel_model", "lockstep.parallel.diloco.workers"),
     ("lockstep.parallel.parallel_model", "lockstep.parallel.loss_weights"),
 }
 
@@ -66,7 +70,7 @@ def test_a_strategy_is_named_in_its_own_file_and_in_the_tables_alone() -> None:
     """
     found = []
     for path in sorted(PACKAGE.rglob("*.py")):
-        own = path.parent.name == "parallel" and path.stem in _OWN_FILES
+        own = path.relative_to(PACKAGE).as_posix() in _OWN_FILES
         table = path.parent.name == "config" and path.stem.startswith("names")
         if own or table or path.name in ("registry.py", "strategy.py", "layout.py"):
             continue

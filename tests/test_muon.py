@@ -17,7 +17,7 @@ from lockstep.errors import UsageError
 from lockstep.models import get_model
 from lockstep.muon import Muon
 from lockstep.parallel.facts import facts_of
-from lockstep.parallel.matrix_splits import splits_of
+from lockstep.parallel.tensor.matrix_splits import splits_of
 from lockstep.trainer import Trainer
 from tests.parity.same_bits import bits, many, of_one_process, relay
 from tests.ranks import run_ranks

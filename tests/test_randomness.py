@@ -61,7 +61,7 @@ def test_trap_28_recomputation_draws_what_the_forward_pass_drew() -> None:
     """Under a pipeline another micro-batch is current when a block is recomputed; its gradient must
     not notice.
     """
-    from lockstep.parallel.activation import apply_activation_checkpointing
+    from lockstep.parallel.execution.activation import apply_activation_checkpointing
 
     def gradients(mode: str) -> list[torch.Tensor]:
         torch.manual_seed(0)

@@ -71,14 +71,14 @@ def test_a_process_whose_threads_talk_to_a_store_ends_with_its_own_code(kind: st
 
 # The files that start a plain thread, and what it does: it waits in Python or C.
 _PLAIN = {
-    "caught_errors.py": "looks at the other ranks' heartbeats",
+    "process_group/caught_errors.py": "looks at the other ranks' heartbeats",
     "checkpoint/commit.py": "writes a checkpoint; Python waits for it before it ends",
     "checkpoint/host_disk.py": "answers other hosts, from a disk",
     "launch/spawn.py": "waits for another process",
     "launch/survivor.py": "reads a file, and shuts sockets down",
     "monitor/sinks.py": "calls sinks, which the monitor closes",
-    "run_lock.py": "writes to the lock's file",
-    "signals.py": "reads from a pipe",
+    "run_directory/run_lock.py": "writes to the lock's file",
+    "machine/signals.py": "reads from a pipe",
     "submit/ray_machine.py": "reads what a launcher says",
     "verify/script/hangs.py": "looks at processes",
 }

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.page import machine, page, table, tell
-from lockstep.scratch import temporary
+from lockstep.machine.scratch import temporary
 from lockstep.verify.compare_command import Program
 from lockstep.verify.comparison_result import Outcome
 from lockstep.verify.script.pair import compare_scripts

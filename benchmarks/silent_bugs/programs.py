@@ -19,7 +19,7 @@ from pathlib import Path
 from benchmarks.page import machine, page, table, tell
 from benchmarks.silent_bugs.cases import CASES
 from benchmarks.silent_bugs.sound import ON_RANKS, PROGRAMS
-from lockstep.scratch import temporary
+from lockstep.machine.scratch import temporary
 from lockstep.verify.command import verify_script
 from lockstep.verify.comparison_result import UNKNOWN
 

@@ -35,9 +35,9 @@ from lockstep.checkpoint.storage import (
 from lockstep.config import ObjectSpec, load_config
 from lockstep.config.tree import Origin, parse
 from lockstep.errors import UsageError, did_you_mean
-from lockstep.paths import bucket_url
-from lockstep.records import RunDirectory
-from lockstep.run_files import printable, read_text
+from lockstep.files.paths import bucket_url
+from lockstep.run_directory.records import RunDirectory
+from lockstep.run_directory.run_files import printable, read_text
 
 Place = Path | ObjectStorage | Location  # what a user names
 FORMATS = ("full", "torch")

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lockstep import accelerator
 from lockstep.checkpoint.manifest import (
     CONFIG,
     GROUPS_KEY,
@@ -51,9 +50,10 @@ from lockstep.checkpoint.storage import (
     step_of,
 )
 from lockstep.checkpoint.write import Format, WrittenFiles, writer_of
-from lockstep.collectives import create_once, new_group
 from lockstep.errors import RunError, UsageError
 from lockstep.heartbeat.writer import own_heartbeat, went_forward
+from lockstep.machine import accelerator
+from lockstep.process_group.collectives import create_once, new_group
 
 _log = logging.getLogger(__name__)
 

@@ -52,11 +52,11 @@ from lockstep.checkpoint.read import check_block, open_part
 from lockstep.checkpoint.snapshot import Part, Snapshot, Staged, TensorBlock, stage
 from lockstep.checkpoint.storage import MANIFEST, Checkpoint, CheckpointPath, Location
 from lockstep.errors import UsageError, listed
+from lockstep.files.paths import local_path
+from lockstep.machine.progress import Advance, progress_of
 from lockstep.models.hf_folder import UnreadWeights, write_folder
 from lockstep.models.loss_modules import PREFIX
 from lockstep.models.safetensors_files import tensor_bytes, write_tensors
-from lockstep.paths import local_path
-from lockstep.progress import Advance, progress_of
 from lockstep.torch_compat.wrapper_names import WRAPPER_NAMES
 
 Weights = dict[str, Tensor]  # by name

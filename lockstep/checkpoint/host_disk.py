@@ -35,7 +35,7 @@ from typing import Any, BinaryIO
 from urllib.parse import quote, unquote
 
 from lockstep.checkpoint.posix import ABANDONED_SECONDS, sync_folder
-from lockstep.run_files import open_file
+from lockstep.run_directory.run_files import open_file
 
 _SAFE = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._=+-]+")  # a part of a key
 _INCOMING = ".incoming"

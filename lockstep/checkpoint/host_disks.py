@@ -27,10 +27,10 @@ from lockstep.checkpoint.host_disk import DamagedObjectError, Disk, DiskServer, 
 from lockstep.checkpoint.object_store import ObjectStorage
 from lockstep.checkpoint.ranks import Ranks
 from lockstep.errors import RunError
-from lockstep.network import address_towards
-from lockstep.object_client import ObjectClient
-from lockstep.output import say
-from lockstep.paths import local_path
+from lockstep.files.object_client import ObjectClient
+from lockstep.files.paths import local_path
+from lockstep.machine.network import address_towards
+from lockstep.machine.output import say
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 
 from lockstep.checkpoint.storage import ByteSink, FileInfo
 from lockstep.heartbeat.writer import went_forward
-from lockstep.run_files import open_file
+from lockstep.run_directory.run_files import open_file
 
 KEPT = 2  # checkpoints, beside the one that is being written
 _CHUNK = 4 << 20  # bytes read at a time for a checksum

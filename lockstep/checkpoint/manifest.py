@@ -20,7 +20,7 @@ import torch
 from lockstep.checkpoint.posix import locate
 from lockstep.checkpoint.storage import MANIFEST, Checkpoint, FileInfo, Location, step_of
 from lockstep.errors import RunError, UsageError
-from lockstep.progress import Advance, progress_of
+from lockstep.machine.progress import Advance, progress_of
 
 JSON_LIMIT = 256 << 20  # bytes: about two million parameters in a manifest
 GROUPS_KEY = "optimizer_groups"  # the key of state.json for the parameter groups of the optimizers

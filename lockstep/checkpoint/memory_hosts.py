@@ -27,7 +27,7 @@ from torch import Tensor
 
 from lockstep.checkpoint.memory import Holdings, MemoryStorage
 from lockstep.checkpoint.ranks import BlockInfo, Ranks
-from lockstep.environment import machine_id
+from lockstep.machine.environment import machine_id
 
 Held = dict[str, dict[str, BlockInfo]]  # by part and name: what a rank holds
 Share = dict[str, list[str]]  # by part: the names of the blocks that a rank writes

@@ -38,8 +38,8 @@ from lockstep.checkpoint.posix import ABANDONED_SECONDS, draft_name, is_draft, w
 from lockstep.checkpoint.storage import MANIFEST, ByteSink, Location, Storage, step_of
 from lockstep.division import ceil_div
 from lockstep.errors import LockstepError
+from lockstep.files.object_client import RETRY_SECONDS, ObjectClient
 from lockstep.heartbeat.writer import went_forward
-from lockstep.object_client import RETRY_SECONDS, ObjectClient
 
 PART_BYTES = 8 << 20
 _IN_FLIGHT = 3  # parts that are sent, or read ahead, at a time

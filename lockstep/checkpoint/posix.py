@@ -31,9 +31,9 @@ from typing import Any, BinaryIO
 import psutil
 
 from lockstep.checkpoint.storage import MANIFEST, ByteSink, Checkpoint, Directory, Location, Storage
+from lockstep.files.paths import local_path
 from lockstep.heartbeat.writer import went_forward
-from lockstep.paths import local_path
-from lockstep.run_files import open_file
+from lockstep.run_directory.run_files import open_file
 
 _BUFFER = 4 << 20  # bytes written at a time
 _DIRECT = getattr(os, "O_DIRECT", 0)  # Linux

@@ -24,7 +24,7 @@ from lockstep.config import ObjectSpec
 from lockstep.config.schema_training import build_object, check_object
 from lockstep.errors import UsageError
 from lockstep.heartbeat.writer import went_forward
-from lockstep.progress import Advance
+from lockstep.machine.progress import Advance
 from lockstep.registry import require_methods
 
 MANIFEST = "manifest.json"  # files with a manifest are a checkpoint

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from lockstep.cli.arguments import EPILOG
 from lockstep.cli.verbs import VERBS
 from lockstep.errors import EXIT_DONE, LockstepError, UsageError, did_you_mean
-from lockstep.output import flush
+from lockstep.machine.output import flush
 
 _DESCRIPTION = "Distributed training for PyTorch in which every strategy takes the same step."
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from lockstep.errors import UsageError
-from lockstep.paths import local_path
+from lockstep.files.paths import local_path
 
 if TYPE_CHECKING:
     from lockstep.launch.options import LaunchOptions

@@ -18,7 +18,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from lockstep.data_files import (
+from lockstep.errors import UsageError, first_line, listed
+from lockstep.files.data_files import (
     DAMAGED,
     Kind,
     files_of,
@@ -30,8 +31,7 @@ from lockstep.data_files import (
     require_text,
     row_of_line,
 )
-from lockstep.errors import UsageError, first_line, listed
-from lockstep.run_files import create_file
+from lockstep.run_directory.run_files import create_file
 
 
 def project(folder: Path, *, script: bool, data: Path | None) -> str:

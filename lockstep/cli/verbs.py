@@ -23,8 +23,8 @@ from lockstep.cli.arguments import (
     launch_options,
 )
 from lockstep.errors import EXIT_DONE, UsageError
-from lockstep.paths import bucket_url, local_path, run_directory
-from lockstep.run_files import printable
+from lockstep.files.paths import bucket_url, local_path, run_directory
+from lockstep.run_directory.run_files import printable
 
 
 def init(argv: list[str]) -> int:
@@ -668,7 +668,7 @@ def sample(argv: list[str]) -> int:
     )
     parser.add_argument("--seed", metavar="N", type=int, default=0)
     args = parser.parse(argv)
-    from lockstep.sample import sample as write
+    from lockstep.evaluate.sample import sample as write
 
     print(
         write(

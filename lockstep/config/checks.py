@@ -12,8 +12,8 @@ from lockstep.config.schema import Config, StepConfig
 from lockstep.config.schema_distributed import OPEN_BLOCKS
 from lockstep.config.schema_training import TrainingConfig
 from lockstep.errors import Contradiction, UsageError, refuse
+from lockstep.files.paths import is_bucket_url, url_as_path
 from lockstep.layout import SAME_BATCH, SPREADS, Layout
-from lockstep.paths import is_bucket_url, url_as_path
 from lockstep.registry import AXES, BY_SIZE, STRATEGIES
 from lockstep.strategy import AUTO, Strategy, strategy_named
 

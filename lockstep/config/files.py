@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.errors import UsageError, listed
-from lockstep.paths import local_path
+from lockstep.files.paths import local_path
 
 SHIPPED = Path(__file__).parent
 ALIASES = {

@@ -22,7 +22,6 @@ from torch.utils.data import (
 )
 from torch.utils.data import DistributedSampler as TorchDistributedSampler
 
-from lockstep import collectives
 from lockstep.config import DataConfig
 from lockstep.data.agreement import several_ranks
 from lockstep.data.batches import Assign, BatchSizes, SourceSettings, StepSource
@@ -37,6 +36,7 @@ from lockstep.data.order import (
 )
 from lockstep.data.permutation import EpochOrder
 from lockstep.errors import UsageError
+from lockstep.process_group import collectives
 from lockstep.torch_compat.pytree import tree_leaves
 
 # How data are read: settings of the config, and those of a DataLoader.

@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lockstep.collectives import is_main_process
 from lockstep.data.fingerprint import Row, alike, same_row
 from lockstep.errors import UsageError
+from lockstep.process_group.collectives import is_main_process
 
 _log = logging.getLogger("lockstep")
 

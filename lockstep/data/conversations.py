@@ -42,7 +42,7 @@ from numpy.typing import NDArray
 
 from lockstep.data.language import Tokenizer
 from lockstep.errors import UsageError, did_you_mean, first_line, listed
-from lockstep.quiet_imports import without_warnings_of_imports
+from lockstep.machine.quiet_imports import without_warnings_of_imports
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 ANSWERS = "assistant"

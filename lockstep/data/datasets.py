@@ -30,8 +30,8 @@ from lockstep.data.language import (
     language_data,
 )
 from lockstep.data.mistakes import users_line
-from lockstep.data_files import as_documents, check_named_files, source_of
 from lockstep.errors import LockstepError, UsageError
+from lockstep.files.data_files import as_documents, check_named_files, source_of
 from lockstep.registry import DATA_SETS, keywords_of, require_arguments
 
 

@@ -22,7 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.data.text import CHUNK, read_chunks
-from lockstep.data_files import (
+from lockstep.errors import UsageError, first_line, listed
+from lockstep.files.data_files import (
     DAMAGED,
     Kind,
     kind_of,
@@ -30,7 +31,6 @@ from lockstep.data_files import (
     require_read,
     row_of_line,
 )
-from lockstep.errors import UsageError, first_line, listed
 
 ROWS = 1024  # that are read at once from a parquet file
 

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from lockstep.attributes import attributes_of
-from lockstep.collectives import is_main_process
 from lockstep.data.agreement import MOST_ITEMS, DataEvidence, require_same_data, several_ranks
 from lockstep.data.batches import (
     Assign,
@@ -31,6 +30,7 @@ from lockstep.data.iterable_epoch import IterableEpoch, NotRestoredError, start_
 from lockstep.data.mistakes import collate_by_default, reason, users_line
 from lockstep.division import ceil_div
 from lockstep.errors import RunError, UsageError
+from lockstep.process_group.collectives import is_main_process
 from lockstep.randomness import preserve_states, seed_from
 
 _log = logging.getLogger("lockstep")

@@ -36,9 +36,9 @@ from torch import Tensor
 from lockstep.data.batches import CollatingDataset, Data
 from lockstep.data.document_files import Field, records_of
 from lockstep.data.language import IGNORED, Tokenizer, at_least_one, check_fraction
-from lockstep.data_files import files_of
 from lockstep.errors import UsageError, did_you_mean, listed
-from lockstep.paths import local_path
+from lockstep.files.data_files import files_of
+from lockstep.files.paths import local_path
 
 _WHERE = "data.args"
 

@@ -24,7 +24,7 @@ from torch.utils.data import Dataset
 
 from lockstep.data.batches import CollatingDataset, Data
 from lockstep.errors import UsageError
-from lockstep.paths import local_path
+from lockstep.files.paths import local_path
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from lockstep import accelerator
 from lockstep.data.agreement import (
     DataEvidence,
     known,
@@ -40,6 +39,7 @@ from lockstep.data.permutation import KeyedOrder
 from lockstep.data.reader import Collate, ProbeRequest, Reader, ReadFailure, ReadRequest
 from lockstep.division import ceil_div
 from lockstep.errors import RunError, UsageError, listed
+from lockstep.machine import accelerator
 from lockstep.torch_compat.data_workers import end_workers, workers_of
 
 

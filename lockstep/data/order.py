@@ -21,8 +21,8 @@ from lockstep.data.batches import known_length
 from lockstep.data.generators import Generator, generators_of, restore, states_of
 from lockstep.data.permutation import AHEAD, EpochOrder, epoch_order
 from lockstep.division import ceil_div
-from lockstep.environment import rank_facts
 from lockstep.errors import UsageError
+from lockstep.machine.environment import rank_facts
 from lockstep.randomness import preserve_states, seed_from, set_states, states
 
 

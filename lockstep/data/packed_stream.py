@@ -48,10 +48,10 @@ from lockstep.data.sources import (
     require_shares,
     special_tokens_in,
 )
-from lockstep.data_files import HEADER, as_documents, files_of, told_of_json
-from lockstep.environment import rank_facts
 from lockstep.errors import UsageError, first_line, warn_at_caller
-from lockstep.paths import local_path
+from lockstep.files.data_files import HEADER, as_documents, files_of, told_of_json
+from lockstep.files.paths import local_path
+from lockstep.machine.environment import rank_facts
 
 _OF_THE_HUB = "hf:"
 _MORE_KEYS = {"split": str, "config": str}

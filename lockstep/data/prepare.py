@@ -24,7 +24,6 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.cores import allowed
 from lockstep.data.conversations import ChatTemplate
 from lockstep.data.document_files import TEXT, Field, Record, records_of
 from lockstep.data.encoding import Encoded, Encoder, encoded
@@ -41,10 +40,11 @@ from lockstep.data.token_folder import (
     TOKENS,
     TRAINED,
 )
-from lockstep.data_files import HEADER, as_documents, files_of, line_of_data, told_of_json
 from lockstep.errors import UsageError
-from lockstep.paths import local_path
-from lockstep.progress import Advance, progress_of
+from lockstep.files.data_files import HEADER, as_documents, files_of, line_of_data, told_of_json
+from lockstep.files.paths import local_path
+from lockstep.machine.cores import allowed
+from lockstep.machine.progress import Advance, progress_of
 
 PROGRESS = "progress.json"
 SAVED_EVERY = 1 << 26  # bytes of input, between two syncs

@@ -17,7 +17,7 @@ from lockstep.data.batches import Data
 from lockstep.data.datasets import build_data
 from lockstep.data.language import IGNORED
 from lockstep.errors import UsageError
-from lockstep.output import is_terminal
+from lockstep.machine.output import is_terminal
 
 COLOURS = ("\x1b[32m", "\x1b[0m")
 SIGNS = ("«", "»")

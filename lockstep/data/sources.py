@@ -28,11 +28,11 @@ from lockstep.data.token_folder import (
     tokenizer_of,
     trained_of,
 )
-from lockstep.data_files import HEADER, files_of, told_of_json
-from lockstep.environment import rank_facts
 from lockstep.errors import UsageError, did_you_mean
-from lockstep.paths import local_path
-from lockstep.progress import progress_of
+from lockstep.files.data_files import HEADER, files_of, told_of_json
+from lockstep.files.paths import local_path
+from lockstep.machine.environment import rank_facts
+from lockstep.machine.progress import progress_of
 
 _FILTERS = {"min_tokens": int, "max_tokens": int, "keep": str}
 _SHARES = {"weight": (int, float), "epochs": (int, float)}

@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 from lockstep.data.batches import Data
 from lockstep.data.language import DocumentEncoder, TextOptions, Tokenizer, language_data
 from lockstep.data.token_folder import TOKENS, TokenFile, read_header, tokenizer_of
-from lockstep.data_files import as_documents, files_of, require_text, told_of_json
-from lockstep.environment import rank_facts
 from lockstep.errors import UsageError
-from lockstep.paths import local_path
-from lockstep.progress import Advance, progress_of
+from lockstep.files.data_files import as_documents, files_of, require_text, told_of_json
+from lockstep.files.paths import local_path
+from lockstep.machine.environment import rank_facts
+from lockstep.machine.progress import Advance, progress_of
 
 PYTHON_DOCS = f"the topics of Python {platform.python_version()}'s own documentation"
 CHUNK = 1 << 20  # characters encoded at once; a chunk ends at the end of a line

@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 
 from lockstep.data.language import Tokenizer, Tokens
 from lockstep.data.packing import Ends
-from lockstep.data_files import HEADER
 from lockstep.errors import UsageError
+from lockstep.files.data_files import HEADER
 
 FORMAT = "lockstep-tokens-1"
 TOKENS = "tokens.bin"

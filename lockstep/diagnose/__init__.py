@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 
-from lockstep.run_files import open_file
+from lockstep.run_directory.run_files import open_file
 
 _PAGE = Path(__file__).with_name("known_errors.md")
 _CELL = re.compile(r"(?<!\\)\|")  # between cells; within them it is written `\|`

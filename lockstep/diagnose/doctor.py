@@ -18,11 +18,11 @@ from typing import Any
 
 from lockstep.diagnose import BAD, GOOD, WARN, Finding
 from lockstep.diagnose.verdicts import ALL, CHEAP, machine_facts, own_facts
-from lockstep.environment import rank_facts
 from lockstep.errors import LockstepError, UsageError, first_line
-from lockstep.network import address_towards, interface_of
+from lockstep.machine.environment import rank_facts
+from lockstep.machine.network import address_towards, interface_of
 from lockstep.report import units
-from lockstep.run_files import create_file
+from lockstep.run_directory.run_files import create_file
 
 _TRY_SECONDS = 5.0
 _DISK_BYTES = 32 * 2**20
@@ -286,7 +286,7 @@ def all_reduce(device: Any, link: float | None) -> list[Finding]:
     import torch
     import torch.distributed as dist
 
-    from lockstep import accelerator
+    from lockstep.machine import accelerator
 
     world = dist.get_world_size()
     if world == 1:
@@ -340,9 +340,9 @@ def examine(run_directory: Path, show: Callable[[Finding], None], config: Any) -
     """
     from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-    from lockstep import cluster
     from lockstep.config import DistributedConfig
-    from lockstep.rendezvous import rendezvous
+    from lockstep.process_group import cluster
+    from lockstep.process_group.rendezvous import rendezvous
 
     devices = {} if config is None else config.distributed.model_dump(include={"device", "backend"})
     settings = DistributedConfig(timeout_seconds=_SECONDS, **devices)

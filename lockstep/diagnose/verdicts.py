@@ -23,9 +23,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from lockstep import cores
 from lockstep.diagnose import BAD, GOOD, WARN, Finding
-from lockstep.environment import machine_id, rank_facts
+from lockstep.machine import cores
+from lockstep.machine.environment import machine_id, rank_facts
 from lockstep.report import units
 
 VARIABLES = re.compile(r"^(NCCL|TORCH|GLOO|CUDA|OMP|MKL|PYTORCH|UCX|FI)_")

@@ -14,15 +14,16 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lockstep import checkpoint, cluster
+from lockstep import checkpoint
 from lockstep.config import Config
 from lockstep.data import Data, build_data
 from lockstep.errors import NoEffectWarning, UsageError, listed
+from lockstep.evaluate.sample import continue_text, in_memory
 from lockstep.evaluate.subject import EvaluationSubject
 from lockstep.models.loss_modules import PREFIX
-from lockstep.records import RunDirectory
+from lockstep.process_group import cluster
 from lockstep.registry import load_object
-from lockstep.sample import continue_text, in_memory
+from lockstep.run_directory.records import RunDirectory
 from lockstep.trainer import Trainer, build
 from lockstep.trainer.checkpointer import evaluations
 from lockstep.trainer.evaluator import evaluated

@@ -17,12 +17,12 @@ from pathlib import Path
 from lockstep.config import Config, load_config
 from lockstep.config.checks import contradictions
 from lockstep.config.loading import config_from
-from lockstep.data_files import check_named_files
 from lockstep.errors import UsageError
+from lockstep.files.data_files import check_named_files
+from lockstep.files.paths import local_path
 from lockstep.layout import SIZED, SPREADS
-from lockstep.paths import local_path
-from lockstep.records import RunDirectory
 from lockstep.registry import DATA_SETS, keywords_of
+from lockstep.run_directory.records import RunDirectory
 from lockstep.strategy import AUTO, REPLICAS, SINGLE, resolve, strategy_named
 
 _WEIGHTS = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")

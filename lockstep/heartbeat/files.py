@@ -18,7 +18,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.processes import is_running
+from lockstep.machine.processes import is_running
 
 FOLDER = "LOCKSTEP_HEARTBEATS"  # set by the launcher for its ranks
 LIMITS = "limits.json"

@@ -23,7 +23,6 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import ParamSpec, Protocol, TypeVar
 
-from lockstep.environment import rank_facts
 from lockstep.errors import UsageError, lost_a_peer, only_user_code
 from lockstep.heartbeat.call_errors import different_calls, ended_without
 from lockstep.heartbeat.callers import callers_line, collective_of, shown
@@ -50,6 +49,7 @@ from lockstep.heartbeat.files import (
     write_end,
     write_failure,
 )
+from lockstep.machine.environment import rank_facts
 
 # from the end of a rank's connections to its last beat, if the script ends them itself
 _LEAVING_SECONDS = 1.0

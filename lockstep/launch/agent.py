@@ -29,7 +29,6 @@ from torch.distributed.elastic.agent.server.api import (
 )
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
-from lockstep import signals
 from lockstep.errors import EXIT_FAILED, EXIT_PREEMPTED, RunError
 from lockstep.heartbeat.watcher import delete_beats
 from lockstep.launch.failures import (
@@ -45,8 +44,9 @@ from lockstep.launch.live_hosts import LiveHosts
 from lockstep.launch.meeting_store import MeetingStore
 from lockstep.launch.rendezvous_handlers import Membership
 from lockstep.launch.worker import print_error
-from lockstep.processes import send_signal
-from lockstep.records import RunDirectory
+from lockstep.machine import signals
+from lockstep.machine.processes import send_signal
+from lockstep.run_directory.records import RunDirectory
 from lockstep.store_threads import answer_within
 from lockstep.torch_compat.elastic_agent import ExtensibleAgent
 

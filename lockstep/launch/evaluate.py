@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 
-from lockstep.environment import rank_facts
 from lockstep.errors import EXIT_DONE
 from lockstep.evaluate.subject import Asked, find_subject, for_ranks
 from lockstep.launch.launcher import LaunchJob, launch, log_to_stderr
@@ -16,6 +15,7 @@ from lockstep.launch.options import LaunchOptions, process_count
 from lockstep.launch.prepared import give_back
 from lockstep.launch.train import in_this_process, is_rank, prepare
 from lockstep.launch.worker import run_as_worker
+from lockstep.machine.environment import rank_facts
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def evaluate(
         measure = import_module("lockstep.evaluate.measure")
         # before minutes of work: the harness may not be installed
         harness = import_module("lockstep.evaluate.harness") if wanted.tasks else None
-        cluster = import_module("lockstep.cluster")
+        cluster = import_module("lockstep.process_group.cluster")
         prompts = measure.Prompts(wanted.prompts, wanted.num_tokens, wanted.temperature)
         opened = measure.opened(subject, config)
         evaluation = measure.evaluate(opened, metrics=wanted.metrics, prompts=prompts)
@@ -78,6 +78,6 @@ def evaluate(
     if in_this_process(processes, options):
         give_back()
         return run_as_worker(work, logs=logs, launched=False)
-    variables = import_module("lockstep.cluster").environment(distributed)
+    variables = import_module("lockstep.process_group.cluster").environment(distributed)
     job = LaunchJob(("-m", "lockstep", "evaluate", *argv), logs, variables, fresh=fresh)
     return launch(job, options, processes)

@@ -13,9 +13,9 @@ from types import TracebackType
 from typing import Any
 
 from lockstep.diagnose import recognise
-from lockstep.environment import WORLD, rank_facts
 from lockstep.errors import LockstepError, UsageError, only_user_code
 from lockstep.heartbeat import writer
+from lockstep.machine.environment import WORLD, rank_facts
 
 _MARK = "lockstep: "
 

@@ -26,7 +26,6 @@ from types import TracebackType
 from typing import Any
 
 from lockstep.diagnose import recognise, tail
-from lockstep.environment import RankFacts
 from lockstep.errors import (
     EXIT_DONE,
     EXIT_FAILED,
@@ -39,9 +38,10 @@ from lockstep.errors import (
     only_user_code,
 )
 from lockstep.heartbeat.writer import own_heartbeat
-from lockstep.processes import descendants, is_stopped
-from lockstep.run_files import replace_file
-from lockstep.signals import name_of
+from lockstep.machine.environment import RankFacts
+from lockstep.machine.processes import descendants, is_stopped
+from lockstep.machine.signals import name_of
+from lockstep.run_directory.run_files import replace_file
 
 # The launcher ends the rest of a run so.
 _ENDED_BY_LAUNCHER = re.compile(r"DataLoader worker \(pid.*\) is killed by signal: Terminated")

@@ -33,7 +33,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep import cores, scratch, signals
 from lockstep.launch.prepared import (
     COMES_AGAIN,
     MESSAGE_BYTES,
@@ -43,8 +42,9 @@ from lockstep.launch.prepared import (
     give,
     own_prepared_process,
 )
-from lockstep.output import flush_both
-from lockstep.processes import is_running
+from lockstep.machine import cores, scratch, signals
+from lockstep.machine.output import flush_both
+from lockstep.machine.processes import is_running
 
 # What a launcher has imported, and a rank at its first step.
 _IMPORTED = (

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.launch.prepared import ForkedChild, ForkRequest, PreparedProcess
-from lockstep.output import flush_both
+from lockstep.machine.output import flush_both
 
 
 class ForkedRank(ForkedChild):

@@ -22,14 +22,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from lockstep.caught_errors import CAUGHT_SECONDS, caught_error
 from lockstep.heartbeat.files import DUMP, Beat, Call
 from lockstep.heartbeat.watcher import read_beats, read_limits
 from lockstep.launch import failures
 from lockstep.launch.failures import Failure, Stack, Stopped, stacks_file
 from lockstep.launch.stacks import FORCED_STACKS_SIGNAL, STACKS_SIGNAL
-from lockstep.processes import core_seconds, is_running, is_stopped, send_signal
-from lockstep.run_files import replace_file
+from lockstep.machine.processes import core_seconds, is_running, is_stopped, send_signal
+from lockstep.process_group.caught_errors import CAUGHT_SECONDS, caught_error
+from lockstep.run_directory.run_files import replace_file
 from lockstep.store_threads import StoreThread
 
 _ANSWER_SECONDS = 2.0  # for the ranks that run

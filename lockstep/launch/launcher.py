@@ -24,10 +24,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep import signals
-from lockstep.cores import threads_per_rank
-from lockstep.environment import MEMORY, WORLD, check_numbers
 from lockstep.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, LockstepError, RunError
+from lockstep.files.object_client import client_of, run_apart
 from lockstep.heartbeat.files import FOLDER
 from lockstep.launch.failures import Failure, exit_code, first_cause
 from lockstep.launch.hang import HangWatch
@@ -37,12 +35,14 @@ from lockstep.launch.options import LaunchOptions, endpoint, explain, rendezvous
 from lockstep.launch.rank_starts import RankStarter, rank_starter
 from lockstep.launch.worker import FAILURES, LAUNCHER_PID, environment_with, print_error
 from lockstep.launch.world import LiveWorld
-from lockstep.network import interface_variables
-from lockstep.object_client import client_of, run_apart
-from lockstep.records import RunDirectory
-from lockstep.run_lock import LAUNCH
-from lockstep.run_mirror import push_after_ranks
-from lockstep.scratch import SHARED_MEMORY, remove, scratch_folder
+from lockstep.machine import signals
+from lockstep.machine.cores import threads_per_rank
+from lockstep.machine.environment import MEMORY, WORLD, check_numbers
+from lockstep.machine.network import interface_variables
+from lockstep.machine.scratch import SHARED_MEMORY, remove, scratch_folder
+from lockstep.run_directory.records import RunDirectory
+from lockstep.run_directory.run_lock import LAUNCH
+from lockstep.run_directory.run_mirror import push_after_ranks
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.api import RunResult

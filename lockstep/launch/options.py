@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
 
-from lockstep import cores
 from lockstep.errors import LockstepError, RunError, UsageError, first_line
-from lockstep.network import DEFAULT_PORT, interface_of, is_here, is_loopback, port_in_use
+from lockstep.machine import cores
+from lockstep.machine.network import DEFAULT_PORT, interface_of, is_here, is_loopback, port_in_use
 
 # Keys of --rdzv-conf: numbers of seconds, except the last two.
 RDZV_CONF = (
@@ -205,7 +205,7 @@ def count_gpus() -> int:
 
     They are of the type that `distributed.device: auto` takes.
     """
-    from lockstep import accelerator
+    from lockstep.machine import accelerator
 
     return accelerator.count()
 

@@ -26,7 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from lockstep.signals import Inherited, inherited
+from lockstep.machine.signals import Inherited, inherited
 
 _SERVER = "lockstep.launch.fork_server"
 MESSAGE_BYTES = 200_000

@@ -38,8 +38,8 @@ from lockstep.launch.options import (
     rendezvous_host,
     run_id,
 )
-from lockstep.network import address_towards, is_address, is_loopback
-from lockstep.rendezvous import host_store
+from lockstep.machine.network import address_towards, is_address, is_loopback
+from lockstep.process_group.rendezvous import host_store
 from lockstep.store_threads import StoreThread
 from lockstep.torch_compat.rendezvous import ExtensibleRendezvous
 

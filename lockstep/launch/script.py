@@ -12,10 +12,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from lockstep import signals
 from lockstep.errors import EXIT_DONE, EXIT_PREEMPTED, UsageError
 from lockstep.launch.worker import run_as_worker
-from lockstep.processes import die_with_this_process
+from lockstep.machine import signals
+from lockstep.machine.processes import die_with_this_process
 
 
 def run_script(script: str, arguments: Sequence[str], *, kind: str = "file") -> int:

@@ -21,20 +21,20 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from lockstep import cores
-from lockstep.environment import rank_facts
 from lockstep.errors import EXIT_USAGE, UsageError
+from lockstep.files.paths import local_path
 from lockstep.heartbeat.writer import own_heartbeat
 from lockstep.launch.failures import Failure, first_cause, from_exception, from_exit_code, read_all
 from lockstep.launch.forked_rank import ForkedRank, can_be_awaited, handed_over
 from lockstep.launch.prepared import own_prepared_process
 from lockstep.launch.worker import FAILURES, LAUNCHER_PID, die_with_parent, environment_with
-from lockstep.network import DEFAULT_PORT
-from lockstep.output import flush_both
-from lockstep.paths import local_path
+from lockstep.machine import cores
+from lockstep.machine.environment import rank_facts
+from lockstep.machine.network import DEFAULT_PORT
+from lockstep.machine.output import flush_both
+from lockstep.machine.scratch import remove, scratch_folder
 from lockstep.report.read import read_run
 from lockstep.report.sketch import sketch
-from lockstep.scratch import remove, scratch_folder
 
 _MODULE = "lockstep.launch.spawn"  # this one, also where it is `__main__`
 # how ranks start, beside the other methods of `multiprocessing`
@@ -261,7 +261,7 @@ def _rendezvous_variables(
         return common, None
     # On one machine this process holds the store, at a port that the system picks: nobody else can
     # take the port.
-    from lockstep.rendezvous import host_store
+    from lockstep.process_group.rendezvous import host_store
 
     store = host_store("127.0.0.1", 0, datetime.timedelta(minutes=5))
     return common | {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}, store
@@ -278,7 +278,9 @@ def _start_method(fn: Callable[..., Any]) -> str:
     nested = "<" in getattr(fn, "__qualname__", "")
     if (fn.__module__ != "__main__" or in_a_file) and not nested:
         return "spawn"
-    used = import_module("lockstep.accelerator").in_use() if "torch" in sys.modules else None
+    used = (
+        import_module("lockstep.machine.accelerator").in_use() if "torch" in sys.modules else None
+    )
     if used is not None:
         why = (
             "a function that lives in a notebook or inside another function can't be imported by a"

@@ -15,8 +15,8 @@ import os
 import signal
 from pathlib import Path
 
-from lockstep import signals
-from lockstep.run_files import open_to_append
+from lockstep.machine import signals
+from lockstep.run_directory.run_files import open_to_append
 
 STACKS_SIGNAL = signal.SIGQUIT  # `kill -QUIT` makes a rank write its stacks at any time
 # Python ignores it where nobody has set a handler

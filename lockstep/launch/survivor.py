@@ -23,14 +23,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lockstep import cluster, cores, recovery_clock, signals
-from lockstep.environment import GENERATION, PER_MACHINE, rank_facts
 from lockstep.errors import EXIT_DONE, EXIT_PREEMPTED, UsageError, lost_a_peer
 from lockstep.heartbeat.files import FOLDER
 from lockstep.heartbeat.writer import begin_anew, own_heartbeat
 from lockstep.launch.worker import show_output
 from lockstep.launch.world import LiveWorld, looks_of
-from lockstep.output import say
+from lockstep.machine import cores, signals
+from lockstep.machine.environment import GENERATION, PER_MACHINE, rank_facts
+from lockstep.machine.output import say
+from lockstep.process_group import cluster
+from lockstep.run_directory import recovery_clock
 from lockstep.store_threads import answer_within
 from lockstep.torch_compat import group_creation
 

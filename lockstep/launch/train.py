@@ -17,12 +17,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.data_files import check_named_files
-from lockstep.environment import GENERATION, RANK_0_OF_1, WORLD, rank_facts
 from lockstep.errors import (
     UsageError,
     refuse,
 )
+from lockstep.files.data_files import check_named_files
+from lockstep.files.object_client import client_of, run_apart
+from lockstep.files.paths import bucket_url, run_directory
 from lockstep.launch.launcher import LaunchJob, import_without_gc, launch, log
 from lockstep.launch.options import (
     LaunchOptions,
@@ -40,11 +41,10 @@ from lockstep.launch.worker import (
     environment_with,
     run_as_worker,
 )
-from lockstep.object_client import client_of, run_apart
-from lockstep.paths import bucket_url, run_directory
-from lockstep.records import RunDirectory
-from lockstep.run_lock import require_free
-from lockstep.run_mirror import RunMirror, local_folder
+from lockstep.machine.environment import GENERATION, RANK_0_OF_1, WORLD, rank_facts
+from lockstep.run_directory.records import RunDirectory
+from lockstep.run_directory.run_lock import require_free
+from lockstep.run_directory.run_mirror import RunMirror, local_folder
 from lockstep.strategy import AUTO, resolve, strategy_named
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ def train(
     job = LaunchJob(
         ("-m", "lockstep", "train", *argv),
         run.logs,
-        environment=import_module("lockstep.cluster").environment(distributed),
+        environment=import_module("lockstep.process_group.cluster").environment(distributed),
         hang=(hang.factor, hang.seconds, distributed.timeout_seconds),
         fresh=fresh,
         can_train=partial(_can_train, config) if distributed.on_failure == "continue" else None,
@@ -134,7 +134,7 @@ def _train_here(
     if config.distributed.strategy == AUTO:
         config = import_module("lockstep.plan.command").resolve_auto(config)
     if rank_facts().world_size > 1:
-        import_module("lockstep.cluster").setup(config.distributed)
+        import_module("lockstep.process_group.cluster").setup(config.distributed)
         # Survivors of a death run the code and the config that were compared at the start.
         if os.environ.get(GENERATION, "0") == "0":
             # The checks of doctor that cost little run at the start of every run.

@@ -31,11 +31,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from lockstep import signals
 from lockstep.errors import RunError, UsageError
 from lockstep.launch.prepared import MESSAGE_BYTES, own_prepared_process
 from lockstep.launch.rank_starts import observes_itself, reason_of_script
 from lockstep.launch.worker import print_error
+from lockstep.machine import signals
 
 VERBS = ("train", "launch", "verify", "bench", "plan", "sample", "doctor")
 IDLE_MINUTES = 30

@@ -24,7 +24,7 @@ from typing import Any
 
 from lockstep.launch import fork_server, warm
 from lockstep.launch.prepared import MESSAGE_BYTES, ForkRequest
-from lockstep.signals import Inherited
+from lockstep.machine.signals import Inherited
 
 _PR_SET_PDEATHSIG = 1
 

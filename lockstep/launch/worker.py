@@ -25,15 +25,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
-from lockstep import cores, scratch, signals
-from lockstep.environment import RankFacts, parent_identity, rank_facts
 from lockstep.errors import EXIT_DONE, EXIT_PREEMPTED, LockstepError, UsageError
 from lockstep.heartbeat.files import FOLDER
 from lockstep.launch.failures import Failure, done_mark, from_exception, preempted, stacks_file
 from lockstep.launch.stacks import write_on_request
-from lockstep.output import flush_both
-from lockstep.processes import die_with_this_process
-from lockstep.run_files import open_to_append, printable
+from lockstep.machine import cores, scratch, signals
+from lockstep.machine.environment import RankFacts, parent_identity, rank_facts
+from lockstep.machine.output import flush_both
+from lockstep.machine.processes import die_with_this_process
+from lockstep.run_directory.run_files import open_to_append, printable
 
 _copiers: list[subprocess.Popen[bytes]] = []  # they end when nobody writes to them any more
 _VARIABLE = "LOCKSTEP_CONSOLE_OUTPUT"  # carries `ConsoleOutput` from the launcher to its ranks

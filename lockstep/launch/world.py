@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from lockstep.run_files import replace_file
+from lockstep.run_directory.run_files import replace_file
 
 
 def looks_of(path: Path) -> Path:

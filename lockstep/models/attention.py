@@ -1,6 +1,6 @@
 """Attention over a sequence, and rotary positions.
 
-A rank may hold a part of the sequence (`lockstep.parallel.context`).
+A rank may hold a part of the sequence (`lockstep.parallel.context.sequences`).
 
 Rotary positions (Su et al. 2021, *RoFormer*) rotate neighbours (2j, 2j+1) of the last dim at
 position t by the angle t·theta^(−2j/width), in float32 under any autocast (in bf16 position 257

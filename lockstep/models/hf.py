@@ -28,10 +28,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.collectives import is_main_process
 from lockstep.errors import UsageError, did_you_mean, listed, warn_at_caller
-from lockstep.paths import local_path
-from lockstep.quiet_imports import without_warnings_of_imports
+from lockstep.files.paths import local_path
+from lockstep.machine.quiet_imports import without_warnings_of_imports
+from lockstep.process_group.collectives import is_main_process
 
 try:
     with without_warnings_of_imports():

@@ -5,7 +5,8 @@ positions, multipliers and caps are the library's. A `Door` stands before that l
 last norm, and gives it what the previous segment has returned; what the decoder makes of
 embeddings, the first segment alone uses. Layers stay modules of the model. The mask is passed on
 with the hidden states. Each listed family is tested to compute the library's bits with every field
-of its config changed, and `lockstep.parallel.chain_check` compares each model that is placed.
+of its config changed, and `lockstep.parallel.pipeline.chain_check` compares each model that is
+placed.
 
 A model that Lockstep has built by name takes the numbers of documents in the place of the mask
 (`lockstep.models.hf_causal`).

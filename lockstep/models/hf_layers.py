@@ -1,7 +1,7 @@
 """How causal models of Hugging Face are sharded over the axes `tensor` and `context`.
 
 The library's own plan (`base_model_tp_plan` of a config) is translated for
-`lockstep.parallel.tensor_plan`, and what it leaves out is added: GPT-2, weights in which several
+`lockstep.parallel.tensor.plan`, and what it leaves out is added: GPT-2, weights in which several
 layers lie side by side, embeddings, heads and losses. Some models are cut only if Lockstep builds
 them by name (`hf:`), and not as the library's objects: errors say so.
 
@@ -26,7 +26,7 @@ ATTENDING = ("llama", "mistral", "olmo2", "qwen2", "qwen3")
 # Before, the library's plans left out norms of heads, and named experts one by one.
 PLANS_ARE_WHOLE_SINCE = 5
 
-# What transformers calls the ways in which a layer is cut, and `lockstep.parallel.tensor_plan`
+# What transformers calls the ways in which a layer is cut, and `lockstep.parallel.tensor.plan`
 # does.
 _WAYS = {
     "colwise": "column",

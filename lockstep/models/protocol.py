@@ -10,9 +10,9 @@ Any `nn.Module` can be trained. A model may help with
     segments() -> [(name, module)]   the whole forward pass as a chain, for pipelines; the first
                                      takes the arguments of forward
     context_plan() -> {name: dim}    the dims of a batch's parts along which sequences lie
-                                     (`lockstep.parallel.context`)
+                                     (`lockstep.parallel.context.sequences`)
     tensor_plan() -> {name: way}     how its layers are cut over ranks
-                                     (`lockstep.parallel.tensor_cuts`)
+                                     (`lockstep.parallel.tensor.cuts`)
     experts() -> [(name, module)]    its experts, stacked in dim 0 of parameters
                                      (`lockstep.models.mixture.Experts`)
     init_weights()                   fills every parameter and buffer in place; then the model can

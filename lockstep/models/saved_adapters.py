@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import UsageError, first_line, listed
+from lockstep.files.paths import local_path
 from lockstep.models.adapters import ADAPTER, auto_of_task, inject, peft_package, task_of
-from lockstep.paths import local_path
 
 WHERE = "model.adapter"
 _CONFIG = "adapter_config.json"

@@ -19,12 +19,12 @@ from typing import Any
 
 from lockstep.config import MonitorConfig, ObjectSpec
 from lockstep.config.schema_training import build_object, check_object
-from lockstep.environment import rank_facts
 from lockstep.errors import UsageError
-from lockstep.output import say
-from lockstep.paths import local_path
-from lockstep.records import StepRecord, append_line
+from lockstep.files.paths import local_path
+from lockstep.machine.environment import rank_facts
+from lockstep.machine.output import say
 from lockstep.registry import load_object
+from lockstep.run_directory.records import StepRecord, append_line
 
 Callback = Callable[[StepRecord], object]
 

@@ -16,10 +16,10 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from lockstep.machine.output import is_rewritable, is_terminal, say, write_out
 from lockstep.monitor.media import Media
 from lockstep.monitor.sinks import Row, SinkContext
-from lockstep.output import is_rewritable, is_terminal, say, write_out
-from lockstep.records import StepRecord
+from lockstep.run_directory.records import StepRecord
 
 _LINES_SECONDS = 0.1
 _BAR_SECONDS = 0.05

@@ -22,7 +22,7 @@ from lockstep.config import PrometheusConfig
 from lockstep.errors import UsageError
 from lockstep.monitor.media import Media, file_name
 from lockstep.monitor.sinks import Row, SinkContext, scalars
-from lockstep.records import RunDirectory, append_at_once
+from lockstep.run_directory.records import RunDirectory, append_at_once
 
 
 class TensorBoard:

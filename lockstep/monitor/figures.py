@@ -40,7 +40,7 @@ def gather(values: Sequence[float]) -> list[list[float]]:
     import torch
     import torch.distributed as dist
 
-    from lockstep.collectives import device_of_numbers
+    from lockstep.process_group.collectives import device_of_numbers
 
     if not _several():
         return [list(values)]
@@ -247,7 +247,7 @@ def peak_flops(device: Any, mode: str) -> tuple[float, str]:
     """
     import torch
 
-    from lockstep import accelerator
+    from lockstep.machine import accelerator
 
     known = known_gpu(accelerator.name_of(device)) if device.type == "cuda" else None
     if known is not None:
@@ -269,7 +269,7 @@ def _measured(device: Any, mode: str, _threads: int) -> float:
     """
     import torch
 
-    from lockstep import accelerator
+    from lockstep.machine import accelerator
 
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[mode]
     size = _SIZE if device.type == "cpu" else 8 * _SIZE

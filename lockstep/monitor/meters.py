@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
-from lockstep.records import StepRecord, plain
+from lockstep.run_directory.records import StepRecord, plain
 from lockstep.torch_compat import work_wait
 
 
@@ -100,7 +100,7 @@ def memory_of_this_rank() -> Memory:
     """Return the memory of this process and of its own GPU."""
     import psutil
 
-    from lockstep import accelerator
+    from lockstep.machine import accelerator
 
     host = psutil.Process().memory_info().rss
     device = accelerator.selected()
@@ -139,7 +139,7 @@ def gpu_utilisation() -> float:
     global _nvml_is_there
     if not _nvml_is_there:
         return math.nan
-    from lockstep import accelerator
+    from lockstep.machine import accelerator
 
     try:
         return accelerator.utilisation()
@@ -231,7 +231,7 @@ class PhaseClock:
         return paused
 
     def _mark(self, phase: str) -> None:
-        from lockstep import accelerator
+        from lockstep.machine import accelerator
 
         self._marks.append((phase, accelerator.record_event(self._on, timed=True)))
         self._fold(wait=False)

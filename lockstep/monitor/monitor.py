@@ -15,7 +15,8 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from lockstep.config import MonitorConfig
-from lockstep.environment import rank_facts
+from lockstep.machine.environment import rank_facts
+from lockstep.machine.output import say
 from lockstep.monitor.callbacks import ResourceMonitor, build_callbacks
 from lockstep.monitor.exporters import Prometheus
 from lockstep.monitor.figures import Figures, StragglerWatch
@@ -32,9 +33,8 @@ from lockstep.monitor.sinks import (
     sink_named,
     warn_left_out,
 )
-from lockstep.output import say
-from lockstep.records import RunDirectory, StepRecord, append_line
 from lockstep.registry import SINKS, require_methods
+from lockstep.run_directory.records import RunDirectory, StepRecord, append_line
 
 _log = logging.getLogger("lockstep")
 _MEMORY_SECONDS = 1.0

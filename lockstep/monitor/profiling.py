@@ -17,10 +17,10 @@ from typing import Any
 
 from lockstep.config import ProfileConfig
 from lockstep.division import ceil_div
+from lockstep.files.paths import local_path
+from lockstep.machine.output import say
 from lockstep.monitor.figures import gather_objects
-from lockstep.output import say
-from lockstep.paths import local_path
-from lockstep.run_files import replace_file
+from lockstep.run_directory.run_files import replace_file
 
 Interval = tuple[float, float]
 Summary = dict[str, Any]
@@ -209,7 +209,7 @@ class Profiler:
     ) -> None:
         import torch
 
-        from lockstep import accelerator
+        from lockstep.machine import accelerator
         from lockstep.torch_compat import memory_history
 
         self._config = config
@@ -275,7 +275,7 @@ class Profiler:
 
         A full disk does not stop the run.
         """
-        from lockstep import accelerator
+        from lockstep.machine import accelerator
         from lockstep.torch_compat import memory_history
 
         name = f"step-{self._first}-rank-{self._rank}"

@@ -18,9 +18,9 @@ from typing import Any, Protocol
 
 from lockstep.config import MonitorConfig
 from lockstep.monitor.media import MEDIA_KINDS, Media, file_name
-from lockstep.records import RunDirectory
 from lockstep.registry import SINKS, require_call
-from lockstep.run_files import replace_file
+from lockstep.run_directory.records import RunDirectory
+from lockstep.run_directory.run_files import replace_file
 
 Row = dict[str, Any]
 Event = Callable[..., None]

@@ -42,11 +42,10 @@ from lockstep.config.checks import divisors
 from lockstep.data.batches import AssignAnyRank
 from lockstep.errors import UsageError
 from lockstep.layout import Layout
-from lockstep.mesh import expert_mesh
 from lockstep.models.chain import look_up
 from lockstep.parallel.changes import replace_method
+from lockstep.parallel.execution.passes import AroundMicroBatch, MicroBatchPass
 from lockstep.parallel.facts import ModelFacts
-from lockstep.parallel.passes import AroundMicroBatch, MicroBatchPass
 from lockstep.parallel.reproducible.tree import (
     Partials,
     clear_zero_signs,
@@ -54,8 +53,9 @@ from lockstep.parallel.reproducible.tree import (
     tree_all_reduce,
 )
 from lockstep.parallel.strides import lay_gradients
-from lockstep.parallel.tensor_blocks import OnSend, with_backward
-from lockstep.parallel.tensor_cuts import TensorCuts
+from lockstep.parallel.tensor.blocks import OnSend, with_backward
+from lockstep.parallel.tensor.cuts import TensorCuts
+from lockstep.process_group.mesh import expert_mesh
 from lockstep.torch_compat.fake_tensors import FakeTensor
 
 Route = Callable[[Tensor], Tensor]  # rows of one order → those of all ranks for this one

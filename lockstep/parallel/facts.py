@@ -28,7 +28,7 @@ from lockstep.models.loss_modules import LossModule, read_loss
 from lockstep.models.objective import Objective
 from lockstep.models.protocol import Borrowed, no_chain, offers_of
 from lockstep.parallel.state_form import StateForm
-from lockstep.parallel.tensor_plan import TensorPlan, checked_plan
+from lockstep.parallel.tensor.plan import TensorPlan, checked_plan
 from lockstep.torch_compat.module_state import registered_state
 
 Named = Sequence[tuple[str, nn.Module]]

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep import accelerator
 from lockstep.errors import UsageError
+from lockstep.machine import accelerator
+from lockstep.machine.quiet_imports import without_warnings_of_imports
 from lockstep.parallel.facts import Named
-from lockstep.quiet_imports import without_warnings_of_imports
 from lockstep.torch_compat.module_hooks import has_hooks
 
 _MULTIPLE = 16  # of both dims, which the GPUs' instructions ask for

@@ -18,18 +18,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from lockstep.collectives import create_group
 from lockstep.errors import UsageError, listed
 from lockstep.layout import Layout
 from lockstep.models.loss_modules import PREFIX, LossModule
+from lockstep.parallel.execution.passes import AroundMicroBatch, MicroBatchPass
 from lockstep.parallel.parallel_model import ParallelModel
-from lockstep.parallel.passes import AroundMicroBatch, MicroBatchPass
 from lockstep.parallel.reproducible.tree import (
     Partials,
     clear_zero_signs,
     nodes_of_owners,
     tree_all_reduce,
 )
+from lockstep.process_group.collectives import create_group
 
 
 class LossWeights(AroundMicroBatch):

@@ -21,13 +21,19 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
-from lockstep import accelerator
 from lockstep.data.batches import MicroBatch
 from lockstep.errors import UsageError, listed
 from lockstep.layout import Layout
+from lockstep.machine import accelerator
 from lockstep.models.objective import Objective
 from lockstep.parallel.changes import ModuleChange, changes_of
-from lockstep.parallel.context_attention import SequenceCut
+from lockstep.parallel.context.attention import SequenceCut
+from lockstep.parallel.execution.passes import (
+    AroundPasses,
+    Evaluate,
+    ForwardBackward,
+    RunMicroBatch,
+)
 from lockstep.parallel.loss_accumulator import (
     CarriedFigures,
     CarriedLossAccumulator,
@@ -36,7 +42,6 @@ from lockstep.parallel.loss_accumulator import (
     Number,
     tensor_of,
 )
-from lockstep.parallel.passes import AroundPasses, Evaluate, ForwardBackward, RunMicroBatch
 from lockstep.parallel.reproducible.exact_norm import SMALL, exact_norm
 from lockstep.parallel.state_form import StateForm
 from lockstep.randomness import RandomState
@@ -117,7 +122,7 @@ def run_hooks(hooks: GradientHooks, parameters: Mapping[str, nn.Parameter]) -> N
 
 
 if TYPE_CHECKING:
-    from lockstep.parallel.local_workers import LocalWorkers
+    from lockstep.parallel.diloco.workers import LocalWorkers
     from lockstep.parallel.loss_weights import LossWeights
 
 _NOTHING = nullcontext()  # one for all uses: making it is a call

@@ -26,28 +26,33 @@ from lockstep.config.checks import step_contradictions
 from lockstep.drawless import is_run_by_torch
 from lockstep.errors import UsageError, listed, refuse
 from lockstep.layout import Layout
-from lockstep.mesh import device_mesh, replica_group
 from lockstep.models.hf_cache import switch_cache_off, without_cache
 from lockstep.models.hf_decoder import is_known_decoder
 from lockstep.models.loss_modules import refuse_shared
-from lockstep.parallel import divergence, side_effects
-from lockstep.parallel.activation import apply_activation_checkpointing
 from lockstep.parallel.axes.axis import axes_named
-from lockstep.parallel.buffers import keeping, refuse_synchronised
-from lockstep.parallel.chain_check import check_chain
 from lockstep.parallel.changes import replace_method
-from lockstep.parallel.combined_buffers import BufferWays, warn_of_unwritten, ways_of
+from lockstep.parallel.execution.activation import apply_activation_checkpointing
 from lockstep.parallel.facts import ModelFacts
+from lockstep.parallel.forward_effects import side_effects
+from lockstep.parallel.forward_effects.buffers import keeping, refuse_synchronised
+from lockstep.parallel.forward_effects.combined_buffers import (
+    BufferWays,
+    warn_of_unwritten,
+    ways_of,
+)
 from lockstep.parallel.fp8 import apply_fp8
-from lockstep.parallel.fsdp_units import Unit, units_of
+from lockstep.parallel.fsdp.units import Unit, units_of
 from lockstep.parallel.initial import FirstValues, broadcast_values, to_empty
 from lockstep.parallel.loss_weights import LossWeights
 from lockstep.parallel.parallel_model import ParallelModel, take_hooks
+from lockstep.parallel.pipeline.chain_check import check_chain
 from lockstep.parallel.placement import place_whole
+from lockstep.parallel.replicas import divergence
 from lockstep.parallel.reproducible.determinism import join_uses_of_inputs, switch_on
 from lockstep.parallel.site import DryRun, Site
 from lockstep.parallel.strides import lay_out
 from lockstep.precision import Precision, switch_tf32
+from lockstep.process_group.mesh import device_mesh, replica_group
 from lockstep.randomness import RandomState, key_segments
 from lockstep.registry import BY_SIZE
 from lockstep.strategy import SINGLE, strategy_named

@@ -19,12 +19,12 @@ from lockstep.models.objective import Objective
 from lockstep.parallel.axes.axis import PartOfModel
 from lockstep.parallel.axes.rows import RowsAxis
 from lockstep.parallel.comm.compression import Compression
-from lockstep.parallel.executor import Executor, stage_of_model
+from lockstep.parallel.execution.executor import Executor, stage_of_model
+from lockstep.parallel.execution.one_stage import ForwardPasses
+from lockstep.parallel.execution.passes import AroundMicroBatch
 from lockstep.parallel.loss_accumulator import CarriedFigures
 from lockstep.parallel.loss_weights import train_loss_weights
-from lockstep.parallel.one_stage import ForwardPasses
 from lockstep.parallel.parallel_model import ParallelModel
-from lockstep.parallel.passes import AroundMicroBatch
 from lockstep.parallel.reproducible.determinism import DeterministicKernels
 from lockstep.parallel.reproducible.gradient_trees import ExchangedTree, GradientTree, LocalTree
 from lockstep.parallel.reproducible.tree import assign_tree

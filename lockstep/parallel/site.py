@@ -18,17 +18,17 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lockstep.config import DDPConfig, StepConfig
 from lockstep.layout import Layout
-from lockstep.mesh import data_parallel_group
 from lockstep.models.objective import Objective
-from lockstep.parallel.buffers import RunningBuffers
-from lockstep.parallel.combined_buffers import BufferWays
+from lockstep.parallel.execution.passes import AroundMicroBatch
 from lockstep.parallel.facts import ModelFacts, on_meta
-from lockstep.parallel.fsdp_units import Unit
+from lockstep.parallel.forward_effects.buffers import RunningBuffers
+from lockstep.parallel.forward_effects.combined_buffers import BufferWays
+from lockstep.parallel.fsdp.units import Unit
 from lockstep.parallel.initial import FirstValues, materialise, to_empty
 from lockstep.parallel.loss_weights import LossWeights
-from lockstep.parallel.passes import AroundMicroBatch
-from lockstep.parallel.tensor_blocks import OnSend
+from lockstep.parallel.tensor.blocks import OnSend
 from lockstep.precision import Precision
+from lockstep.process_group.mesh import data_parallel_group
 from lockstep.randomness import RandomState
 
 Found = TypeVar("Found")

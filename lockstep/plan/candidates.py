@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from lockstep import accelerator
 from lockstep.config import Config, require_equation
 from lockstep.costs.hardware import GIB, GpuCluster
 from lockstep.costs.steps import (
@@ -25,11 +24,12 @@ from lockstep.costs.steps import (
 from lockstep.division import ceil_div
 from lockstep.errors import UsageError
 from lockstep.layout import Layout
+from lockstep.machine import accelerator
+from lockstep.machine.progress import progress_of
 from lockstep.plan.layouts import layout_of, layouts, model_size_of, with_layout
 from lockstep.plan.messages import Messages
 from lockstep.plan.rehearsal import Rehearsal, rehearse
 from lockstep.plan.workload import Workload
-from lockstep.progress import progress_of
 from lockstep.strategy import known_strategies, strategy_named
 from lockstep.torch_compat.fake_tensors import UNKNOWN_VALUES
 

@@ -18,8 +18,8 @@ from typing import Any
 from lockstep.config import Config
 from lockstep.costs.hardware import GpuCluster
 from lockstep.costs.steps import ModelSize
-from lockstep.environment import MEMORY, rank_facts
-from lockstep.run_files import replace_file
+from lockstep.machine.environment import MEMORY, rank_facts
+from lockstep.run_directory.run_files import replace_file
 
 # the changes to a config's keys, and the reason
 Chosen = tuple[Mapping[str, Any], str]

@@ -23,13 +23,13 @@ from typing import Any
 import psutil
 import torch
 
-from lockstep import accelerator
 from lockstep.config import Config
-from lockstep.cores import allowed
 from lockstep.costs.hardware import GIB, GPUS, LINKS, Gpu, GpuCluster, Link, cluster_of, known_gpu
 from lockstep.costs.steps import ModelSize
-from lockstep.environment import rank_facts
 from lockstep.errors import UsageError
+from lockstep.machine import accelerator
+from lockstep.machine.cores import allowed
+from lockstep.machine.environment import rank_facts
 from lockstep.plan import calculate_resources, chosen
 from lockstep.plan.candidates import (
     Candidate,
@@ -41,7 +41,7 @@ from lockstep.plan.candidates import (
 )
 from lockstep.plan.layouts import layout_of, model_size_of
 from lockstep.plan.workload import Workload, workload_of
-from lockstep.run_files import exists_already, write_result
+from lockstep.run_directory.run_files import exists_already, write_result
 from lockstep.strategy import REPLICAS, SINGLE
 
 

@@ -15,8 +15,8 @@ from lockstep.costs.steps import ModelSize
 from lockstep.errors import UsageError
 from lockstep.layout import SAME_BATCH, SPREADS, Layout
 from lockstep.parallel.comm.compression import sent_numbers
-from lockstep.parallel.fsdp_units import units_of
-from lockstep.parallel.tensor_plan import plan_of
+from lockstep.parallel.fsdp.units import units_of
+from lockstep.parallel.tensor.plan import plan_of
 from lockstep.plan.workload import Workload
 from lockstep.strategy import known_strategies, resolve
 

@@ -25,7 +25,6 @@ from lockstep.costs.hardware import Cost
 from lockstep.data.batches import MicroBatch
 from lockstep.errors import RunError
 from lockstep.layout import Layout
-from lockstep.mesh import device_mesh, expert_mesh
 from lockstep.optim import build_optimizer
 from lockstep.parallel.facts import ModelFacts, Named
 from lockstep.parallel.loss_accumulator import LossAccumulator
@@ -48,6 +47,7 @@ from lockstep.plan.tracker import (
 )
 from lockstep.plan.workload import REPEATED, Workload, kept_blocks
 from lockstep.precision import Precision, resolve_mode
+from lockstep.process_group.mesh import device_mesh, expert_mesh
 from lockstep.randomness import RandomState
 from lockstep.strategy import strategy_named
 from lockstep.tensors import local

@@ -29,18 +29,18 @@ from lockstep.layout import Layout
 from lockstep.models.chain import lent, run_segment
 from lockstep.models.protocol import blocks_of
 from lockstep.parallel.axes.expert import ExpertAxis
-from lockstep.parallel.executor import Executor, Stage
+from lockstep.parallel.execution.executor import Executor, Stage
+from lockstep.parallel.execution.passes import MicroBatchPass
+from lockstep.parallel.execution.transport import Message, Meta, Metas, Rehearsed, Tensors
 from lockstep.parallel.expert import PlacedExperts
 from lockstep.parallel.facts import facts_of
 from lockstep.parallel.loss_accumulator import Loss
-from lockstep.parallel.passes import MicroBatchPass
 from lockstep.parallel.pipeline.placing import LocalStages, around_stage, local_stages
 from lockstep.parallel.pipeline.plan import PipelinePlan, plan_of, splits_backward
 from lockstep.parallel.pipeline.schedules import actions
 from lockstep.parallel.pipeline.stage_module import StageCall, StageModule
 from lockstep.parallel.pipeline.stage_parameters import survey
 from lockstep.parallel.site import DryRun, Site
-from lockstep.parallel.transport import Message, Meta, Metas, Rehearsed, Tensors
 from lockstep.plan import rehearsal
 from lockstep.plan.rehearsal import CPU, GROUPED, Rehearsal, Work
 from lockstep.plan.tracker import (

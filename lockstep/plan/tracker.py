@@ -24,7 +24,7 @@ from torch.utils.flop_counter import flop_registry
 from lockstep.config import DDPConfig
 from lockstep.costs.hardware import Cost
 from lockstep.division import ceil_div
-from lockstep.parallel.passes import AroundMicroBatch, MicroBatchPass
+from lockstep.parallel.execution.passes import AroundMicroBatch, MicroBatchPass
 from lockstep.torch_compat.dispatch_mode import UntracedDispatchMode, without_modes
 from lockstep.torch_compat.fake_tensors import (
     FakeTensor,

@@ -24,10 +24,10 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lockstep import accelerator
 from lockstep.config import Config
 from lockstep.data import build_data
 from lockstep.errors import UsageError
+from lockstep.machine import accelerator
 from lockstep.models import build_model
 from lockstep.models.chain import lent, run_segment
 from lockstep.models.language import set_token_losses

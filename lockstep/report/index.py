@@ -10,9 +10,9 @@ from pathlib import Path
 from urllib.parse import quote
 
 from lockstep.errors import RunError, UsageError
-from lockstep.object_client import ObjectClient
-from lockstep.paths import bucket_url
-from lockstep.records import RunDirectory
+from lockstep.files.object_client import ObjectClient
+from lockstep.files.paths import bucket_url
+from lockstep.machine.scratch import temporary
 from lockstep.report import units
 from lockstep.report.advice import advise
 from lockstep.report.charts import LINES_AT_MOST, loss_against, shortened
@@ -28,9 +28,9 @@ from lockstep.report.page import (
     write,
 )
 from lockstep.report.read import RunData, is_run, read_run, typical_step, wall_seconds
-from lockstep.run_files import printable
-from lockstep.run_mirror import RunMirror
-from lockstep.scratch import temporary
+from lockstep.run_directory.records import RunDirectory
+from lockstep.run_directory.run_files import printable
+from lockstep.run_directory.run_mirror import RunMirror
 
 INDEX = "index.html"
 _DEEPEST = 3  # levels of folders below the one that is named

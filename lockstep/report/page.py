@@ -25,9 +25,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from lockstep import run_files
 from lockstep.errors import UsageError
-from lockstep.records import RunDirectory
 from lockstep.report import read, units
 from lockstep.report.advice import advise
 from lockstep.report.charts import COLOURS, Figure, chart, charts, coloured, line, shortened
@@ -42,6 +40,8 @@ from lockstep.report.read import (
     typical_step,
     wall_seconds,
 )
+from lockstep.run_directory import run_files
+from lockstep.run_directory.records import RunDirectory
 
 _POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:"

@@ -19,9 +19,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
 
-from lockstep import run_files
 from lockstep.errors import UsageError
-from lockstep.records import RunDirectory
 from lockstep.report.shapes import (
     EVENT,
     MEDIA,
@@ -33,7 +31,9 @@ from lockstep.report.shapes import (
     step_of,
 )
 from lockstep.report.thinning import BUDGET, Thinner
-from lockstep.run_files import Note, parse_object
+from lockstep.run_directory import run_files
+from lockstep.run_directory.records import RunDirectory
+from lockstep.run_directory.run_files import Note, parse_object
 
 Row = dict[str, Any]
 _CONFIG_BYTES = 200_000

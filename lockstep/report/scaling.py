@@ -23,12 +23,12 @@ from typing import IO, Any
 from lockstep.config.flags import as_overrides
 from lockstep.errors import RunError, UsageError
 from lockstep.layout import SIZED
+from lockstep.machine.scratch import temporary
 from lockstep.report import units
 from lockstep.report.charts import COLOURS, chart, line
 from lockstep.report.page import Page, render
 from lockstep.report.read import after_warmup, read_run
-from lockstep.run_files import exists_already, write_result
-from lockstep.scratch import temporary
+from lockstep.run_directory.run_files import exists_already, write_result
 from lockstep.strategy import EXPERT, SINGLE
 
 # Starts `python -m MODULE …` with these variables, its stdout and its stderr in files, as `Popen`.

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lockstep.report.shapes import number
-from lockstep.run_files import parse_object
+from lockstep.run_directory.run_files import parse_object
 
 BUDGET = 12 << 20  # bytes of lines; as rows they take some eight times as much
 _STRETCH = 16  # rows

@@ -15,12 +15,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from lockstep.errors import UsageError
-from lockstep.output import is_terminal
-from lockstep.records import RunDirectory, last_lines
+from lockstep.machine.output import is_terminal
 from lockstep.report import units
 from lockstep.report.read import PHASE_NAMES, STEP_PHASES, Row, read_events, status_of
 from lockstep.report.shapes import STEP, fitting_row, moment_of, number, step_of
-from lockstep.run_files import printable
+from lockstep.run_directory.records import RunDirectory, last_lines
+from lockstep.run_directory.run_files import printable
 
 _LAST_ROWS = 50  # of metrics.jsonl
 _SECONDS = 1.0

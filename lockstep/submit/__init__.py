@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import RunError, UsageError
-from lockstep.paths import bucket_url
+from lockstep.files.paths import bucket_url
 from lockstep.submit import kubernetes, ray_job, slurm
 from lockstep.submit.submission import Submission
 

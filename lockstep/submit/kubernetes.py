@@ -20,7 +20,7 @@ from typing import Any
 import yaml
 
 from lockstep.errors import EXIT_PREEMPTED, EXIT_USAGE, UsageError
-from lockstep.network import DEFAULT_PORT
+from lockstep.machine.network import DEFAULT_PORT
 from lockstep.submit.submission import PlainDumper, Submission
 
 # What `kubectl` calls the kinds of job.

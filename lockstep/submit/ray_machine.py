@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from lockstep.errors import EXIT_USAGE
-from lockstep.processes import die_with_this_process, send_signal
+from lockstep.machine.processes import die_with_this_process, send_signal
 
 _MODULE = "lockstep.submit.ray_machine"
 _READING_SECONDS = 0.5  # how long `new_output` waits for text

@@ -11,8 +11,8 @@ from typing import Any
 
 import yaml
 
-from lockstep.paths import is_bucket_url
-from lockstep.run_mirror import local_folder
+from lockstep.files.paths import is_bucket_url
+from lockstep.run_directory.run_mirror import local_folder
 
 
 @dataclass(frozen=True)

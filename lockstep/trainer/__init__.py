@@ -13,18 +13,19 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from lockstep import cluster, signals
 from lockstep.checkpoint.storage import check_storage
 from lockstep.config import Config
 from lockstep.config.keys import Mistake, usage_error
 from lockstep.data import Data, build_data, check_data
-from lockstep.environment import rank_facts
 from lockstep.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, NoEffectWarning, UsageError
+from lockstep.machine import signals
+from lockstep.machine.environment import rank_facts
+from lockstep.machine.output import say
 from lockstep.models import build_model, check_model
 from lockstep.monitor.callbacks import check_callback
 from lockstep.monitor.sinks import sink_named
 from lockstep.optim import Schedule, check_optimizer, check_schedule
-from lockstep.output import say
+from lockstep.process_group import cluster
 from lockstep.randomness import derive_key, seeded
 from lockstep.registry import load_object
 from lockstep.trainer.named_loss import check_named_loss

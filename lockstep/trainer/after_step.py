@@ -13,12 +13,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep import recovery_clock
 from lockstep.bad_numbers import ALL_IGNORED, Anomaly
 from lockstep.data import StepSource
 from lockstep.errors import RunError, listed
 from lockstep.monitor import Monitor
-from lockstep.records import StepRecord
+from lockstep.run_directory import recovery_clock
+from lockstep.run_directory.records import StepRecord
 from lockstep.trainer.checkpointer import Checkpointer
 from lockstep.trainer.recovered import Recovered
 from lockstep.trainer.run_evaluations import RunEvaluations

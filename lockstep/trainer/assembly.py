@@ -17,14 +17,14 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lockstep import cluster, recovery_clock
 from lockstep.bad_numbers import AnomalyDetector
 from lockstep.config import Config, apply_flags
 from lockstep.config.checks import launch_contradictions
 from lockstep.config.loading import with_settings
-from lockstep.environment import WORLD
 from lockstep.errors import UsageError, refuse
+from lockstep.files.paths import bucket_url
 from lockstep.heartbeat.writer import own_heartbeat, tell_call, write_limits
+from lockstep.machine.environment import WORLD
 from lockstep.models.language import set_token_losses
 from lockstep.monitor.callbacks import understood
 from lockstep.optim import PlateauSchedule, TorchSchedule
@@ -32,8 +32,9 @@ from lockstep.parallel.facts import facts_of
 from lockstep.parallel.loss_weights import refuse_hidden
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parallel.place import place
-from lockstep.paths import bucket_url
 from lockstep.precision import Mode, Precision, loss_scale_for, resolve_mode
+from lockstep.process_group import cluster
+from lockstep.run_directory import recovery_clock
 from lockstep.step import Step
 from lockstep.strategy import layout_of_ranks
 from lockstep.trainer import arguments, data_setup, no_effect, optimizer_setup

@@ -17,8 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep import collectives
-from lockstep.collectives import is_main_process, object_device
 from lockstep.config import TrainingConfig, require_equation
 from lockstep.data import batch_length, move
 from lockstep.data.batches import MicroBatch, num_tokens
@@ -26,7 +24,9 @@ from lockstep.errors import RunError, UsageError, warn_at_caller
 from lockstep.layout import Layout
 from lockstep.parallel.loss_accumulator import Loss, LossAccumulator
 from lockstep.parallel.parallel_model import ParallelModel
-from lockstep.records import StepRecord
+from lockstep.process_group import collectives
+from lockstep.process_group.collectives import is_main_process, object_device
+from lockstep.run_directory.records import StepRecord
 from lockstep.step import nominal_count
 from lockstep.strategy import strategy_named
 from lockstep.torch_compat.pytree import tree_leaves

@@ -15,10 +15,10 @@ from lockstep import checkpoint
 from lockstep.bad_numbers import BadNumbersError
 from lockstep.config import CheckpointConfig
 from lockstep.errors import RunError
+from lockstep.files.paths import local_path
 from lockstep.heartbeat.writer import called_by_all_ranks, own_heartbeat
 from lockstep.monitor import Monitor
-from lockstep.paths import local_path
-from lockstep.records import RunDirectory, read_lines
+from lockstep.run_directory.records import RunDirectory, read_lines
 from lockstep.trainer import saved_state
 from lockstep.trainer.memory_copies import MemoryCopies
 from lockstep.trainer.resume import clear_later, newest_kept

@@ -18,13 +18,13 @@ from torch.distributed.fsdp import FSDPModule
 
 from lockstep.bad_numbers import ALL_IGNORED
 from lockstep.checkpoint import Ranks
-from lockstep.collectives import is_main_process
 from lockstep.data import MicroBatch, StepBatches, StepSource
 from lockstep.errors import warn_at_caller
 from lockstep.models.out_of_range import explain_index
-from lockstep.parallel.buffers import restored
+from lockstep.parallel.forward_effects.buffers import restored
 from lockstep.parallel.loss_accumulator import Number, mean_of
 from lockstep.parallel.parallel_model import ParallelModel
+from lockstep.process_group.collectives import is_main_process
 from lockstep.torch_compat.pytree import tree_map
 
 WINDOW = 16  # micro-batches per all-reduce of losses; constant, so that the order of the sum is

@@ -14,7 +14,7 @@ from lockstep.checkpoint import Ranks
 from lockstep.data import BatchSizes, SourceSettings, StepSource, adopt
 from lockstep.division import ceil_div
 from lockstep.models.batch_parts import logits_of
-from lockstep.records import read_lines
+from lockstep.run_directory.records import read_lines
 from lockstep.torch_compat.pytree import tree_flatten, tree_unflatten
 from lockstep.trainer.evaluation import (
     WINDOW,

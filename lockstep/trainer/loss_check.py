@@ -22,16 +22,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep.collectives import is_main_process, object_device
 from lockstep.data.batches import MicroBatch
 from lockstep.errors import UsageError, listed, warn_at_caller
 from lockstep.models.batch_parts import num_samples
 from lockstep.models.observed import LossCalls
 from lockstep.monitor.figures import gather_objects
-from lockstep.parallel.buffers import restored_attributes
+from lockstep.parallel.forward_effects.buffers import restored_attributes
 from lockstep.parallel.loss_accumulator import Loss, LossAccumulator
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parallel.place import compiled_blocks
+from lockstep.process_group.collectives import is_main_process, object_device
 from lockstep.randomness import preserve_states
 from lockstep.torch_compat.compiler_loading import run_eagerly
 from lockstep.torch_compat.pytree import tree_flatten, tree_map_only, tree_unflatten

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lockstep.collectives import is_main_process
 from lockstep.errors import UsageError, warn_at_caller
 from lockstep.parallel.parallel_model import ParallelModel
+from lockstep.process_group.collectives import is_main_process
 
 
 class Modes:

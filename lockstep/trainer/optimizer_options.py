@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lockstep.records import plain
+from lockstep.run_directory.records import plain
 from lockstep.trainer.changed_settings import Change
 
 

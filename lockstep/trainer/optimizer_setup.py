@@ -14,16 +14,16 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lockstep import optim
-from lockstep.collectives import is_main_process
 from lockstep.config import Config, TrainingConfig
 from lockstep.errors import UsageError, did_you_mean, listed, warn_at_caller
 from lockstep.models.loss_modules import hidden_parameters
 from lockstep.muon import SPLITS, Muon
 from lockstep.optim import PlateauSchedule, Schedule, TorchSchedule
 from lockstep.parallel.facts import ModelFacts
-from lockstep.parallel.matrix_splits import Splits, splits_of
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parallel.strides import lay_states
+from lockstep.parallel.tensor.matrix_splits import Splits, splits_of
+from lockstep.process_group.collectives import is_main_process
 from lockstep.registry import OPTIMIZERS
 from lockstep.trainer.arguments import check_made
 

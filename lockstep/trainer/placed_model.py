@@ -22,13 +22,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep import checkpoint, cluster
-from lockstep.cluster import Cluster
+from lockstep import checkpoint
 from lockstep.config import Config, apply_flags
 from lockstep.config.loading import with_settings
 from lockstep.config.names import foreign_key
 from lockstep.data import StepBatches
 from lockstep.errors import UsageError, warn_at_caller
+from lockstep.files.paths import local_path
 from lockstep.heartbeat.writer import called_by_all_ranks, write_limits
 from lockstep.models.loss_modules import hidden_parameters
 from lockstep.parallel.facts import facts_of
@@ -36,8 +36,9 @@ from lockstep.parallel.loss_accumulator import at_most, divisor_of, mean_of, ten
 from lockstep.parallel.loss_weights import refuse_hidden
 from lockstep.parallel.parallel_model import ParallelModel, run_hooks
 from lockstep.parallel.place import place as place_over
-from lockstep.paths import local_path
 from lockstep.precision import Precision, resolve_mode
+from lockstep.process_group import cluster
+from lockstep.process_group.cluster import Cluster
 from lockstep.strategy import layout_of_ranks, strategy_named
 from lockstep.torch_compat import foreach
 from lockstep.trainer import no_effect

@@ -6,7 +6,7 @@ Tests: tests/faults/test_live_recovery.py
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
-from lockstep.records import RunDirectory
+from lockstep.run_directory.records import RunDirectory
 
 
 @dataclass(frozen=True)

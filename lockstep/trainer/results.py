@@ -13,7 +13,7 @@ from typing import Any
 from lockstep.config import EarlyStoppingConfig
 from lockstep.errors import UsageError, did_you_mean, listed
 from lockstep.optim import PlateauSchedule
-from lockstep.records import StepRecord, plain
+from lockstep.run_directory.records import StepRecord, plain
 from lockstep.trainer.metrics import Metrics
 
 _OF_STEPS = ("loss", "grad_norm")  # metrics that need no evaluation

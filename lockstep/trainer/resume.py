@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from lockstep import checkpoint, collectives
-from lockstep.collectives import is_main_process
-from lockstep.environment import GENERATION
+from lockstep import checkpoint
 from lockstep.errors import RunError, UsageError
-from lockstep.paths import bucket_url
+from lockstep.files.paths import bucket_url
+from lockstep.machine.environment import GENERATION
+from lockstep.process_group import collectives
+from lockstep.process_group.collectives import is_main_process
 from lockstep.trainer import saved_state
 from lockstep.trainer.changed_settings import compare, moved_schedule
 from lockstep.trainer.optimizer_options import apply_changed_settings

@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 
-from lockstep import accelerator, cores
 from lockstep.config import MonitorConfig
 from lockstep.errors import warn_at_caller
+from lockstep.machine import accelerator, cores
+from lockstep.machine.output import is_rewritable, say
 from lockstep.monitor import Figures, Monitor, PhaseClock
 from lockstep.monitor.figures import first_step_counted, gather_objects, peak_flops
-from lockstep.output import is_rewritable, say
-from lockstep.run_files import replace_file
+from lockstep.run_directory.run_files import replace_file
 from lockstep.strategy import strategy_named
 from lockstep.trainer.run_state import RunState
 from lockstep.trainer.start_lines import lines_at_start

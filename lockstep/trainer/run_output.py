@@ -1,6 +1,6 @@
 """`RunOutput`: where a run writes.
 
-Tests: tests/test_run_lock.py, tests/trainer/test_resume.py
+Tests: tests/run_directory/test_run_lock.py, tests/trainer/test_resume.py
 """
 
 import os
@@ -9,14 +9,14 @@ from pathlib import Path
 
 from lockstep import checkpoint
 from lockstep.config import CheckpointConfig
-from lockstep.environment import MEMORY
 from lockstep.errors import UsageError
+from lockstep.files.paths import bucket_url, local_path, run_directory
 from lockstep.heartbeat.writer import went_forward
-from lockstep.output import say
-from lockstep.paths import bucket_url, local_path, run_directory
-from lockstep.records import RunDirectory
-from lockstep.run_lock import RunLock
-from lockstep.run_mirror import RunMirror, local_folder
+from lockstep.machine.environment import MEMORY
+from lockstep.machine.output import say
+from lockstep.run_directory.records import RunDirectory
+from lockstep.run_directory.run_lock import RunLock
+from lockstep.run_directory.run_mirror import RunMirror, local_folder
 
 
 class RunOutput:

@@ -6,9 +6,10 @@ Tests: tests/trainer/test_loops.py, tests/trainer/test_resume.py, tests/trainer/
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from lockstep import checkpoint, recovery_clock
+from lockstep import checkpoint
 from lockstep.data import StepSource
 from lockstep.errors import UsageError
+from lockstep.run_directory import recovery_clock
 from lockstep.trainer import data_setup, loss_check, no_effect, resume
 from lockstep.trainer.changed_settings import require_same_epoch
 from lockstep.trainer.run_state import RunState

@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep.cluster import Cluster
 from lockstep.config import Config
 from lockstep.data import StepSource
 from lockstep.layout import Layout
 from lockstep.optim import PlateauSchedule, TorchSchedule, scaled_learning_rate
+from lockstep.process_group.cluster import Cluster
 from lockstep.step import Step
 from lockstep.trainer.arguments import check_trains
 from lockstep.trainer.average import WeightAverage

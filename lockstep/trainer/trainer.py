@@ -22,9 +22,9 @@ from lockstep.errors import NoEffectWarning, UsageError, warn_at_caller
 from lockstep.heartbeat.writer import called_by_all_ranks, own_heartbeat, tell_call
 from lockstep.models.hf_cache import switch_cache_off
 from lockstep.models.protocol import blocks_of
-from lockstep.parallel.activation import apply_activation_checkpointing
+from lockstep.parallel.execution.activation import apply_activation_checkpointing
 from lockstep.precision import LossScale
-from lockstep.records import StepRecord
+from lockstep.run_directory.records import StepRecord
 from lockstep.trainer import arguments, no_effect, saved_state, start_lines
 from lockstep.trainer.assembly import TrainerArguments, assemble, settings_and_callbacks
 from lockstep.trainer.caller_batches import StepWindow

@@ -19,7 +19,7 @@ from lockstep.errors import RunError
 from lockstep.heartbeat.writer import own_heartbeat
 from lockstep.monitor import Monitor
 from lockstep.monitor.meters import waits_counted
-from lockstep.records import StepRecord
+from lockstep.run_directory.records import StepRecord
 from lockstep.trainer.after_step import (
     StepConsumers,
     TakenStep,

@@ -78,7 +78,7 @@ class WholeBatchSteps:
     def forward_backward(
         self, micro_batches: Sequence[MicroBatch], accumulator: LossAccumulator, factor: float
     ) -> None:
-        """Run a step (`lockstep.parallel.passes.ForwardBackward`)."""
+        """Run a step (`lockstep.parallel.execution.passes.ForwardBackward`)."""
         tap = self._placed.objective.tap
         kept: dict[int, tuple[Any, Any]] = {}
 

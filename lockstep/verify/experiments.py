@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from lockstep.accelerator import default_generator
 from lockstep.config import Config
 from lockstep.data.batches import MicroBatch
 from lockstep.layout import SAME_BATCH
+from lockstep.machine.accelerator import default_generator
 from lockstep.models.protocol import pipeline_segments_of
 from lockstep.strategy import parse_topology
 from lockstep.tensors import local

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lockstep.data.batches import MicroBatch
+from lockstep.parallel.execution.passes import ForwardBackward
 from lockstep.parallel.loss_accumulator import Loss, LossAccumulator
-from lockstep.parallel.passes import ForwardBackward
 from lockstep.strategy import strategy_named
 from lockstep.tensors import local, shard_like, with_other_last_bits
 from lockstep.torch_compat.pytree import tree_flatten, tree_unflatten

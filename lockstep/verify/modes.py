@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep.environment import RANK_0_OF_1
+from lockstep.machine.environment import RANK_0_OF_1
 from lockstep.models.attention import Attend
 from lockstep.monitor.figures import gather_objects
-from lockstep.parallel.context_attention import SequenceCut
-from lockstep.parallel.tensor_blocks import SEQUENCE
+from lockstep.parallel.context.attention import SequenceCut
+from lockstep.parallel.tensor.blocks import SEQUENCE
 from lockstep.torch_compat.pytree import tree_flatten, tree_unflatten
 
 if TYPE_CHECKING:

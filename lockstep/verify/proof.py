@@ -11,12 +11,12 @@ from functools import partial
 from typing import Any
 
 from lockstep.config import Config, config_from
-from lockstep.cores import threads_per_rank
-from lockstep.environment import rank_facts
 from lockstep.errors import UsageError
 from lockstep.launch.spawn import spawn_again
 from lockstep.layout import SAME_BATCH
-from lockstep.scratch import temporary
+from lockstep.machine.cores import threads_per_rank
+from lockstep.machine.environment import rank_facts
+from lockstep.machine.scratch import temporary
 from lockstep.strategy import AUTO, SINGLE, parse_topology, strategy_named
 from lockstep.verify.comparison_result import Outcome
 from lockstep.verify.configs import Start, check_reference, compare, record

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from lockstep.data.batches import MicroBatch
 from lockstep.errors import listed
+from lockstep.parallel.execution.passes import ForwardBackward
 from lockstep.parallel.loss_accumulator import LossAccumulator
-from lockstep.parallel.passes import ForwardBackward
 from lockstep.strategy import SINGLE
 from lockstep.torch_compat.pytree import tree_flatten, tree_unflatten
 from lockstep.trainer import Trainer

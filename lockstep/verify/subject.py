@@ -17,8 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.config import Config, config_from
-from lockstep.cores import threads_after_fork
-from lockstep.environment import rank_facts
 from lockstep.errors import LockstepError, RunError
 from lockstep.launch.failures import (
     first_cause,
@@ -28,8 +26,10 @@ from lockstep.launch.failures import (
     read_all,
     stacks_file,
 )
-from lockstep.output import flush_both
-from lockstep.processes import die_with_this_process
+from lockstep.machine.cores import threads_after_fork
+from lockstep.machine.environment import rank_facts
+from lockstep.machine.output import flush_both
+from lockstep.machine.processes import die_with_this_process
 from lockstep.strategy import parse_topology
 
 if TYPE_CHECKING:

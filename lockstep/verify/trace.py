@@ -30,9 +30,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from lockstep.data.batches import MicroBatch
+from lockstep.parallel.execution.passes import ForwardBackward
 from lockstep.parallel.loss_accumulator import LossAccumulator
-from lockstep.parallel.passes import ForwardBackward
-from lockstep.records import StepRecord, plain
+from lockstep.run_directory.records import StepRecord, plain
 from lockstep.tensors import bytes_of, fingerprint, local
 from lockstep.torch_compat.optimizer_step import run_first
 from lockstep.torch_compat.pytree import tree_leaves

@@ -32,8 +32,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from lockstep.environment import rank_facts
 from lockstep.errors import listed
+from lockstep.machine.environment import rank_facts
 from lockstep.store_threads import StoreThread
 from lockstep.tensors import fingerprint
 from lockstep.torch_compat import script_patches

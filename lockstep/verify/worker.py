@@ -24,14 +24,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from lockstep import cluster, collectives
 from lockstep.config import CheckpointConfig, Config, MonitorConfig
 from lockstep.data.batches import MicroBatch
 from lockstep.errors import LockstepError, RunError, first_line
 from lockstep.layout import SIZED
 from lockstep.models.protocol import offered
 from lockstep.monitor.figures import gather_objects
-from lockstep.records import StepRecord
+from lockstep.process_group import cluster, collectives
+from lockstep.run_directory.records import StepRecord
 from lockstep.strategy import EXPERT, SINGLE, parse_topology, strategy_named
 from lockstep.tensors import local, shard_like, with_other_last_bits
 from lockstep.torch_compat.pytree import tree_map_only

@@ -39,7 +39,7 @@ from lockstep.checkpoint import (
 from lockstep.checkpoint.host_disk import DiskServer, OtherDisk, OwnDisk
 from lockstep.checkpoint.host_disks import DisksClient, HostDisks
 from lockstep.config import ObjectSpec
-from lockstep.object_client import ObjectClient
+from lockstep.files.object_client import ObjectClient
 from tests.checkpoint.shared import CONFIG, snapshot
 
 MOST_LINES = 1000  # that a save runs in a storage; with more, each kill adds to them

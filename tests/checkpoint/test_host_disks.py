@@ -23,7 +23,7 @@ from lockstep.checkpoint.host_disk import DiskServer, OtherDisk, OwnDisk
 from lockstep.checkpoint.host_disks import DisksClient
 from lockstep.config import CheckpointConfig
 from lockstep.errors import RunError
-from lockstep.records import RunDirectory
+from lockstep.run_directory.records import RunDirectory
 from tests.checkpoint.places import Disks
 from tests.checkpoint.shared import CONFIG, assert_same, blank, known, snapshot
 from tests.hosts import Host, hosts, require_root

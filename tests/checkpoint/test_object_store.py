@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from lockstep import checkpoint, object_client
+from lockstep import checkpoint
 from lockstep.checkpoint import AsyncSaver, Location, ObjectStorage, object_store
 from lockstep.checkpoint.posix import draft_name
 from lockstep.config import Config
 from lockstep.config.schema import OBJECT_STORAGE
 from lockstep.errors import LockstepError, RunError, UsageError
-from lockstep.object_client import ObjectClient, run_apart
+from lockstep.files import object_client
+from lockstep.files.object_client import ObjectClient, run_apart
 from tests import bucket
 from tests.bucket import Proxy, Request
 from tests.checkpoint.shared import CONFIG, assert_same, blank, snapshot

@@ -33,7 +33,7 @@ URL = "gs://team/run"
 SUITES = (
     "tests/checkpoint/test_object_store.py",
     "tests/checkpoint/test_local_cache.py",
-    "tests/test_run_mirror.py",
+    "tests/run_directory/test_run_mirror.py",
 )
 
 

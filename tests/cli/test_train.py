@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.records import RunDirectory
+from lockstep.run_directory.records import RunDirectory
 from tests.faults.tiny import hold
 from tests.forked import TORCHRUN, Forked
 from tests.launch.shared import Ended, environment, finish, start, wait_for

@@ -18,8 +18,8 @@ from lockstep.attributes import attributes_of
 from lockstep.data.generators import generators_of
 from lockstep.errors import UsageError
 from lockstep.models.loss_modules import hidden_parameters
-from lockstep.parallel.attribute_changes import AttributeChanges
-from lockstep.parallel.kept_numbers import members
+from lockstep.parallel.forward_effects.attribute_changes import AttributeChanges
+from lockstep.parallel.forward_effects.kept_numbers import members
 from tests.data.shared import adopt, everything, plain, share, whole_from
 
 _of_the_module = np.random.default_rng(0)

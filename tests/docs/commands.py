@@ -89,7 +89,7 @@ def _stop_after_parsing(verb: str, patch: pytest.MonkeyPatch) -> None:
         "bench": ("lockstep.report.scaling.bench", _nothing),
         "top": ("lockstep.report.top.run", _nothing),
         "evaluate": ("lockstep.launch.evaluate.evaluate", _nothing),
-        "sample": ("lockstep.sample.sample", _nothing),
+        "sample": ("lockstep.evaluate.sample.sample", _nothing),
         "doctor": ("lockstep.launch.doctor.doctor", _nothing),
         "warm": ("lockstep.launch.warm.start", _nothing),
         "data": ("lockstep.data.prepare.prepare", _prepared),

@@ -18,7 +18,7 @@ from lockstep.checkpoint import (
     step_of,
     verify,
 )
-from lockstep.environment import MEMORY
+from lockstep.machine.environment import MEMORY
 from lockstep.trainer.after_step import StepConsumers, TakenStep
 from tests.faults.test_processes import ranks_of
 from tests.faults.tiny import YAML, Points, events, hold, samples_of, steps, trainer

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lockstep import checkpoint
-from lockstep.records import RunDirectory
+from lockstep.run_directory.records import RunDirectory
 from tests.faults.tiny import YAML, events, hold, steps
 from tests.forked import Forked
 from tests.hosts import Host

@@ -13,7 +13,7 @@ import pytest
 
 from lockstep.launch.agent import CrashLoop
 from lockstep.launch.failures import Failure
-from lockstep.records import RunDirectory
+from lockstep.run_directory.records import RunDirectory
 from tests.faults.tiny import YAML, events, steps
 from tests.forked import Forked
 from tests.launch.conftest import Launch, launch  # noqa: F401

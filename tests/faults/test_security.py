@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from lockstep import cli, scratch
+from lockstep import cli
 from lockstep.config import load_config
 from lockstep.data import text as texts
 from lockstep.data.prepare import prepare
 from lockstep.errors import UsageError
+from lockstep.machine import scratch
 from tests.faults.tiny import YAML
 from tests.forked import Forked, lockstep
 from tests.launch.shared import environment, finish, start

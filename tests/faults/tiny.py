@@ -12,9 +12,9 @@ from torch.utils.data import Dataset
 from lockstep import Trainer
 from lockstep.config import Config
 from lockstep.heartbeat.writer import went_forward
-from lockstep.records import RunDirectory
-from lockstep.run_files import replace_file
-from lockstep.signals import asked_to_end
+from lockstep.machine.signals import asked_to_end
+from lockstep.run_directory.records import RunDirectory
+from lockstep.run_directory.run_files import replace_file
 
 
 class Points(Dataset[dict[str, Tensor]]):

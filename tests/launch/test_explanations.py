@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from lockstep.config.flags import apply_flags
-from lockstep.environment import WORLD
 from lockstep.errors import UsageError, only_user_code
 from lockstep.launch.explanations import add_explanation
+from lockstep.machine.environment import WORLD
 from tests.forked import Forked
 from tests.launch.shared import environment
 from tests.ranks import REPOSITORY

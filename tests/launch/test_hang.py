@@ -20,7 +20,7 @@ from lockstep.heartbeat.writer import Heartbeat
 from lockstep.launch.failures import Failure
 from lockstep.launch.hang import HangWatch
 from lockstep.launch.rendezvous_handlers import Membership
-from lockstep.rendezvous import StoredDepartures
+from lockstep.process_group.rendezvous import StoredDepartures
 from tests.launch.shared import environment, wait_for
 
 _RANK = """

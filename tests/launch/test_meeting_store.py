@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from torch.distributed import PrefixStore, TCPStore
 
-from lockstep import rendezvous
-from lockstep.environment import RankFacts
 from lockstep.errors import RunError
 from lockstep.launch.meeting_store import MeetingStore, connect
+from lockstep.machine.environment import RankFacts
+from lockstep.process_group import rendezvous
 from tests.launch.shared import finish, says, script, start, wait_for
 from tests.ranks import free_port
 

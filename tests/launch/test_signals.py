@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from lockstep import scratch
+from lockstep.machine import scratch
 from tests.launch.shared import Ended, environment, finish, script, start, wait_for
 from tests.ranks import REPOSITORY, free_port
 
@@ -136,9 +136,7 @@ def test_what_a_killed_process_left_is_swept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scratch.tempfile, "tempdir", str(tmp_path))
-    program = (
-        "from lockstep import scratch; print(scratch.scratch_folder('launch'), flush=True); input()"
-    )
+    program = "from lockstep.machine import scratch; print(scratch.scratch_folder('launch'), flush=True); input()"
     process = subprocess.Popen(
         [sys.executable, "-c", program],
         cwd=REPOSITORY,

@@ -13,7 +13,7 @@ import pytest
 
 from lockstep.errors import UsageError
 from lockstep.launch.spawn import _check_environment, spawn
-from lockstep.processes import is_running
+from lockstep.machine.processes import is_running
 from tests.forked import Forked
 from tests.launch.shared import Ended, environment, finish, wait_for
 from tests.sampled import quick_and_full

@@ -21,7 +21,7 @@ from lockstep.models.hf_layers import hf_tensor_plan
 from lockstep.models.protocol import blocks_of, require_segments, segments_of
 from lockstep.parallel.facts import facts_of
 from lockstep.parallel.place import key_model
-from lockstep.parallel.tensor_cuts import apply_tensor
+from lockstep.parallel.tensor.cuts import apply_tensor
 from lockstep.randomness import RandomState
 from tests.models.config_changes import all_changes, built, outputs, single_changes
 from tests.models.decoders import decoder

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from lockstep.config import config_from
 from lockstep.monitor import figures
-from lockstep.records import RunDirectory
+from lockstep.run_directory.records import RunDirectory
 from lockstep.trainer import Trainer
 from tests.parity.toy import Tokens, language_model
 

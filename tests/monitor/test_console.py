@@ -96,7 +96,7 @@ from pathlib import Path
 from lockstep.config import MonitorConfig
 from lockstep.launch.worker import to_log
 from lockstep.monitor import Monitor
-from lockstep.records import StepRecord
+from lockstep.run_directory.records import StepRecord
 with to_log(Path("rank-0.log"), on_console=(True, True), descriptors=True):
     monitor = Monitor(MonitorConfig(sinks=["console"], log_steps=2), None, is_main=True, total_steps=4)
     for step in (1, 2, 3, 4):

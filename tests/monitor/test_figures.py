@@ -17,7 +17,7 @@ from lockstep.monitor import figures as figures_module
 from lockstep.monitor.figures import StragglerWatch, first_step_counted, peak_flops, spread
 from lockstep.monitor.meters import STEP_PHASES, Memory, waits_counted
 from lockstep.monitor.profiling import length, union, within
-from lockstep.records import RunDirectory, StepRecord
+from lockstep.run_directory.records import RunDirectory, StepRecord
 from lockstep.trainer import Trainer, run_monitor
 from tests.parity.toy import Tokens, language_model
 

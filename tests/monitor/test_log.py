@@ -17,8 +17,8 @@ from lockstep.config import MonitorConfig
 from lockstep.errors import NoEffectWarning, UsageError
 from lockstep.monitor import Monitor
 from lockstep.monitor.media import Media, sorted_values
-from lockstep.records import RunDirectory
 from lockstep.report.read import read_run
+from lockstep.run_directory.records import RunDirectory
 
 VALUES: dict[str, Any] = {
     "accuracy": torch.tensor(0.75),

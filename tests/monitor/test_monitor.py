@@ -23,7 +23,7 @@ from lockstep.config import MonitorConfig
 from lockstep.errors import UsageError
 from lockstep.monitor import JsonLogger, Meters, Monitor
 from lockstep.monitor.meters import memory_of_this_rank
-from lockstep.records import RunDirectory, StepRecord, read_lines
+from lockstep.run_directory.records import RunDirectory, StepRecord, read_lines
 
 
 class OnDevice:
@@ -221,7 +221,7 @@ def test_a_full_disk_stops_nothing(
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("lockstep.records.append_line", full)
+    monkeypatch.setattr("lockstep.run_directory.records.append_line", full)
     monitor = Monitor(config(log_steps=1), run, is_main=True)
     with caplog.at_level(logging.WARNING, "lockstep"):
         monitor.on_step(record(1))

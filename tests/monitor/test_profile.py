@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.config import config_from
-from lockstep.records import RunDirectory
+from lockstep.run_directory.records import RunDirectory
 from lockstep.trainer import Trainer
 from tests.parity.toy import Tokens, language_model
 

@@ -21,7 +21,7 @@ from lockstep.config import MonitorConfig
 from lockstep.errors import UsageError
 from lockstep.monitor import Monitor, sinks
 from lockstep.monitor.sinks import Guarded, scalars
-from lockstep.records import RunDirectory, StepRecord
+from lockstep.run_directory.records import RunDirectory, StepRecord
 
 _GATHERED = {
     "phases": {"data": [0.1, 0.2, 0.4, 3], "optimizer": [0.01, 0.01, 0.01, 0]},
@@ -208,7 +208,7 @@ from pathlib import Path
 from lockstep.config import MonitorConfig
 from lockstep.launch.worker import to_log
 from lockstep.monitor import Monitor
-from lockstep.records import RunDirectory, StepRecord
+from lockstep.run_directory.records import RunDirectory, StepRecord
 run = RunDirectory(Path(sys.argv[1]))
 LIMIT = 40_000
 def files_end_at(limit):
@@ -269,7 +269,7 @@ import sys, time
 from pathlib import Path
 from lockstep.config import MonitorConfig
 from lockstep.monitor import Monitor
-from lockstep.records import RunDirectory, StepRecord
+from lockstep.run_directory.records import RunDirectory, StepRecord
 run = RunDirectory(Path(sys.argv[1]))
 monitor = Monitor(MonitorConfig(log_steps=1, sinks=["wandb", "jsonl"]), run, is_main=True)
 since = time.monotonic()
@@ -310,7 +310,7 @@ import time
 from pathlib import Path
 from lockstep.config import MonitorConfig
 from lockstep.monitor import Monitor
-from lockstep.records import RunDirectory, StepRecord
+from lockstep.run_directory.records import RunDirectory, StepRecord
 run = RunDirectory(Path(sys.argv[1]))
 monitor = Monitor(MonitorConfig(log_steps=1, sinks=["jsonl"]), run, is_main=True)
 norms = {f"layers.{n}": 0.5 for n in range(200)}

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from lockstep.config import config_from
-from lockstep.parallel.executor import Executor
+from lockstep.parallel.execution.executor import Executor
 from lockstep.parallel.pipeline import stage_sync
 from lockstep.trainer import Trainer
 from tests.parity import pipelines

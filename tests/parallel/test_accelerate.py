@@ -9,8 +9,8 @@ import pytest
 
 from lockstep.config import load_config
 from lockstep.errors import UsageError
-from lockstep.parallel.accelerate import refuse_other_engines
-from lockstep.records import RunDirectory
+from lockstep.parallel.replicas.accelerate import refuse_other_engines
+from lockstep.run_directory.records import RunDirectory
 from lockstep.trainer import run
 from tests.hosts import Host, hosts, require_root
 from tests.launch.shared import environment
@@ -155,7 +155,7 @@ def test_without_its_package_one_line_says_what_to_install(monkeypatch: pytest.M
     from torch import nn
 
     from lockstep.config import config_from
-    from lockstep.parallel.accelerate import prepare
+    from lockstep.parallel.replicas.accelerate import prepare
 
     absent: dict[str, Any] = {"accelerate": None, "accelerate.utils": None}
     for module in absent:

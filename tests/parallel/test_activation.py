@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from lockstep.errors import UsageError
 from lockstep.models.protocol import blocks_of
-from lockstep.parallel.activation import apply_activation_checkpointing
+from lockstep.parallel.execution.activation import apply_activation_checkpointing
 from lockstep.randomness import RandomState, key_segments
 
 SAMPLES = 4

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from lockstep.parallel.backward import backward, first_half, whole_second_half
+from lockstep.parallel.execution.backward import backward, first_half, whole_second_half
 
 WIDTH = 6
 Run = Callable[["Weights", Tensor], tuple[Tensor, ...]]

@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint
 from lockstep.config import config_from
 from lockstep.data.batches import MicroBatch
 from lockstep.errors import UsageError
-from lockstep.parallel.buffers import RunningBuffers, refuse_synchronised
+from lockstep.parallel.execution.passes import MicroBatchPass
+from lockstep.parallel.forward_effects.buffers import RunningBuffers, refuse_synchronised
 from lockstep.parallel.initial import broadcast_values
-from lockstep.parallel.passes import MicroBatchPass
 from lockstep.trainer import Trainer
 from tests.ranks import run_ranks
 from tests.sampled import sampled

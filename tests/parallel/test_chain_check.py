@@ -16,8 +16,8 @@ from torch.utils.data import TensorDataset
 
 import lockstep
 from lockstep.errors import UsageError
-from lockstep.parallel.chain_check import check_chain
 from lockstep.parallel.facts import facts_of
+from lockstep.parallel.pipeline.chain_check import check_chain
 from tests.ranks import run_ranks
 
 VOCAB = 23

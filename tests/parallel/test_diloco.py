@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 from lockstep.config import Config, check, config_from
 from lockstep.errors import UsageError
-from lockstep.parallel.local_workers import BLOCK, QuantizedAllReduce, bytes_each, decode, encode
+from lockstep.parallel.diloco.workers import BLOCK, QuantizedAllReduce, bytes_each, decode, encode
 from lockstep.strategy import resolve
 from lockstep.trainer import Trainer, saved_state
 from tests.hosts import can_make_hosts, hosts, require_root

@@ -12,8 +12,8 @@ from lockstep import Trainer
 from lockstep.config import config_from
 from lockstep.errors import UsageError
 from lockstep.models.protocol import objective_of
-from lockstep.parallel import data_parallel
-from lockstep.parallel.data_parallel import over_parts, refuse_mean_losses
+from lockstep.parallel.replicas import data_parallel
+from lockstep.parallel.replicas.data_parallel import over_parts, refuse_mean_losses
 from lockstep.randomness import RandomState
 
 

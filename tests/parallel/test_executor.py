@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from lockstep.costs.steps import ScheduledPass
 from lockstep.data.batches import MicroBatch
 from lockstep.errors import UsageError
-from lockstep.parallel.executor import Executor, Stage
+from lockstep.parallel.execution.executor import Executor, Stage
+from lockstep.parallel.execution.passes import AroundMicroBatch, Explains, MicroBatchPass
 from lockstep.parallel.loss_accumulator import HostLossAccumulator, Loss
-from lockstep.parallel.passes import AroundMicroBatch, Explains, MicroBatchPass
 from lockstep.randomness import RandomState
 
 WIDTH = 4

@@ -15,9 +15,9 @@ from torch.utils.data import Dataset
 
 from lockstep.config import config_from
 from lockstep.errors import UsageError
+from lockstep.parallel.execution.passes import explained
 from lockstep.parallel.facts import facts_of
-from lockstep.parallel.fsdp_units import explain_mixing, used_elsewhere
-from lockstep.parallel.passes import explained
+from lockstep.parallel.fsdp.units import explain_mixing, used_elsewhere
 from lockstep.trainer import Trainer
 from tests.parity.matrix import MODELS, Case, Result, difference, reference, run_all
 from tests.parity.toy import Tokens
@@ -286,7 +286,7 @@ def test_a_layer_that_later_micro_batches_leave_out_keeps_its_gradient(
 
 def test_a_policy_that_finds_nothing_names_the_models_classes() -> None:
     from lockstep.config import FSDPConfig
-    from lockstep.parallel.fsdp_units import units_of
+    from lockstep.parallel.fsdp.units import units_of
 
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     with pytest.raises(UsageError, match="no module of the model is a Block"):
@@ -307,7 +307,7 @@ a_partial = partial(transformer_auto_wrap_policy, transformer_layer_cls={nn.Line
 @pytest.mark.parametrize("name", ["module_wrap_policy", "a_policy", "a_partial"])
 def test_policies_of_torch_pick_units(name: str) -> None:
     from lockstep.config import FSDPConfig
-    from lockstep.parallel.fsdp_units import in_order, units_of
+    from lockstep.parallel.fsdp.units import in_order, units_of
 
     model = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Sequential(nn.Linear(2, 2)))
     config = FSDPConfig(auto_wrap_policy=f"tests.parallel.test_fsdp:{name}")
@@ -322,7 +322,7 @@ def test_policies_of_torch_pick_units(name: str) -> None:
 
 def test_a_module_whose_parameter_is_used_outside_is_no_unit() -> None:
     from lockstep.config import FSDPConfig
-    from lockstep.parallel.fsdp_units import units_of
+    from lockstep.parallel.fsdp.units import units_of
 
     class Tied(nn.Module):
         def __init__(self) -> None:

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lockstep.config import config_from
 from lockstep.errors import UsageError
-from lockstep.parallel import fsdp_order
+from lockstep.parallel.fsdp import order as fsdp_order
 from lockstep.strategy import parse_topology
 from lockstep.torch_compat.fsdp_state import TAKES_ZEROS
 from lockstep.trainer import Trainer

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import UsageError
-from lockstep.parallel.attribute_changes import AttributeChanges
+from lockstep.parallel.forward_effects.attribute_changes import AttributeChanges
 from lockstep.trainer import Trainer
 from tests.ranks import run_ranks
 

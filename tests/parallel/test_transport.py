@@ -9,10 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lockstep.collectives import message_device
 from lockstep.costs.steps import ScheduledPass
-from lockstep.parallel.pipeline.schedules import SCHEDULES, actions, forward_program_of, holders
-from lockstep.parallel.transport import (
+from lockstep.parallel.execution.transport import (
     Described,
     Instruction,
     KnownMessages,
@@ -25,6 +23,8 @@ from lockstep.parallel.transport import (
     needed_by,
     programs,
 )
+from lockstep.parallel.pipeline.schedules import SCHEDULES, actions, forward_program_of, holders
+from lockstep.process_group.collectives import message_device
 from tests.ranks import run_ranks
 
 RANKS = range(2, 9)
@@ -151,9 +151,7 @@ def test_a_program_has_the_passes_of_its_schedule_and_each_message_once(name: st
 
 
 def test_the_example_of_the_module_is_what_programs_are() -> None:
-    """Two stages on two ranks, 1F1B of two micro-batches: `lockstep/parallel/transport.py` shows
-    them.
-    """
+    """Two stages on two ranks, 1F1B of two micro-batches, as `transport.py` shows them."""
 
     def text(each: Instruction) -> str:
         if isinstance(each, ScheduledPass):

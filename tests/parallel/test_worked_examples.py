@@ -21,35 +21,32 @@ from torch.nn.parallel import DistributedDataParallel
 from lockstep.config import DiLoCoConfig, config_from
 from lockstep.data.batches import MicroBatch
 from lockstep.layout import Layout
-from lockstep.mesh import device_mesh
 from lockstep.models.attention import Attend
 from lockstep.models.batch_parts import IGNORED_TARGET
-from lockstep.parallel import (
-    context,
-    context_attention,
-    local_workers,
-    loss_accumulator,
-    loss_parallel,
-    strides,
-    tensor_blocks,
-    tensor_cuts,
-)
-from lockstep.parallel.batch_norm_rows import BatchNormRows
+from lockstep.parallel import loss_accumulator, strides
 from lockstep.parallel.comm.compression import PowerSGD, half_precision_hook
 from lockstep.parallel.comm.gloo import AllToAll
-from lockstep.parallel.context_attention import SequenceCut
-from lockstep.parallel.facts import facts_of
-from lockstep.parallel.local_workers import (
+from lockstep.parallel.context import attention as context_attention
+from lockstep.parallel.context import sequences as context
+from lockstep.parallel.context.attention import SequenceCut
+from lockstep.parallel.diloco import workers as local_workers
+from lockstep.parallel.diloco.workers import (
     FlatParameters,
     OuterStep,
     QuantizedAllReduce,
     Worker,
 )
+from lockstep.parallel.facts import facts_of
+from lockstep.parallel.forward_effects.batch_norm_rows import BatchNormRows
 from lockstep.parallel.loss_accumulator import Loss, LossAccumulator
 from lockstep.parallel.reproducible.exact_norm import exact_norm
 from lockstep.parallel.reproducible.tree import TreeReduceScatter
-from lockstep.parallel.tensor_blocks import LayerCut
-from lockstep.parallel.tensor_cuts import apply_tensor
+from lockstep.parallel.tensor import blocks as tensor_blocks
+from lockstep.parallel.tensor import cuts as tensor_cuts
+from lockstep.parallel.tensor import loss_parallel
+from lockstep.parallel.tensor.blocks import LayerCut
+from lockstep.parallel.tensor.cuts import apply_tensor
+from lockstep.process_group.mesh import device_mesh
 from tests.ranks import run_ranks
 
 DOCTESTS = (
@@ -57,9 +54,9 @@ DOCTESTS = (
     "lockstep.models.attention",
     "lockstep.optim",
     "lockstep.parallel.comm.compression",
-    "lockstep.parallel.fsdp_order",
-    "lockstep.parallel.gathered_rows",
-    "lockstep.parallel.local_workers",
+    "lockstep.parallel.fsdp.order",
+    "lockstep.parallel.forward_effects.gathered_rows",
+    "lockstep.parallel.diloco.workers",
     "lockstep.parallel.pipeline.plan",
     "lockstep.parallel.reproducible.tree",
     "lockstep.parallel.strides",

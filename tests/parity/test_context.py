@@ -16,8 +16,8 @@ from lockstep.layout import Layout
 from lockstep.models.attention import Attend
 from lockstep.models.bdh import PastAttention
 from lockstep.models.protocol import objective_of
-from lockstep.parallel.context import apply_context, cut_objective
-from lockstep.parallel.context_attention import SequenceCut, cut_attention
+from lockstep.parallel.context.attention import SequenceCut, cut_attention
+from lockstep.parallel.context.sequences import apply_context, cut_objective
 from lockstep.parallel.facts import facts_of
 from lockstep.strategy import parse_topology, resolve
 from lockstep.trainer import Trainer

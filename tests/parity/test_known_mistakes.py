@@ -30,7 +30,7 @@ from torch.utils.data import Dataset, Subset
 
 from lockstep.errors import UsageError
 from lockstep.models.mixture import Router
-from lockstep.parallel.tensor_plan import checked_plan
+from lockstep.parallel.tensor.plan import checked_plan
 from tests.models.decoders import NOT_PLANNED
 from tests.parity.same_bits import relay, trainer_for, whole
 from tests.parity.toy import Tokens, language_model

@@ -18,9 +18,9 @@ from lockstep.errors import RunError, UsageError
 from lockstep.layout import Layout
 from lockstep.models.transformer import Transformer
 from lockstep.parallel.facts import facts_of
-from lockstep.parallel.loss_parallel import cut_token_losses
-from lockstep.parallel.tensor_blocks import LayerCut
-from lockstep.parallel.tensor_cuts import apply_tensor
+from lockstep.parallel.tensor.blocks import LayerCut
+from lockstep.parallel.tensor.cuts import apply_tensor
+from lockstep.parallel.tensor.loss_parallel import cut_token_losses
 from lockstep.strategy import resolve
 from tests.models.decoders import NOT_PLANNED
 from tests.parity.axes import by_turns, check_against_one_process, every, uneven

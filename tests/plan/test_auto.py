@@ -8,8 +8,8 @@ from torch.utils.data import TensorDataset
 
 from lockstep.config import config_from
 from lockstep.costs.hardware import cluster_of
-from lockstep.environment import MEMORY
 from lockstep.errors import UsageError
+from lockstep.machine.environment import MEMORY
 from lockstep.plan import command
 from lockstep.plan.candidates import Candidate, evaluate_layout
 from lockstep.plan.command import choose

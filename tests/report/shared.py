@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config import config_from
-from lockstep.records import RunDirectory, append_line
+from lockstep.run_directory.records import RunDirectory, append_line
 
 BEGUN = 1_790_000_000.0
 GIB = 2**30

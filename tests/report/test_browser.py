@@ -12,9 +12,9 @@ import torch
 
 from lockstep.config import MonitorConfig
 from lockstep.monitor import Monitor
-from lockstep.records import append_line
 from lockstep.report.page import make_server, page_data, render, write
 from lockstep.report.read import read_run
+from lockstep.run_directory.records import append_line
 from tests.report.browser import Page, browser
 from tests.report.shared import BEGUN, step_row, write_profile, write_run
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from lockstep.monitor.profiling import as_markdown, combine, summarise
-from lockstep.records import RunDirectory
 from lockstep.report.charts import charts
 from lockstep.report.page import page_data, render
 from lockstep.report.read import read_run
+from lockstep.run_directory.records import RunDirectory
 from tests.report.shared import write_run
 
 

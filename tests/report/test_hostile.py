@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from lockstep import cli
-from lockstep.records import RunDirectory, append_line, read_lines
 from lockstep.report.page import page_data, render
 from lockstep.report.read import read_run
 from lockstep.report.sketch import sketch
-from lockstep.run_files import FILE_BYTES, LINE_BYTES
+from lockstep.run_directory.records import RunDirectory, append_line, read_lines
+from lockstep.run_directory.run_files import FILE_BYTES, LINE_BYTES
 from tests.report.shared import write_run
 
 SECRET = "hunter2"

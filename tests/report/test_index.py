@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from lockstep.cli import main
-from lockstep.records import RunDirectory
 from lockstep.report.charts import loss_against
 from lockstep.report.index import index_data, runs_in
 from lockstep.report.page import best_first
 from lockstep.report.read import read_run
+from lockstep.run_directory.records import RunDirectory
 from tests.report.browser import Page, browser
 from tests.report.shared import write_run
 

@@ -11,11 +11,11 @@ import pytest
 
 from lockstep.cli import main
 from lockstep.errors import UsageError
-from lockstep.records import append_line
 from lockstep.report import units
 from lockstep.report.advice import advise
 from lockstep.report.page import make_server, page_data, render
 from lockstep.report.read import read_run, smoothed, thinned, typical_step
+from lockstep.run_directory.records import append_line
 from tests.report.shared import BEGUN, write_run
 
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from lockstep.data.batches import assign_strided
 from lockstep.errors import Contradiction
 from lockstep.parallel.axes.axis import Axis
-from lockstep.parallel.passes import AroundMicroBatch
+from lockstep.parallel.execution.passes import AroundMicroBatch
 from lockstep.strategy import Strategy
 
 
@@ -162,9 +162,9 @@ def test_its_contradictions_are_told_before_ranks_start(outside: Outside) -> Non
 
 def test_a_pipeline_takes_no_replicas_whose_axes_do_not_go_with_it() -> None:
     with pytest.raises(UsageError, match=r"can't be the replicas of pipeline:2"):
-        parse_topology("pipeline:2*lockstep.parallel.accelerate:Accelerate:2")
+        parse_topology("pipeline:2*lockstep.parallel.replicas.accelerate:Accelerate:2")
     with pytest.raises(UsageError, match=r"can't be the replicas of ddp:2"):
-        parse_topology("ddp:2*lockstep.parallel.ddp:DDP:2")
+        parse_topology("ddp:2*lockstep.parallel.replicas.ddp:DDP:2")
 
 
 class NoOn(Axis):

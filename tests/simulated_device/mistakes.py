@@ -12,10 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lockstep import accelerator, bad_numbers, checkpoint
+from lockstep import bad_numbers, checkpoint
 from lockstep.checkpoint.commit import AsyncSaver
 from lockstep.data.batches import MicroBatch
-from lockstep.parallel import activation
+from lockstep.machine import accelerator
+from lockstep.parallel.execution import activation
 from lockstep.parallel.loss_accumulator import Loss, LossAccumulator
 from lockstep.trainer import Trainer
 from tests.simulated_device import device

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset
 
-from lockstep import cluster
 from lockstep.config import Config, config_from
 from lockstep.models import get_model
+from lockstep.process_group import cluster
 from lockstep.trainer import Trainer
 from tests.simulated_device import device
 from tests.simulated_device.device import NAME, Wait

@@ -12,13 +12,13 @@ import pytest
 from lockstep import checkpoint
 from lockstep.checkpoint import ObjectStorage
 from lockstep.cli import main
-from lockstep.object_client import ObjectClient
+from lockstep.files.object_client import ObjectClient
 from tests import bucket, ray_cluster
 from tests.bucket import Proxy
 from tests.ranks import REPOSITORY
 from tests.ray_cluster import wait_until
+from tests.run_directory.test_run_mirror import CONFIG, rows
 from tests.slurm_cluster import slurm_cluster
-from tests.test_run_mirror import CONFIG, rows
 
 bucket.require_servers()
 ray_cluster.require_ray()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lockstep import checkpoint
-from lockstep.records import RunDirectory
+from lockstep.run_directory.records import RunDirectory
 from tests import ray_cluster
 from tests.docs.blocks import blocks_in
 from tests.ranks import REPOSITORY

@@ -8,7 +8,7 @@ import pytest
 
 from lockstep import checkpoint
 from lockstep.cli import main
-from lockstep.records import RunDirectory
+from lockstep.run_directory.records import RunDirectory
 from tests import ray_cluster
 from tests.ray_cluster import RayCluster, wait_until
 

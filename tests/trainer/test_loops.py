@@ -17,7 +17,7 @@ from lockstep import Trainer, WeightAverage, checkpoint
 from lockstep.bad_numbers import BadNumbersError
 from lockstep.checkpoint import digest
 from lockstep.errors import UsageError
-from lockstep.records import RunDirectory
+from lockstep.run_directory.records import RunDirectory
 from tests.ranks import run_ranks
 
 STEPS = 12

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lockstep import Trainer
 from lockstep.errors import RunError, UsageError
-from lockstep.records import RunDirectory
+from lockstep.run_directory.records import RunDirectory
 from tests.parity.same_bits import trainer_for
 from tests.parity.toy import Tokens
 from tests.ranks import run_ranks

@@ -15,10 +15,11 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
 import lockstep
-from lockstep import Trainer, cluster
+from lockstep import Trainer
 from lockstep.errors import NoEffectWarning, UsageError
 from lockstep.heartbeat import writer
 from lockstep.heartbeat.watcher import read_limits
+from lockstep.process_group import cluster
 
 X = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
 DATA = TensorDataset(X, X.sum(1, keepdim=True))

@@ -18,11 +18,11 @@ import yaml
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from lockstep import recovery_clock
 from lockstep.checkpoint import digest, restore
 from lockstep.checkpoint.manifest import problems_of_files
 from lockstep.errors import UsageError
-from lockstep.records import RunDirectory
+from lockstep.run_directory import recovery_clock
+from lockstep.run_directory.records import RunDirectory
 from lockstep.trainer import Trainer, loss_check
 from tests.forked import Forked, lockstep
 from tests.ranks import run_ranks

@@ -15,7 +15,7 @@ from lockstep.errors import RunError, UsageError
 from lockstep.models.transformer import Transformer
 from lockstep.parallel.loss_accumulator import LossAccumulator
 from lockstep.parallel.parallel_model import ParallelModel, gradient_norm
-from lockstep.records import RunDirectory, StepRecord
+from lockstep.run_directory.records import RunDirectory, StepRecord
 from lockstep.trainer import Trainer
 from tests.parity.toy import Tokens, language_model
 

@@ -22,11 +22,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset, TensorDataset
 
 from benchmarks.silent_bugs.faults.models import Chain, net
-from lockstep.environment import rank_facts
-from lockstep.parallel import activation
+from lockstep.machine.environment import rank_facts
 from lockstep.parallel.axes import replicate
 from lockstep.parallel.comm import compression
-from lockstep.parallel.passes import AroundMicroBatch, MicroBatchPass
+from lockstep.parallel.execution import activation
+from lockstep.parallel.execution.passes import AroundMicroBatch, MicroBatchPass
 from lockstep.trainer import Trainer
 from lockstep.verify import Subject
 from tests.parity.toy import Tokens, language_model

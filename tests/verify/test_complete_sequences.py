@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor, nn
 
-from lockstep.parallel.context_attention import SequenceCut
+from lockstep.parallel.context.attention import SequenceCut
 from lockstep.randomness import RandomState
 from lockstep.verify.modes import CompleteSequences
 from tests.ranks import run_ranks

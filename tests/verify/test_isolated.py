@@ -8,8 +8,8 @@ import threading
 import time
 from pathlib import Path
 
-from lockstep import processes
 from lockstep.errors import UsageError
+from lockstep.machine import processes
 from lockstep.verify.subject import run_isolated, why_not_ended
 
 LEFT: list[int] = []

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from benchmarks.silent_bugs.faults.models import LENGTH, WIDTH, Net, Tokens, Vectors, net
 from benchmarks.silent_bugs.faults.registry import fault, on_rank_1, on_ranks
-from lockstep.environment import rank_facts
+from lockstep.machine.environment import rank_facts
 from lockstep.verify import Subject
 
 

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from benchmarks.silent_bugs.faults.models import LENGTH, VOCAB, WIDTH, Block, Net, Vectors, net
 from benchmarks.silent_bugs.faults.registry import fault, on_rank_1
-from lockstep.environment import rank_facts
+from lockstep.machine.environment import rank_facts
 from lockstep.trainer import Trainer
 from lockstep.verify import Subject
 

@@ -87,7 +87,7 @@ def gradient_transposed_on_rank_1() -> Subject:
 def accumulation_that_reduces_no_gradient() -> Subject:
     def prepare(trainer: Trainer) -> None:
         if on_ranks():
-            from lockstep.parallel.ddp import DDPSync
+            from lockstep.parallel.replicas.ddp import DDPSync
 
             before = DDPSync.before
 

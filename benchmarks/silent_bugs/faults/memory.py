@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from benchmarks.silent_bugs.faults.models import WIDTH, Block, Net, net
 from benchmarks.silent_bugs.faults.registry import fault
-from lockstep.environment import rank_facts
+from lockstep.machine.environment import rank_facts
 from lockstep.trainer import Trainer
 from lockstep.verify import Subject
 

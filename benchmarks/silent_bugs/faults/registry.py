@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep.environment import rank_facts
+from lockstep.machine.environment import rank_facts
 
 
 def on_rank_1() -> bool:

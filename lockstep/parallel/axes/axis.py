@@ -41,8 +41,8 @@ from lockstep.data.batches import AssignAnyRank
 from lockstep.errors import Contradiction, UsageError
 from lockstep.layout import Layout
 from lockstep.models.objective import Objective
+from lockstep.parallel.execution.passes import AroundMicroBatch
 from lockstep.parallel.parallel_model import ParallelModel
-from lockstep.parallel.passes import AroundMicroBatch
 from lockstep.parallel.site import Site as Site  # which `Strategy.place` is given, too
 from lockstep.registry import AXES, BY_SIZE, require_call, require_methods
 

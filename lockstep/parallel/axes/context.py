@@ -1,6 +1,6 @@
 """The axis `context`: ranks that run the same micro-batches, each on its part of every sequence.
 
-How layers run on parts of sequences is in `lockstep.parallel.context`.
+How layers run on parts of sequences is in `lockstep.parallel.context.sequences`.
 
 Tests: tests/parity/test_context.py
 """
@@ -18,15 +18,15 @@ from lockstep.costs.steps import Sent, parts_sent
 from lockstep.layout import Layout
 from lockstep.models.objective import Objective
 from lockstep.parallel.axes.axis import Axis
-from lockstep.parallel.context import (
+from lockstep.parallel.context.sequences import (
     SequenceCut,
     apply_context,
     cut_objective,
     refuse_loss_weights,
     sum_gradients,
 )
+from lockstep.parallel.execution.passes import within
 from lockstep.parallel.parallel_model import ParallelModel
-from lockstep.parallel.passes import within
 from lockstep.parallel.site import Site
 
 

@@ -22,11 +22,11 @@ from lockstep.errors import Contradiction
 from lockstep.layout import Layout
 from lockstep.parallel.axes.axis import Axis, PartOfModel
 from lockstep.parallel.axes.tensor import TensorAxis
+from lockstep.parallel.execution.passes import AroundMicroBatch
 from lockstep.parallel.expert import PlacedExperts, apply_experts
 from lockstep.parallel.parallel_model import ParallelModel
-from lockstep.parallel.passes import AroundMicroBatch
 from lockstep.parallel.site import Site
-from lockstep.parallel.tensor_cuts import train_whole
+from lockstep.parallel.tensor.cuts import train_whole
 from lockstep.strategy import AUTO, strategy_named
 
 

@@ -1,7 +1,7 @@
 """The axis `replicate`: ranks that hold all of what they hold, and run micro-batches of their own.
 
 torch's DistributedDataParallel reduces their gradients once a step, while backward runs. How it is
-told when, and what its errors mean, is in `lockstep.parallel.ddp`.
+told when, and what its errors mean, is in `lockstep.parallel.replicas.ddp`.
 
 Tests: tests/parity/test_data_parallel.py
 """
@@ -25,10 +25,10 @@ from lockstep.layout import Layout
 from lockstep.parallel.axes.axis import Axis
 from lockstep.parallel.axes.rows import RowsAxis
 from lockstep.parallel.comm.compression import Compression, compress
-from lockstep.parallel.ddp import DDPSync, wrapped_by_ddp
 from lockstep.parallel.loss_accumulator import CarriedFigures
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parallel.placement import AppliedStrategy, placed_in_order
+from lockstep.parallel.replicas.ddp import DDPSync, wrapped_by_ddp
 from lockstep.parallel.reproducible.gradient_trees import ReplicaTree
 from lockstep.parallel.reproducible.tree import assign_tree
 from lockstep.parallel.site import Site

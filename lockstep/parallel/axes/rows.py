@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import ClassVar, Self
 
 from lockstep.parallel.axes.axis import Axis, PartOfModel
-from lockstep.parallel.batch_norm_rows import BatchNormRows, apply_batch_norm_rows
-from lockstep.parallel.passes import AroundMicroBatch
+from lockstep.parallel.execution.passes import AroundMicroBatch
+from lockstep.parallel.forward_effects.batch_norm_rows import BatchNormRows, apply_batch_norm_rows
 from lockstep.parallel.site import Site
 
 

@@ -1,7 +1,7 @@
 """The axis `shard`: ranks that each hold a share of parameters, gradients and optimizer states.
 
 With `replicate` beside it, shards are replicated. A model is cut as a whole, or stage by stage
-under a pipeline. How FSDP2 cuts and gathers is in `lockstep.parallel.fsdp`.
+under a pipeline. How FSDP2 cuts and gathers is in `lockstep.parallel.fsdp.sharding`.
 
 Tests: tests/parallel/test_fsdp.py, tests/parity/test_data_parallel.py
 """
@@ -22,9 +22,9 @@ from lockstep.errors import UsageError, listed
 from lockstep.layout import Layout
 from lockstep.parallel.axes.axis import Axis
 from lockstep.parallel.comm.gloo import GlooMessages
-from lockstep.parallel.fsdp import Scalars, apply_fsdp
-from lockstep.parallel.fsdp_calls import around_units
-from lockstep.parallel.fsdp_units import Unit, contained_units, in_order
+from lockstep.parallel.fsdp.calls import around_units
+from lockstep.parallel.fsdp.sharding import Scalars, apply_fsdp
+from lockstep.parallel.fsdp.units import Unit, contained_units, in_order
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parallel.placement import AppliedStrategy, placed_in_order
 from lockstep.parallel.reproducible.gradient_trees import ShardTree

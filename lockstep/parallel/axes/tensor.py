@@ -1,6 +1,6 @@
 """The axis `tensor`: ranks that run the same micro-batches, each on its part of every layer.
 
-How layers are cut is in `lockstep.parallel.tensor_cuts`.
+How layers are cut is in `lockstep.parallel.tensor.cuts`.
 
 Tests: tests/parity/test_tensor.py
 """
@@ -23,11 +23,11 @@ from lockstep.layout import Layout
 from lockstep.models.objective import Objective
 from lockstep.parallel.axes.axis import Axis
 from lockstep.parallel.axes.context import ContextAxis
-from lockstep.parallel.loss_parallel import with_whole_logits
+from lockstep.parallel.execution.passes import within
 from lockstep.parallel.parallel_model import ParallelModel
-from lockstep.parallel.passes import within
 from lockstep.parallel.site import Site
-from lockstep.parallel.tensor_cuts import TensorCuts, apply_tensor, sum_over_ranks, train_whole
+from lockstep.parallel.tensor.cuts import TensorCuts, apply_tensor, sum_over_ranks, train_whole
+from lockstep.parallel.tensor.loss_parallel import with_whole_logits
 
 
 class TensorAxis(Axis):

@@ -36,9 +36,9 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]  # torch'
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from lockstep import accelerator
 from lockstep.config import StepConfig
-from lockstep.parallel.passes import AroundMicroBatch, MicroBatchPass
+from lockstep.machine import accelerator
+from lockstep.parallel.execution.passes import AroundMicroBatch, MicroBatchPass
 from lockstep.precision import DTYPES
 from lockstep.randomness import derive_key
 from lockstep.torch_compat import foreach

@@ -25,8 +25,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lockstep.parallel.comm import MESSAGE, all_gather_flat
-from lockstep.parallel.fsdp_units import Unit
-from lockstep.parallel.passes import AroundMicroBatch, MicroBatchPass
+from lockstep.parallel.execution.passes import AroundMicroBatch, MicroBatchPass
+from lockstep.parallel.fsdp.units import Unit
 
 
 class GlooMessages(AroundMicroBatch):

@@ -19,17 +19,22 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lockstep.collectives import object_device
 from lockstep.data.batches import AssignAnyRank, assign_strided
 from lockstep.parallel.axes.axis import PartOfModel
 from lockstep.parallel.axes.expert import ExpertAxis
 from lockstep.parallel.axes.shard import ShardAxis
 from lockstep.parallel.axes.tensor import TensorAxis
-from lockstep.parallel.fsdp_calls import watch_stage
-from lockstep.parallel.fsdp_units import explain_mixing, used_elsewhere
+from lockstep.parallel.execution.passes import (
+    AroundMicroBatch,
+    Explain,
+    Explains,
+    explained,
+    within,
+)
+from lockstep.parallel.fsdp.calls import watch_stage
+from lockstep.parallel.fsdp.units import explain_mixing, used_elsewhere
 from lockstep.parallel.loss_weights import train_loss_weights
 from lockstep.parallel.parallel_model import ParallelModel
-from lockstep.parallel.passes import AroundMicroBatch, Explain, Explains, explained, within
 from lockstep.parallel.pipeline import stage_parameters
 from lockstep.parallel.pipeline.plan import PipelinePlan, plan_of, splits_backward
 from lockstep.parallel.pipeline.runner import Runner
@@ -41,6 +46,7 @@ from lockstep.parallel.pipeline.trees import StageTrees, Uses
 from lockstep.parallel.reproducible.determinism import explain_kernel
 from lockstep.parallel.reproducible.tree import assign_tree
 from lockstep.parallel.site import Site
+from lockstep.process_group.collectives import object_device
 
 
 @dataclass

@@ -1,9 +1,9 @@
 """Runs a rank's stages: steps by the schedule, evaluation and samples by forward passes alone.
 
-All of it is programs for an executor (`lockstep.parallel.executor`), which differ in what a stage
-does with its activations, and in what carries them: micro-batches whose shapes the ranks have seen
-(`Shapes`) go through together, into buffers that wait for them; those of new shapes go one by one,
-each message after its description.
+All of it is programs for an executor (`lockstep.parallel.execution.executor`), which differ in what
+a stage does with its activations, and in what carries them: micro-batches whose shapes the ranks
+have seen (`Shapes`) go through together, into buffers that wait for them; those of new shapes go
+one by one, each message after its description.
 
 Tests: tests/parallel/test_executor.py, tests/parallel/test_pipeline.py,
 tests/parity/test_pipeline.py
@@ -23,14 +23,21 @@ from torch.distributed.fsdp import FSDPModule
 from lockstep.data.batches import MicroBatch
 from lockstep.models.objective import Objective
 from lockstep.models.observed import LossCalls
-from lockstep.parallel.buffers import restored
-from lockstep.parallel.executor import Executor, Stage
+from lockstep.parallel.execution.executor import Executor, Stage
+from lockstep.parallel.execution.passes import AroundMicroBatch
+from lockstep.parallel.execution.transport import (
+    Described,
+    Meta,
+    PeerToPeer,
+    Program,
+    Tensors,
+    Transport,
+)
+from lockstep.parallel.forward_effects.buffers import restored
 from lockstep.parallel.loss_accumulator import Loss, LossAccumulator
-from lockstep.parallel.passes import AroundMicroBatch
 from lockstep.parallel.pipeline.shapes import Agreement, RunDescriptions, Shapes
 from lockstep.parallel.pipeline.stage_module import NO_INPUTS, StageCall, StageModule
 from lockstep.parallel.pipeline.trees import StageTrees
-from lockstep.parallel.transport import Described, Meta, PeerToPeer, Program, Tensors, Transport
 from lockstep.randomness import RandomState
 from lockstep.torch_compat.fsdp_state import reduce_gradients
 from lockstep.torch_compat.pytree import tree_leaves, tree_map

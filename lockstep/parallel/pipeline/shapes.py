@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.parallel.transport import KnownMessages, Message, Metas, replace_strides
+from lockstep.parallel.execution.transport import KnownMessages, Message, Metas, replace_strides
 from lockstep.torch_compat.pytree import tree_flatten
 
 

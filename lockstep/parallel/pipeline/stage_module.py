@@ -19,7 +19,7 @@ from torch.nn import Parameter
 from lockstep.models.chain import run_segment
 from lockstep.models.observed import LossCalls
 from lockstep.parallel.facts import Named
-from lockstep.parallel.fsdp_units import Unit
+from lockstep.parallel.fsdp.units import Unit
 from lockstep.parallel.pipeline.plan import PipelinePlan
 from lockstep.parallel.pipeline.stage_parameters import Registration, StageParameters
 from lockstep.parallel.strides import copied_to

@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep.collectives import create_group
 from lockstep.errors import UsageError
 from lockstep.parallel.facts import ModelFacts, Named
 from lockstep.parallel.initial import FirstValues
 from lockstep.parallel.strides import laid_like
+from lockstep.process_group.collectives import create_group
 from lockstep.tensors import local
 
 

@@ -5,7 +5,7 @@ Tests: tests/parallel/test_pipeline_hybrid.py
 
 from typing import Any
 
-from lockstep.parallel.passes import AroundMicroBatch, MicroBatchPass
+from lockstep.parallel.execution.passes import AroundMicroBatch, MicroBatchPass
 from lockstep.torch_compat.fsdp_state import reduce_gradients, reduces_by_hand
 
 

@@ -11,7 +11,7 @@ from lockstep.config import DistributedConfig, StepConfig
 from lockstep.costs.hardware import GpuCluster
 from lockstep.costs.steps import ModelSize
 from lockstep.layout import Layout, layout_of_sizes
-from lockstep.parallel.fsdp import describe_shards
+from lockstep.parallel.fsdp.sharding import describe_shards
 from lockstep.registry import STRATEGIES
 from lockstep.strategy import Strategy, given_sizes
 

@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor, Shard
 from lockstep.data.batches import MicroBatch
 from lockstep.division import ceil_div
 from lockstep.parallel.comm import all_gather_flat
+from lockstep.parallel.execution.transport import Meta, Metas
 from lockstep.parallel.expert import PlacedExperts
 from lockstep.parallel.pipeline.stage_parameters import StageParameters
 from lockstep.parallel.reproducible.tree import (
@@ -37,7 +38,6 @@ from lockstep.parallel.reproducible.tree import (
     tree_assignment,
 )
 from lockstep.parallel.strides import lay_gradients
-from lockstep.parallel.transport import Meta, Metas
 from lockstep.tensors import local, local_chunk
 
 _BUCKET = 25 << 20  # bytes of gradients that are sent at once
@@ -100,7 +100,7 @@ class StageTrees:
         if self.experts is not None:
             self.experts.begin(leaves)
 
-    # ---- what stages send: see `lockstep.parallel.executor.Carrier` ----
+    # ---- what stages send: see `lockstep.parallel.execution.executor.Carrier` ----
 
     def metas(self, stage: int) -> Metas:
         """Describe the running sums of shared weights that later stages have used."""

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import UsageError
-from lockstep.parallel.passes import AroundMicroBatch
+from lockstep.parallel.execution.passes import AroundMicroBatch
 
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 

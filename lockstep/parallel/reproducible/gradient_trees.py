@@ -42,7 +42,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lockstep.data.batches import MicroBatch
 from lockstep.errors import UsageError
 from lockstep.parallel.comm.gloo import AllToAll
-from lockstep.parallel.passes import AroundMicroBatch, MicroBatchPass
+from lockstep.parallel.execution.passes import AroundMicroBatch, MicroBatchPass
 from lockstep.parallel.reproducible.tree import (
     Node,
     Partials,

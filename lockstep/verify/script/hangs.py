@@ -17,7 +17,7 @@ import traceback
 from contextlib import suppress
 
 from lockstep.launch.failures import short_path
-from lockstep.processes import descendants, is_running, wants_processor
+from lockstep.machine.processes import descendants, is_running, wants_processor
 from lockstep.verify.own_lines import is_own
 from lockstep.verify.script.record import ScriptRecord
 from lockstep.verify.script.task import ScriptTask

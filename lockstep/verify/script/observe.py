@@ -34,12 +34,12 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from lockstep.environment import RANK_0_OF_1, rank_facts
+from lockstep.files.paths import RUNS
 from lockstep.launch.failures import read_all, short_path
 from lockstep.launch.script import run_script
 from lockstep.launch.worker import mark_done
-from lockstep.output import flush_both
-from lockstep.paths import RUNS
+from lockstep.machine.environment import RANK_0_OF_1, rank_facts
+from lockstep.machine.output import flush_both
 from lockstep.tensors import local
 from lockstep.torch_compat import script_patches
 from lockstep.torch_compat.pytree import tree_leaves

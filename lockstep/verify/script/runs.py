@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lockstep.division import ceil_div
-from lockstep.environment import rank_facts
 from lockstep.errors import LockstepError, RunError, UsageError
+from lockstep.files.paths import RUNS
 from lockstep.launch.spawn import spawn_again
-from lockstep.paths import RUNS
-from lockstep.processes import die_with_this_process
+from lockstep.machine.environment import rank_facts
+from lockstep.machine.processes import die_with_this_process
 from lockstep.verify.script.observe import observe
 from lockstep.verify.script.record import ScriptRecord
 from lockstep.verify.script.saved_files import put_back

@@ -1,0 +1,386 @@
+"""Tells what files of data hold: text, records, or something else, by their names and first bytes.
+
+A file of records (JSON lines, a table) is characters, too, and a model of text would learn its
+braces and keys. So whoever wants text asks here first, and the launcher does before ranks start.
+
+Does not import torch.
+"""
+
+import gzip
+import importlib
+import io
+import json
+import math
+import re
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from enum import Enum
+from itertools import islice
+from pathlib import Path
+from shlex import quote
+from typing import IO, Any
+
+import yaml
+
+from lockstep.errors import UsageError, listed
+from lockstep.files.paths import local_path
+
+HEADER = "tokens.json"  # is in a folder that `lockstep data prepare` made
+HEAD = 1 << 16  # bytes that are looked at
+LONGEST_LINE = 1 << 24  # bytes of a first line that is looked at
+
+COMPRESSED = (".zst", ".xz", ".bz2", ".zip", ".gz", ".tar", ".tgz", ".7z")
+_LINES = re.compile(r"\.(jsonl|ndjson)(\.gz|\.zst)?$")
+_MAGIC = {  # what files begin with, and the ending of their names
+    b"PAR1": ".parquet",
+    b"ARROW1": ".arrow",
+    b"\x93NUMPY": ".npy",
+    b"\x1f\x8b": ".gz",
+    b"\x28\xb5\x2f\xfd": ".zst",
+    b"\xfd7zXZ": ".xz",
+    b"PK\x03\x04": ".zip",
+    b"SQLite format 3": ".sqlite",
+    b"\x89HDF": ".h5",
+}
+
+
+class Kind(Enum):
+    """Names what a file of data holds."""
+
+    TEXT = "text"
+    LINES = "an object of JSON on each line"
+    PARQUET = "rows of a table"
+    ARROW = "rows of a table, of Arrow"
+    TOKENS = "an array"
+    JSON_ARRAY = "one array of JSON"
+    COLUMNS = "columns"
+    COMPRESSED = "compressed bytes"
+    BINARY = "bytes that are not text"
+
+
+_BY_ENDING = {
+    ".parquet": Kind.PARQUET,
+    ".arrow": Kind.ARROW,
+    ".npy": Kind.TOKENS,
+    ".csv": Kind.COLUMNS,
+    ".tsv": Kind.COLUMNS,
+    **dict.fromkeys(COMPRESSED, Kind.COMPRESSED),
+}
+# Of these the data set `documents` makes documents.
+READ = (Kind.TEXT, Kind.LINES, Kind.PARQUET, Kind.ARROW, Kind.TOKENS)
+
+
+def kind_of(file: Path) -> Kind:
+    """Return what a file holds.
+
+    A name that ends with `.txt` is believed to be of text, also where that is JSON.
+    """
+    name = file.name.lower()
+    if _LINES.search(name):
+        return Kind.LINES
+    if (kind := _BY_ENDING.get(file.suffix.lower())) is not None:
+        return kind
+    with file.open("rb") as opened:
+        head = opened.read(HEAD)
+    if b"\0" in head or any(head.startswith(magic) for magic in _MAGIC):
+        return Kind.BINARY
+    return Kind.TEXT if name.endswith(".txt") else _of_json(file, head) or Kind.TEXT
+
+
+def told_of_json(files: Sequence[Path]) -> list[str]:
+    """Return a line on files that are named as texts, and look like JSON of records."""
+    found = []
+    for file in files:
+        if file.name.lower().endswith(".txt"):
+            with file.open("rb") as opened:
+                if _of_json(file, opened.read(HEAD)) is not None:
+                    found.append(str(file))
+    if not found:
+        return []
+    return [
+        f"JSON is trained as it stands, braces and keys, in {listed(found)}: rows become documents"
+        " where the name ends with .jsonl"
+    ]
+
+
+def _of_json(file: Path, head: bytes) -> Kind | None:
+    """Return what kind of records a file of JSON has; None for other files.
+
+    A single object, such as a file of settings, is a text among others.
+    """
+    begin = head.removeprefix(b"\xef\xbb\xbf").lstrip()
+    if re.match(rb"\[\s*\{", begin):
+        return Kind.JSON_ARRAY
+    if not begin.startswith(b"{"):
+        return None
+    with file.open("rb") as opened:
+        lines = iter(lambda: opened.readline(LONGEST_LINE), b"")
+        first_two = list(islice((line for line in lines if line.strip()), 2))
+    with suppress(ValueError, RecursionError):
+        if len(first_two) == 2 and all(isinstance(json.loads(line), dict) for line in first_two):
+            return Kind.LINES
+    return None
+
+
+# What reading compressed lines raises where the file is damaged or cut off.
+DAMAGED = (OSError, EOFError, zlib.error)
+
+
+@contextmanager
+def opened_lines(file: Path) -> Iterator[IO[bytes]]:
+    """Open a file of lines to read, which may be compressed.
+
+    Who reads it gets one of `DAMAGED` if it is damaged or cut off.
+    """
+    name = file.name.lower()
+    if name.endswith(".zst"):
+        with file.open("rb") as packed:
+            yield io.BufferedReader(_Unpacked(packed, file), HEAD)
+        return
+    opens: Any = gzip.open if name.endswith(".gz") else open
+    with opens(file, "rb") as opened:
+        yield opened
+
+
+class _Unpacked(io.RawIOBase):
+    """Reads what a file holds that zstandard has packed.
+
+    The library's own reader passes over the end of a file that is cut off.
+    """
+
+    def __init__(self, packed: IO[bytes], file: Path) -> None:
+        try:
+            self._library = importlib.import_module("zstandard")
+        except ImportError:
+            what = f"reading {file} needs the package zstandard"
+            fix = 'pip install "lockstep-train[zstd]"'
+            raise UsageError(what, where="data.args", fix=fix) from None
+        self._packed = packed
+        self._rest = b""  # of the packed bytes
+        self._ready = b""
+        self._frame: Any = None  # a file consists of one or more
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill a buffer with what is unpacked next; return how many bytes, 0 at the end."""
+        while not self._ready:
+            chunk = self._rest or self._packed.read(HEAD)
+            self._rest = b""
+            if not chunk:
+                if self._frame is not None:
+                    raise EOFError("the file ends in the midst of compressed data")
+                return 0
+            if self._frame is None:
+                unpacker = self._library.ZstdDecompressor(max_window_size=1 << 31)
+                self._frame = unpacker.decompressobj()
+            try:
+                self._ready = self._frame.decompress(chunk)
+            except self._library.ZstdError as error:
+                raise OSError(str(error)) from None
+            if self._frame.eof:
+                self._rest = self._frame.unused_data
+                self._frame = None
+        count = min(len(buffer), len(self._ready))
+        buffer[:count] = self._ready[:count]
+        self._ready = self._ready[count:]
+        return count
+
+
+def row_of_line(file: Path, number: int, line: bytes, name: str) -> dict[str, Any]:
+    """Return the object of a line of JSON, or raise a UsageError with its number.
+
+    Args:
+        name: of a field that an object would have, for an example.
+    """
+    where = f"{file}:{number}"
+    try:
+        row = json.loads(line)
+    except UnicodeDecodeError as error:
+        what = f"line {number} of {file.name} is not UTF-8"
+        fix = "write the file as UTF-8: iconv -f latin1 -t utf-8, or -f utf-16, as it was written"
+        raise UsageError(what, where=where, why=str(error), fix=fix) from None
+    except RecursionError:
+        what = f"line {number} of {file.name} is nested too deep"
+        raise UsageError(what, where=where, fix="leave the line out") from None
+    except ValueError as error:
+        # json's own line and column are those within this line
+        why = getattr(error, "msg", str(error))
+        column = f", at column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
+        what = f"line {number} of {file.name} is not JSON"
+        fix = "write an object on each line, or leave the line out"
+        raise UsageError(what, where=where, why=f"{why}{column}", fix=fix) from None
+    if not isinstance(row, dict):
+        what = f"line {number} of {file.name} is a {type(row).__name__}, not an object"
+        raise UsageError(what, where=where, fix=f'write {{"{name}": "…"}}')
+    return row
+
+
+def first_row(file: Path) -> Mapping[str, Any]:
+    """Return the first row of a file of records; nothing if it can't be read."""
+    kind = kind_of(file)
+    with suppress(Exception):  # whoever reads all of it says what is wrong
+        if kind is Kind.LINES:
+            with opened_lines(file) as opened:
+                line = next(line for line in opened if line.strip())
+            row = json.loads(line)
+            return row if isinstance(row, dict) else {}
+        if kind is Kind.PARQUET:
+            parquet = importlib.import_module("pyarrow.parquet").ParquetFile(file)
+            return dict(next(parquet.iter_batches(1)).to_pylist()[0])
+        if kind is Kind.ARROW:
+            return dict(importlib.import_module("datasets").Dataset.from_file(str(file))[0])
+    return {}
+
+
+def files_of(path: Path, where: str = "data.args.path") -> list[Path]:
+    """Return the files that `path` names, by their relative names, without hidden ones.
+
+    Raise a UsageError if none.
+    """
+    fix = "give the path of a text file, or of a folder of them"
+    if not path.exists():
+        raise UsageError(f"there is no file or folder {str(path)!r}", where=where, fix=fix)
+    files = [path]
+    if path.is_dir():
+        inside = {
+            file.relative_to(path).as_posix(): file for file in path.rglob("*") if file.is_file()
+        }
+        # without hidden ones
+        files = [inside[name] for name in sorted(inside) if not re.search(r"(^|/)\.", name)]
+    if not any(file.stat().st_size for file in files):
+        what = "is empty" if path.is_file() else "has no text: no file in it, or only empty ones"
+        raise UsageError(f"{path} {what}", where=where, fix=fix)
+    return files
+
+
+def require_text(file: Path, where: str = "data.args.path") -> None:
+    """Raise a UsageError, with what to write instead, unless a file holds text."""
+    kind = kind_of(file)
+    if kind in READ and kind is not Kind.TEXT:
+        raise UsageError(
+            f"{file} holds {kind.value}, not text",
+            where=where,
+            why="its brackets, keys and numbers would be trained as they stand",
+            fix=f"write {as_documents(source_of(file))}" + _or_as_text(file, kind),
+        )
+    require_read(file, where)
+
+
+def require_read(file: Path, where: str) -> None:
+    """Raise a UsageError, with what to do, unless documents are made of files of its kind."""
+    kind = kind_of(file)
+    if kind in READ:
+        return
+    fix = "convert it to text, JSON lines or parquet, or move it out of the folder"
+    path = json.dumps(str(file))
+    lines = file.with_suffix(".jsonl")
+    if kind is Kind.JSON_ARRAY:
+        code = f"import json; [print(json.dumps(row)) for row in json.load(open({path}))]"
+        fix = f"write a row on each line: python -c {quote(code)} > {quote(str(lines))}"
+    elif kind is Kind.COLUMNS:
+        read = f"datasets.Dataset.from_csv({path})"
+        code = f"import datasets; {read}.to_json({json.dumps(str(lines))})"
+        fix = f"make JSON lines of it: python -c {quote(code)}"
+    elif kind is Kind.COMPRESSED:
+        fix = "unpack it; compressed files of JSON lines are read, .jsonl.gz and .jsonl.zst"
+    elif found := _by_magic(file):
+        names = f"{quote(str(file))} {quote(str(file.with_suffix(found)))}"
+        fix = f"it is a {found} file: name it so, mv {names}"
+    elif file.suffix == ".bin":
+        tokens = file.with_suffix(".npy")
+        read = f"np.fromfile({path}, np.uint16)"
+        code = f"import numpy as np; np.save({json.dumps(str(tokens))}, {read})"
+        fix = f"of tokens in 16 bits make an array, python -c {quote(code)}, and write"
+        fix += f" {as_documents(str(tokens))}"
+    raise UsageError(f"{file} holds {kind.value}", where=where, fix=fix + _or_as_text(file, kind))
+
+
+def _or_as_text(file: Path, kind: Kind) -> str:
+    if kind not in (Kind.LINES, Kind.JSON_ARRAY, Kind.COLUMNS):
+        return ""
+    return f"; to train its characters as they are, name it {file.stem}.txt"
+
+
+def _by_magic(file: Path) -> str | None:
+    with file.open("rb") as opened:
+        head = opened.read(16)
+    return next((ending for magic, ending in _MAGIC.items() if head.startswith(magic)), None)
+
+
+def as_documents(source: str | Mapping[str, str]) -> str:
+    """Return the line of a config that trains on the documents of a source."""
+    return line_of_data("documents", sources=[source])
+
+
+def line_of_data(name: str, **args: Any) -> str:
+    """Return the line of a config that names a data set, whatever signs a path holds."""
+    data = {"name": name, "args": args}
+    flow = yaml.safe_dump(
+        data, default_flow_style=True, sort_keys=False, allow_unicode=True, width=math.inf
+    )
+    return f"data: {flow.strip()}"
+
+
+def source_of(file: Path) -> str | dict[str, str]:
+    """Return what a config has for a file of records as a source of `documents`."""
+    row = first_row(file)
+    if not row or isinstance(row.get("text", 0), str | None):  # a row may have no text
+        return str(file)
+    chats = [key for key, value in row.items() if is_conversation(value)]
+    if row.get("messages", 0) is None:
+        chats.append("messages")
+    if chats:
+        found = "messages" if "messages" in chats else chats[0]
+        return {"path": str(file), "messages_field": found}
+    texts = [key for key, value in row.items() if isinstance(value, str)]
+    named = max(texts, key=lambda key: len(row[key])) if texts else "NAME"
+    return {"path": str(file), "text_field": str(named)}
+
+
+def is_conversation(value: Any) -> bool:
+    """Return whether a field of a row holds messages, each with a role."""
+    return isinstance(value, list) and all(isinstance(one, dict) and "role" in one for one in value)
+
+
+def check_named_files(name: str | None, args: Mapping[str, Any]) -> None:
+    """Raise the UsageError of a run about the files that a config names for its data.
+
+    It is raised before ranks start. What else is wrong with the arguments is not looked at here.
+    """
+    if name == "text" and isinstance(args.get("path"), str):
+        for file in files_of(local_path(args["path"], "data.args.path")):
+            require_text(file)
+    if name == "labelled":
+        for key in ("path", "validation"):
+            if isinstance(args.get(key), str):
+                where = f"data.args.{key}"
+                for file in files_of(local_path(args[key], where), where):
+                    _require_rows(file, where)
+    if name in ("documents", "stream"):
+        for key in ("sources", "validation"):
+            for where, path in _paths_of(args.get(key), f"data.args.{key}"):
+                place = local_path(path, where)
+                if not (place / HEADER).exists():
+                    for file in files_of(place, where):
+                        require_read(file, where)
+
+
+def _require_rows(file: Path, where: str) -> None:
+    """Refuse a file that holds no rows with a text and its label."""
+    kind = kind_of(file)
+    if kind not in (Kind.LINES, Kind.PARQUET, Kind.ARROW):
+        what = f"{file} holds {kind.value}, and no rows with labels"
+        fix = 'write lines of {"text": "…", "label": "…"}, as .jsonl, .parquet or .arrow'
+        raise UsageError(what, where=where, fix=fix)
+
+
+def _paths_of(given: Any, where: str) -> Iterator[tuple[str, str]]:
+    """Yield the key and the path of each source that is written as it should be."""
+    entries = [given] if isinstance(given, str | Mapping) else given
+    for number, entry in enumerate(entries if isinstance(entries, Sequence) else ()):
+        path = entry.get("path") if isinstance(entry, Mapping) else entry
+        if isinstance(path, str) and not path.startswith("hf:"):
+            yield f"{where}[{number}].path", path

@@ -1,0 +1,1 @@
+"""This machine and this process: accelerators, cores, network, signals, what a run says."""

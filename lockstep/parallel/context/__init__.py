@@ -1,0 +1,1 @@
+"""Context parallel: chunks of sequences, and attention over them."""

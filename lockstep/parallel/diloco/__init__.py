@@ -1,0 +1,1 @@
+"""Local updates: workers that train alone, and synchronize every H steps."""

@@ -1,0 +1,1 @@
+"""What forward passes leave in modules: buffers, and numbers in attributes."""

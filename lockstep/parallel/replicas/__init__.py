@@ -1,0 +1,1 @@
+"""Strategies whose ranks hold the whole model, and the guard against replicas that drift."""

@@ -1,0 +1,1 @@
+"""The files of a run directory: records, its lock, and its mirror in a bucket."""
