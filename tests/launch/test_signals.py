@@ -136,7 +136,10 @@ def test_what_a_killed_process_left_is_swept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scratch.tempfile, "tempdir", str(tmp_path))
-    program = "from lockstep.machine import scratch; print(scratch.scratch_folder('launch'), flush=True); input()"
+    program = (
+        "from lockstep.machine import scratch\n"
+        "print(scratch.scratch_folder('launch'), flush=True); input()"
+    )
     process = subprocess.Popen(
         [sys.executable, "-c", program],
         cwd=REPOSITORY,
