@@ -144,8 +144,10 @@ import json, os, pathlib, psutil, time
 attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
 me = os.environ["RANK"]
 launcher = psutil.Process(os.getppid())
-while len(children := launcher.children()) < 5:  # two ranks, the prepared process, two forks
+children = []
+while len(children) < 5:  # two ranks, the prepared process, two forks
     time.sleep(0.05)
+    children = [child for child in launcher.children() if child.status() != "zombie"]
 facts = {"me": os.getpid(), "children": [child.pid for child in children]}
 pathlib.Path(f"start-{attempt}-{me}").write_text(json.dumps(facts))
 while len(list(pathlib.Path().glob(f"start-{attempt}-*"))) < 2:
@@ -153,7 +155,7 @@ while len(list(pathlib.Path().glob(f"start-{attempt}-*"))) < 2:
 if attempt == "0":
     raise ValueError("the first attempt fails")
 """
-    code, _, err = launched(tmp_path, script, "--max-restarts", "1")
+    code, _, err = launched(tmp_path, script, "--max-restarts", "1", fresh=True)
     assert code == 0, err
     before, after = (
         [json.loads((tmp_path / f"start-{attempt}-{rank}").read_text()) for rank in (0, 1)]
