@@ -278,11 +278,8 @@ class AsyncSaver:
     def __init__(
         self, then: Callable[[CheckpointPath], object] | None = None, *, use: str = "checkpoint"
     ) -> None:
-        connected = dist.is_available() and dist.is_initialized()
-        # Two groups, because `poll` may run beside the thread's collectives; Gloo, because they
-        # send Python objects.
-        self._control = Ranks(gloo_group(f"{use}: control") if connected else None)
-        self._writing = Ranks(gloo_group(f"{use}: writing") if connected else None)
+        self._use = use
+        self._groups: tuple[Ranks, Ranks] | None = None
         self._then = then
         self._save: tuple[Location, int, threading.Thread] | None = None  # with its step
         self._error: BaseException | None = None  # of the save in flight
@@ -305,7 +302,8 @@ class AsyncSaver:
         current stream into pinned memory, and the host does not wait for it.
         """
         previous = self.wait()
-        staged, copied = self._control.run(_failure(step), lambda: self._copy(stage(snapshot)))
+        control, writing = self._meet()
+        staged, copied = control.run(_failure(step), lambda: self._copy(stage(snapshot)))
         target = Location(storage_at(directory), step_name(step))
         self._error = None
 
@@ -317,9 +315,9 @@ class AsyncSaver:
                     copied[1].synchronize()  # host waits for the copy, in this thread
                 with own_heartbeat().background_write():
                     write_staged(
-                        target, step, staged, config_yaml, options or SaveOptions(), self._writing
+                        target, step, staged, config_yaml, options or SaveOptions(), writing
                     )
-                    if self._then is not None and self._writing.is_main:
+                    if self._then is not None and writing.is_main:
                         self._then(target.path)
             except BaseException as error:  # `wait` raises it in the rank's own thread
                 self._error = error
@@ -328,6 +326,22 @@ class AsyncSaver:
         self._save = (target, step, threading.Thread(target=work, name=f"checkpoint-{step}"))
         self._save[2].start()
         return previous
+
+    def _meet(self) -> tuple[Ranks, Ranks]:
+        """Return the ranks for control and for writing; the first save makes their groups.
+
+        There are two, because `poll` may run beside the thread's collectives. They are groups of
+        Gloo, because they send Python objects. Ranks that start, or start again, don't wait for
+        them.
+        """
+        if self._groups is None:
+            connected = dist.is_available() and dist.is_initialized()
+            groups = [
+                gloo_group(f"{self._use}: {purpose}") if connected else None
+                for purpose in ("control", "writing")
+            ]
+            self._groups = Ranks(groups[0]), Ranks(groups[1])
+        return self._groups
 
     def poll(self) -> CheckpointPath | None:
         """Return the checkpoint of the save in flight once it is done.
@@ -339,7 +353,7 @@ class AsyncSaver:
         running = self._save[2].is_alive()
         return (
             None
-            if self._control.all_reduce("the background save", lambda: running, any)
+            if self._meet()[0].all_reduce("the background save", lambda: running, any)
             else self.wait()
         )
 
@@ -356,7 +370,7 @@ class AsyncSaver:
                 raise self._error
 
         with own_heartbeat().awaiting_write():
-            self._control.run(_failure(step), result)
+            self._meet()[0].run(_failure(step), result)
         return target.path
 
     def finish_alone(self) -> None:

@@ -18,7 +18,7 @@ Tests: tests/checkpoint/test_memory_hosts.py, tests/faults/test_live_hosts.py
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -28,6 +28,7 @@ from torch import Tensor
 from lockstep.checkpoint.memory import Holdings, MemoryStorage
 from lockstep.checkpoint.ranks import BlockInfo, Ranks
 from lockstep.machine.environment import machine_id
+from lockstep.process_group.collectives import create_once
 
 Held = dict[str, dict[str, BlockInfo]]  # by part and name: what a rank holds
 Share = dict[str, list[str]]  # by part: the names of the blocks that a rank writes
@@ -43,10 +44,19 @@ def host_of(storage: MemoryStorage) -> str:
 
 
 def leads_host(storage: MemoryStorage, ranks: Ranks) -> bool:
-    """Return whether this rank is the first one of its host; every rank calls it."""
-    return ranks.exchange(
-        "the copies in memory could not be compared", lambda: host_of(storage), _firsts
+    """Return whether this rank is the first one of its host; every rank calls it.
+
+    Ranks ask each other once.
+    """
+    failure = "the copies in memory could not be compared"
+    return create_once(
+        _purpose(storage), lambda: ranks.exchange(failure, lambda: host_of(storage), _firsts)
     )
+
+
+def _purpose(storage: MemoryStorage) -> Hashable:
+    """Return the name under which a world keeps which ranks are the first of their hosts."""
+    return "the first rank of each host", str(storage.root)
 
 
 def _firsts(hosts: Sequence[str]) -> list[bool]:
@@ -209,7 +219,8 @@ def agree_on_copy(
         step = _common(list(dict(by_rank).values()), recorded_step())
         return [(step, first) for first in _firsts([host for host, _ in by_rank])]
 
-    step, leads = ranks.exchange(failure, lambda: (host_of(storage), storage.holdings()), decide)
+    step, is_first = ranks.exchange(failure, lambda: (host_of(storage), storage.holdings()), decide)
+    leads = create_once(_purpose(storage), lambda: is_first)
 
     def show() -> None:
         if leads and step is not None:

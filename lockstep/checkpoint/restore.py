@@ -67,14 +67,11 @@ def load(
     ranks = Ranks()
     checkpoint = locate(path)
     failure = _FAILURE.format(checkpoint)
-    manifest = (
-        ranks.run(failure, lambda: read_manifest(checkpoint))
-        if is_verified
-        else verify_together(checkpoint, ranks)
-    )
+    verified = None if is_verified else verify_together(checkpoint, ranks)
     targets: dict[str, _Target] = {}
 
     def describe() -> tuple[dict[str, _Infos], Mapping[str, Sequence[str]]]:
+        manifest = verified or read_manifest(checkpoint)
         targets.update(_targets(checkpoint, manifest, snapshot, only))
         for target in targets.values():
             if isinstance(target.reader, LocalReader) and not checkpoint.storage.in_memory:
@@ -117,17 +114,21 @@ def verify_together(checkpoint: Location, ranks: Ranks) -> Manifest:
     All ranks raise one error.
     """
     failure = _FAILURE.format(checkpoint)
-    manifest = ranks.run(failure, lambda: read_manifest(checkpoint))
-    by_size = sorted(manifest.files, key=lambda path: (manifest.files[path].size, path))
-    # in memory each host has files of its own, of which sizes are compared, and little is read
-    mine = by_size if checkpoint.storage.in_memory else by_size[ranks.rank :: ranks.size]
-    shares = ranks.all_reduce(
-        failure, lambda: problems_of_files(checkpoint, manifest, mine, thorough=True), list
-    )
+    read: list[Manifest] = []
+
+    def verify_share() -> list[str]:
+        manifest = read_manifest(checkpoint)
+        read.append(manifest)
+        by_size = sorted(manifest.files, key=lambda path: (manifest.files[path].size, path))
+        # in memory each host has files of its own, of which sizes are compared, and little is read
+        mine = by_size if checkpoint.storage.in_memory else by_size[ranks.rank :: ranks.size]
+        return problems_of_files(checkpoint, manifest, mine, thorough=True)
+
+    shares = ranks.all_reduce(failure, verify_share, list)
     if problems := sorted(problem for share in shares for problem in share):
         fix = "resume from an older one: `lockstep checkpoint verify RUN` shows which are whole"
         raise DamagedError(f"the checkpoint {checkpoint} is damaged", why=listed(problems), fix=fix)
-    return manifest
+    return read[0]
 
 
 _Infos = dict[str, TensorInfo]  # by name

@@ -240,10 +240,16 @@ _SIZE = 512  # size of the matrices for measuring a device without a data sheet
 _SECONDS = 0.03
 
 
-def peak_flops(device: Any, mode: str) -> tuple[float, str]:
+def peak_flops(device: Any, mode: str, before: tuple[float, str] = (0.0, "")) -> tuple[float, str]:
     """Return the peak operations per second of a `torch.device`, and the number's source.
 
     They are those of matrix products of `mode`.
+
+    Args:
+        device: that is asked about.
+        mode: its precision.
+        before: what was returned to the process in whose place this one was started; it is not
+            measured again.
     """
     import torch
 
@@ -255,10 +261,10 @@ def peak_flops(device: Any, mode: str) -> tuple[float, str]:
             mode = "tf32"
         rate = {"fp32": known.single, "tf32": known.tf32}.get(mode, known.half)
         return rate * 1e12, f"{known.name}, data sheet, {mode}"
-    return (
-        _measured(device, mode, torch.get_num_threads()),
-        f"measured: {_SIZE} × {_SIZE} matrices, {mode}, with this rank's threads",
-    )
+    source = f"measured: {_SIZE} × {_SIZE} matrices, {mode}, with this rank's threads"
+    if before[1] == source:
+        return before
+    return _measured(device, mode, torch.get_num_threads()), source
 
 
 @functools.cache

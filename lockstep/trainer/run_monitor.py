@@ -111,9 +111,26 @@ def _figures_of(run: RunState) -> Figures:
     device = run.cluster.device
     return Figures(
         PhaseClock(device=None if device.type == "cpu" else device),
-        peak=peak_flops(device, run.mode) if run.is_main_process else (0.0, ""),
+        peak=(
+            peak_flops(device, run.mode, _peak_before(run)) if run.is_main_process else (0.0, "")
+        ),
         recomputes=run.config.training.gradient_checkpointing != "none",
     )
+
+
+def _peak_before(run: RunState) -> tuple[float, str]:
+    """Return the peak, and its source, of the process in whose place this one was started.
+
+    Without one, or if it had other threads, cores or another device: none.
+    """
+    directory = run.output.directory
+    if directory is None or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+        return 0.0, ""
+    starts = [event for event in directory.read_events() if event["kind"] == "start"]
+    mine = _this_rank(run)
+    if not starts or {**starts[-1]["ranks"][0], "process": mine["process"]} != mine:
+        return 0.0, ""
+    return starts[-1]["peak_flops"], starts[-1]["peak_source"]
 
 
 def _is_counted(run: RunState) -> bool:

@@ -32,6 +32,7 @@ class RunOutput:
     ) -> None:
         self._config = config
         self._world_size = world_size
+        self._is_acquired = False
         self.directory: RunDirectory | None = None
         self.checkpoints: checkpoint.Directory | None = None
         self.memory: checkpoint.MemoryStorage | None = None
@@ -70,8 +71,10 @@ class RunOutput:
     def acquire(self) -> None:
         """Check a storage elsewhere; take the lock on rank 0, which holds it until `release`.
 
-        All ranks call it.
+        All ranks call it; once they have the directory, nothing happens.
         """
+        if self._is_acquired:
+            return
         if isinstance(self.checkpoints, checkpoint.Storage):
             self.checkpoints.meet()
             checkpoint.Ranks().broadcast(
@@ -85,6 +88,7 @@ class RunOutput:
             checkpoint.Ranks().broadcast(
                 f"the run in {self._mirror} could not be fetched", self._mirror.acquire
             )
+        self._is_acquired = True
 
     def check_lock(self) -> None:
         """Raise an error if another run has taken the directory."""
@@ -95,6 +99,7 @@ class RunOutput:
 
     def release(self) -> None:
         """Let other runs have the directory."""
+        self._is_acquired = False
         if self._mirror is not None:
             self._mirror.release()
         if self._lock is not None:
