@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed.fsdp as distributed_fsdp
 import torch.distributed.tensor.parallel as tensor_parallel
 import torch.nn.utils.clip_grad as clip
 from torch import Tensor
@@ -243,6 +244,31 @@ def patch_model_parallel(together: Callable[[list[int]], None], around: Around) 
     setattr(stage._PipelineStageBase, "__init__", observed_stage)  # noqa: B010
     for schedule in (schedules.PipelineScheduleSingle, schedules.PipelineScheduleMulti):
         _replace(schedule, "step", around)
+
+
+def patch_sharding(sharded: Callable[[str], bool]) -> None:
+    """Report each use of `fully_shard` and of FSDP1, with the dtype in which layers compute then.
+
+    It is empty where FSDP leaves it as it is. `sharded` returns whether FSDP may change it.
+    """
+    original = distributed_fsdp.fully_shard
+    made = FullyShardedDataParallel.__init__
+
+    def told(given: dict[str, Any], key: str) -> dict[str, Any]:
+        dtype = getattr(given.get(key), "param_dtype", None)
+        keeps = sharded("" if dtype is None else str(dtype))
+        return given if keeps else {name: value for name, value in given.items() if name != key}
+
+    @wraps(original)
+    def observed(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **told(kwargs, "mp_policy"))
+
+    @wraps(made)
+    def observed_wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
+        made(self, *args, **told(kwargs, "mixed_precision"))
+
+    _set(distributed_fsdp, "fully_shard", observed)
+    setattr(FullyShardedDataParallel, "__init__", observed_wrapper)  # noqa: B010
 
 
 def loss_of_schedule(schedule: Any) -> Any:

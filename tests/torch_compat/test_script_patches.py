@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
+from torch.distributed import distributed_c10d, fsdp
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import schedules
 from torch.nn.utils import clip_grad_value_
 from torch.utils.data import DataLoader
@@ -130,6 +131,34 @@ def test_modules_modes_seeds_and_schedules_are_seen_and_put_back() -> None:
     # the parts of a module that is put into evaluation mode are not reported by themselves
     expected = ["Linear", "Sequential", ("eval", "Sequential"), (3,), (), (4,), 0, 1]
     assert found == expected
+
+
+def test_mixed_precision_of_fsdp_is_seen_and_left_out() -> None:
+    (found,) = run_ranks(sharded, 1)
+    seen, output = found
+    assert seen == ["", "torch.bfloat16", "torch.float16"]
+    assert output == "torch.float32"
+
+
+def sharded() -> tuple[list[str], str]:
+    seen: list[str] = []
+
+    def report(dtype: str) -> bool:
+        seen.append(dtype)
+        return False
+
+    script_patches.patch_sharding(report)
+    script_patches.patch_names()
+    mesh = init_device_mesh("cpu", (1,))
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+    fsdp.fully_shard(model[0], mesh=mesh)
+    fsdp.fully_shard(model, mesh=mesh, mp_policy=fsdp.MixedPrecisionPolicy(torch.bfloat16))
+    output = str(model(torch.ones(1, 2)).dtype)
+    mixed = fsdp.MixedPrecision(torch.float16)
+    fsdp.FullyShardedDataParallel(
+        torch.nn.Linear(2, 2), device_id=torch.device("cpu"), mixed_precision=mixed
+    )
+    return seen, output
 
 
 def test_the_loss_of_a_schedule() -> None:

@@ -10,7 +10,16 @@ from torch.utils.data import DataLoader, TensorDataset
 from lockstep.errors import RunError
 from lockstep.verify.comparison_result import Outcome
 from lockstep.verify.script.comparison import ScriptComparison
-from lockstep.verify.script.record import ScriptRecord, TensorPiece
+from lockstep.verify.script.gradients import first_output_of_all
+from lockstep.verify.script.ranks import replicas_apart
+from lockstep.verify.script.record import (
+    AUTOCAST,
+    FSDP_CASTS,
+    RecordedStep,
+    ScriptRecord,
+    TensorPiece,
+    casts_of,
+)
 from lockstep.verify.script.runs import Runs
 from lockstep.verify.script.task import ScriptTask
 from lockstep.verify.script.values import say_length
@@ -48,3 +57,49 @@ def test_a_loader_says_a_length_of_another_run_and_gives_the_batches_that_it_has
     assert len(loader) == 3
     assert len([*loader]) == 4
     assert len(DataLoader(TensorDataset(torch.arange(7)), batch_size=2)) == 4
+
+
+def test_replicas_are_compared_where_no_process_can_be() -> None:
+    """A loop that draws its own samples can't be given those of other ranks."""
+
+    def record(gradients: Sequence[float], *, before: str = "begin") -> ScriptRecord:
+        found = ScriptRecord(first={"a": TensorPiece(torch.zeros(2), (2,))})
+        value = torch.zeros(2)
+        for gradient in gradients:
+            value = value - gradient
+            step = RecordedStep(before={"a": before}, losses=[1.0])
+            step.gradients = {"a": TensorPiece(torch.full((2,), gradient), (2,))}
+            step.values = {"a": TensorPiece(value, (2,))}
+            found.steps.append(step)
+            before = str(value.tolist())
+        return found
+
+    def kinds(*ranks: ScriptRecord) -> list[str]:
+        return [cause.kind for cause in replicas_apart(World(ranks), 2)]
+
+    sound = record([1.0, 2.0])
+    assert kinds(sound, record([1.0, 2.0])) == []
+    assert kinds(sound, record([1.0, 3.0])) == ["gradient synchronisation"]
+    assert kinds(sound, record([2.0, 2.0], before="other")) == []  # first values are the cause
+    changed = record([1.0, 2.0])
+    changed.steps[1].before = {"a": "changed"}
+    assert kinds(sound, changed) == ["replicas"]
+
+
+def test_outputs_that_all_ranks_have_alike_are_compared_with_one_process() -> None:
+    """The first layer is cut, the second adds up what ranks have, and its bias for each of them."""
+    right = [("wrapped", 9.0, 9.0), ("up", 2.0, 3.0), ("down", 4.0, 5.0), ("", 1.0, 1.0)]
+    ranks = [[("up", 1.0, rank), ("down", 4.0, 5.0), ("", 1.0, 1.0)] for rank in (1.0, 2.0)]
+    assert first_output_of_all(ranks, right) is None
+    twice = [[flow[0], ("down", 4.5, 5.5), ("", 1.5, 1.5)] for flow in ranks]
+    assert first_output_of_all(twice, right) == "down"
+    of_stages = [[("down", 1.0, 1.0)], [("", 2.0, 2.0)]]
+    assert first_output_of_all(of_stages, right) is None
+
+
+def test_what_computes_in_16_bits() -> None:
+    step = RecordedStep(dtypes={"torch.float32", f"{FSDP_CASTS} to torch.bfloat16"})
+    assert casts_of([ScriptRecord([step])]) == [FSDP_CASTS]
+    step.dtypes.add(f"{AUTOCAST} to torch.bfloat16")
+    assert casts_of([ScriptRecord([step])]) == [AUTOCAST, FSDP_CASTS]
+    assert casts_of([ScriptRecord([RecordedStep(dtypes={"torch.bfloat16"})])]) == []

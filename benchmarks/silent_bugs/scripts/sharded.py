@@ -1,4 +1,9 @@
-"""A Llama-like model under FSDP2, as torchtitan shards one: each block, then the root."""
+"""A Llama-like model under FSDP2, as torchtitan shards one: each block, then the root.
+
+`mixed precision`: its layers compute in bfloat16. `head left out`: the root is not sharded, so that
+nobody reduces the gradients of what lies outside of blocks. `own tokens`: each rank's loss is a
+mean over its own tokens, of texts of unequal lengths.
+"""
 
 import sys
 
@@ -6,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -58,28 +63,41 @@ class Llama(nn.Module):
         return logits
 
 
+def shard(model: Llama, world: int) -> None:
+    mesh = init_device_mesh("cpu", (world,))
+    policy = MixedPrecisionPolicy()
+    if FAULT == "mixed precision":
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    if FAULT != "head left out":
+        fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
 def main() -> None:
     dist.init_process_group("gloo")
     world = dist.get_world_size()
     torch.manual_seed(0)
     model = Llama()
-    mesh = init_device_mesh("cpu", (world,))
-    for layer in model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    shard(model, world)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=FAULT != "head left out")
     numbers = torch.Generator().manual_seed(1)
     data = TensorDataset(torch.randint(0, WORDS, (64, 9), generator=numbers))
     sampler = DistributedSampler(data)
     for epoch in range(2):
         sampler.set_epoch(epoch)
         for (words,) in DataLoader(data, batch_size=4, sampler=sampler):
+            targets = words[:, 1:]
+            if FAULT == "own tokens":
+                ends = words[:, :1] % 8 + 1
+                targets = targets.masked_fill(torch.arange(8) >= ends, -100)
             logits = model(words[:, :-1])
-            loss = F.cross_entropy(logits.flatten(0, 1), words[:, 1:].flatten())
+            loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
             if FAULT == "scaled":  # as for gradients that are summed
                 loss = loss / world
             loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            if FAULT != "head left out":
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
 

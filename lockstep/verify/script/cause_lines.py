@@ -158,6 +158,8 @@ def _line_of_synchronisation(cause: Cause, evidence: LineEvidence) -> str:
         added_later = BACKWARD in names[last + 1 :]
         return step.line_of(BACKWARD) if added_later else reduced[-1]
     name = next(iter(cause.parameters), next(iter(step.gradients), ""))
+    if record.lines.sharded and name in step.gradients and not step.gradients[name].cuts:
+        return record.lines.sharded  # which has left the parameter out
     if record.lines.is_wrapped(name):
         return step.line_of(BACKWARD)
     return record.lines.of_parameter(record.lines.models, name)

@@ -21,6 +21,7 @@ from lockstep.verify.script.comparison import MOST_PARTS, NUDGES, ROUNDING, Scri
 from lockstep.verify.script.fixes import NORMALISATION, script_cause
 from lockstep.verify.script.gradients import GradientEvidence, vector
 from lockstep.verify.script.operations import (
+    FORWARD,
     TracedOperation,
     difference_keys,
     earliest,
@@ -46,11 +47,15 @@ def explain(c: ScriptComparison, first: Difference, reference: ScriptRecord) -> 
     first.name_without_clipping()
     if aspect == "weights" and _settings_explain_it(c, first.step):
         return
-    c.outcome.causes.extend(_causes(c, first, aspect, evidence))
+    c.outcome.causes.extend(_causes(c, first, aspect, evidence, reference))
 
 
 def _causes(
-    c: ScriptComparison, first: Difference, aspect: str, evidence: GradientEvidence | None
+    c: ScriptComparison,
+    first: Difference,
+    aspect: str,
+    evidence: GradientEvidence | None,
+    reference: ScriptRecord,
 ) -> list[Cause]:
     """Return the causes of the first difference; one of the kind `UNKNOWN` if none is shown."""
     replicas = replicas_cause(c.world, first.step)
@@ -60,7 +65,7 @@ def _causes(
         text = "the gradients are equal before they are clipped, and differ afterwards"
         by = "gradients when clipping began, and when the optimizer stepped"
         return [script_cause("clipping", text, by, c.outcome.framework)]
-    causes = [] if evidence is None else _gradient_causes(c, first, evidence)
+    causes = [] if evidence is None else _gradient_causes(c, first, evidence, reference)
     if causes:
         return causes
     text = "none was shown; one process has the ranks' samples, first values and settings"
@@ -152,7 +157,7 @@ def _ranks_that_compute_otherwise(
 
 
 def _gradient_causes(
-    c: ScriptComparison, first: Difference, evidence: GradientEvidence
+    c: ScriptComparison, first: Difference, evidence: GradientEvidence, reference: ScriptRecord
 ) -> list[Cause]:
     """Return why the gradients of ranks differ: how they were added, or what was."""
     cause = (
@@ -163,7 +168,12 @@ def _gradient_causes(
     if cause is not None:
         return [cause]
     if not evidence.own:
-        cause = _statistics_cause(c, first) or gradients.shared_cause(evidence) or _stage_cause(c)
+        cause = (
+            _statistics_cause(c, first)
+            or _output_cause(c, first.step, reference)
+            or gradients.shared_cause(evidence)
+            or _stage_cause(c)
+        )
         return [] if cause is None else [cause]
     cause = reduction_cause(evidence)
     if cause is not None:
@@ -311,6 +321,34 @@ def _computation_cause(
     parts = [gradient for gradient, _ in alone]
     records = [record for _, record in alone]
     return gradients.computation_cause(evidence, parts, c.world.leaders, records, first.step)
+
+
+def _output_cause(c: ScriptComparison, number: int, reference: ScriptRecord) -> Cause | None:
+    """Return the cause if ranks that cut layers have another output of a module than one process.
+
+    Only outputs that all of them have alike are compared, as those that they have added up.
+    """
+    if len(c.world.units) > 1 or c.ranks == 1:
+        return None
+    right, *ranks = [record.steps[number].flow for record in (reference, *c.records)]
+    module = gradients.first_output_of_all(ranks, right)
+    if module is None:
+        return None
+    text = (
+        f"ranks that share the model have another output of {module or 'the model'} than one"
+        " process with the same samples, and all of them the same"
+    )
+    by = "the outputs of each module, on the ranks and in one process"
+    cause = script_cause(gradients.COMPUTATION, text, by, c.outcome.framework)
+    cause.place_at(_last_line_of(c, number, module))
+    return replace(cause, module=module or "the model")
+
+
+def _last_line_of(c: ScriptComparison, number: int, module: str) -> str:
+    """Return the user's own line of a module's last operation in a traced step; or empty."""
+    operations = c.traced[0].steps[number].operations if c.traced else []
+    lines = [each.own for each in operations if each.module == module and each.phase == FORWARD]
+    return next(filter(None, reversed(lines)), "")
 
 
 def _stage_cause(c: ScriptComparison) -> Cause | None:

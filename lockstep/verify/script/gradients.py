@@ -37,6 +37,8 @@ BY_PARTS = "gradients of each rank's samples alone"
 COMPUTATION = "computation of a rank"
 NOT_SYNCHRONISED = "gradient synchronisation"
 SUM = "sum of gradients"
+Flow = Sequence[tuple[str, float, float]]
+"""Name and output, as two numbers, of each call of a module."""
 
 
 def vector(tensors: Tensors, sizes: dict[str, int]) -> Values:
@@ -275,9 +277,7 @@ def _where_it_differs(step: RecordedStep, right: RecordedStep) -> tuple[str, str
     )
 
 
-def _first_module(
-    mine: Sequence[tuple[str, float, float]], right: Sequence[tuple[str, float, float]]
-) -> str:
+def _first_module(mine: Flow, right: Flow) -> str:
     """Return the first module whose output differs; empty if none does.
 
     A wrapper may call modules around those that one process calls: these are left out.
@@ -286,9 +286,31 @@ def _first_module(
     mine = [call for call in mine if call[0] in called]
     right = [call for call in right if call[0] in called]
     for (name, *numbers), (other, *right_numbers) in zip(mine, right, strict=False):
-        if name != other or not np.allclose(numbers, right_numbers, rtol=1e-4, atol=1e-6):
+        if name != other or not _is_same_output(numbers, right_numbers):
             return name or "the model"
     return "" if len(mine) == len(right) else "the number of calls"
+
+
+def first_output_of_all(ranks: Sequence[Flow], right: Flow) -> str | None:
+    """Return the first module whose output all ranks have alike, and one process has another.
+
+    None if there is none, or ranks do not call the same modules as one process.
+    """
+    flows = [right, *ranks]
+    called = set.intersection(*({name for name, *_ in flow} for flow in flows))
+    flows = [[call for call in flow if call[0] in called] for flow in flows]
+    for (name, *numbers), *calls in zip(*flows, strict=False):
+        if any(other != name for other, *_ in calls):
+            return None
+        (_, *mine), *others = calls
+        is_alike = all(_is_same_output(other, mine) for _, *other in others)
+        if is_alike and not _is_same_output(mine, numbers):
+            return name
+    return None
+
+
+def _is_same_output(mine: Sequence[float], right: Sequence[float]) -> bool:
+    return np.allclose(mine, right, rtol=1e-4, atol=1e-6)
 
 
 def coupling_cause(evidence: GradientEvidence, alone: Sequence[Values]) -> Cause | None:

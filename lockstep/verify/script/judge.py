@@ -25,10 +25,18 @@ from lockstep.verify.script.ranks import (
     LEARNING_RATE,
     hang_cause,
     loop_causes,
+    replicas_apart,
     seen_on_ranks,
     settings_cause,
 )
-from lockstep.verify.script.record import LOCKSTEP, TORCH, ScriptRecord, batch_file, names_by_order
+from lockstep.verify.script.record import (
+    LOCKSTEP,
+    TORCH,
+    ScriptRecord,
+    batch_file,
+    casts_of,
+    names_by_order,
+)
 from lockstep.verify.script.runs import HangError, Runs, one_after_another, united
 from lockstep.verify.script.samples_of_ranks import is_cut_by_script
 from lockstep.verify.script.signs import signs_of
@@ -137,8 +145,14 @@ class _Judgement(ScriptComparison):
         self._compare_numbers_of_steps()
         self._undo()
         reference = self._reference()
-        if reference is None:
-            return
+        if reference is not None:
+            self._judge_by(reference)
+        if outcome.not_judged:
+            outcome.causes.extend(replicas_apart(self.world, outcome.steps))
+
+    def _judge_by(self, reference: ScriptRecord) -> None:
+        """Compare the ranks with one process that has their samples."""
+        outcome = self.outcome
         cause = settings_cause(self.records, reference)
         if cause is not None:
             outcome.causes.append(cause)
@@ -214,11 +228,12 @@ class _Judgement(ScriptComparison):
         dtypes = {
             dtype for record in self.records for step in record.steps for dtype in step.dtypes
         }
-        if any("autocast" in dtype for dtype in dtypes):
+        casts = casts_of(self.records)
+        if casts:
             self.conditions = replace(self.conditions, full_precision=True)
-            clauses.append("without autocast")
+            clauses.append(f"without {listed(casts)}")
             self.outcome.notices.append(
-                "without autocast: 16 bits round differently in batches of another size"
+                f"without {listed(casts)}: 16 bits round differently in batches of another size"
             )
         elif any("16" in dtype for dtype in dtypes):
             self.rounding = _ROUNDING_16

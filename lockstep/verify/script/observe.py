@@ -56,7 +56,13 @@ from lockstep.verify.script.hangs import ScriptHangWatch
 from lockstep.verify.script.observed_models import STATISTICS, ObservedModels
 from lockstep.verify.script.observed_pass import AppliedConditions, GeneratorStates
 from lockstep.verify.script.operations import BACKWARD, FORWARD, UPDATE, TracedOperations
-from lockstep.verify.script.record import CLIP, RecordedStep, ScriptRecord
+from lockstep.verify.script.record import (
+    AUTOCAST,
+    CLIP,
+    FSDP_CASTS,
+    RecordedStep,
+    ScriptRecord,
+)
 from lockstep.verify.script.saved_files import SavedFiles
 from lockstep.verify.script.task import ScriptTask, for_ranks
 from lockstep.verify.script.values import ObservedLoaders
@@ -120,6 +126,7 @@ class _ScriptObserver:
         self._has_passed = False  # whether the last batch of the step has passed backward
         self._is_traced = False
         self._passes = 0  # backward passes
+        self._sharded_dtypes: set[str] = set()  # in which FSDP lets layers compute
         self._generators = GeneratorStates()
         self._conditions = AppliedConditions(task.conditions, rank)
 
@@ -168,6 +175,7 @@ class _ScriptObserver:
         script_patches.patch_saving(saved.save)
         saved.watch()
         script_patches.patch_model_parallel(self.record.together.update, self._around_schedule)
+        script_patches.patch_sharding(self._module_sharded)
         script_patches.patch_modes(self._checks.left_training)
         script_patches.patch_modules(self._module_made)
         script_patches.patch_schedules(self._schedule_stepped)
@@ -225,6 +233,12 @@ class _ScriptObserver:
     def _module_made(self, module: nn.Module) -> None:
         if self.active and not self._generators.in_pass:
             self._models.module_made(module)
+
+    def _module_sharded(self, dtype: str) -> bool:
+        self.record.lines.note_sharded(own_line())
+        if dtype:
+            self._sharded_dtypes.add(f"{FSDP_CASTS} to {dtype}")
+        return not self.task.conditions.full_precision
 
     def _schedule_stepped(self, schedule: LRScheduler) -> None:
         self._checks.schedule_stepped(schedule)
@@ -285,7 +299,7 @@ class _ScriptObserver:
         self._inside.append(self._models.module_name(module) or "")
         device = next(module.parameters(), torch.empty(0)).device.type
         if torch.is_autocast_enabled(device):
-            self._step.dtypes.add(f"autocast to {torch.get_autocast_dtype(device)}")
+            self._step.dtypes.add(f"{AUTOCAST} to {torch.get_autocast_dtype(device)}")
         if self._generators.in_pass and not self._in_backward:
             # also where a part of a model runs without gradients
             self._checks.module_called(module)
@@ -452,6 +466,7 @@ class _ScriptObserver:
         if not self.record.steps:
             self.record.note_framework()
         self._step.dtypes.update(str(parameter.dtype) for parameter in parameters)
+        self._step.dtypes.update(self._sharded_dtypes)
         self._step.begin_update(
             self._models.gradients(parameters),
             {name: values.fingerprint(local(p)) for name, p in zip(names, parameters, strict=True)},

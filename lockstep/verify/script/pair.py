@@ -30,10 +30,12 @@ from lockstep.verify.script.comparison import NUDGES, ROUNDING, ScriptComparison
 from lockstep.verify.script.draws import LoopDraw
 from lockstep.verify.script.operations import first_operation
 from lockstep.verify.script.record import (
+    AUTOCAST,
     Pieces,
     ScriptRecord,
     TensorPiece,
     batch_file,
+    casts_of,
     names_by_order,
 )
 from lockstep.verify.script.runs import Feed, Runs, step_batches
@@ -450,7 +452,7 @@ class _Pair(ScriptComparison):
         if precision:
             differing["precision"] = precision
             self.conditions = replace(self.conditions, full_precision=True)
-            without.append("without autocast")
+            without.append(f"without {listed(casts_of(self.records) or [AUTOCAST])}")
         return without
 
     def _left(

@@ -16,6 +16,7 @@ from lockstep.errors import listed
 from lockstep.verify.comparison_result import Cause
 from lockstep.verify.script.draws import BatchKey, drawn_alike
 from lockstep.verify.script.fixes import fix_for, script_cause
+from lockstep.verify.script.gradients import NOT_SYNCHRONISED
 from lockstep.verify.script.record import ACCELERATE, RecordedStep, ScriptRecord
 from lockstep.verify.script.samples_of_ranks import is_cut_by_script, other_samples, same_samples
 from lockstep.verify.script.world import Tensors, World
@@ -204,6 +205,34 @@ def replicas_cause(world: World, number: int) -> Cause | None:
             by = "parameters and gradients of each rank"
             return Cause("replicas", text, [by], column="weights")
     return None
+
+
+def replicas_apart(world: World, steps: int) -> list[Cause]:
+    """Return the cause if ranks that hold the same model do not keep it the same.
+
+    It needs no other run, where a script can't be compared with one process.
+    """
+    if len(world.units) != len(world.records):
+        return []
+    for number in range(steps):
+        cause = replicas_cause(world, number)
+        if cause is not None:
+            return [cause]
+        of_step = [record.steps[number] for record in world.records]
+        before = [step.before for step in of_step]
+        values = world.tensors([step.values for step in of_step])
+        if any(each != before[0] for each in before[1:]):
+            return []
+        names = [name for mine in values[1:] for name in _unequal_names(mine, values[0])]
+        if names:
+            text = (
+                f"weights are equal on all ranks before step {number + 1}, which updates"
+                f" {listed(names, 5)} with other gradients from rank to rank"
+            )
+            by = "parameters and gradients of each rank"
+            framework = world.records[0].framework
+            return [script_cause(NOT_SYNCHRONISED, text, by, framework, parameters=names)]
+    return []
 
 
 def _unequal_before_update(world: World, steps: Sequence[RecordedStep]) -> list[str]:

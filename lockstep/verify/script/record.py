@@ -7,6 +7,7 @@ Tests: tests/verify/test_script.py
 """
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,10 @@ TRANSFORMERS = "transformers"
 DEEPSPEED = "DeepSpeed"
 LOCKSTEP = "Lockstep"
 CLIP = "clip"  # a call of a step
+
+# What lets layers compute in 16 bits though their parameters have 32.
+AUTOCAST = "autocast"
+FSDP_CASTS = "FSDP's mixed precision"
 
 # Whose code calls the optimizer, by the names of modules; the first that calls it, if several do.
 _FRAMEWORKS = {
@@ -246,6 +251,12 @@ class ScriptRecord:
             return self.batches[loader][: sum(self.passes)]
         read = [key for step in self.steps for batches in step.read for key in batches]
         return [self.batches[loader][index] for number, index in read if number == loader]
+
+
+def casts_of(records: Sequence[ScriptRecord]) -> list[str]:
+    """Return what lets layers compute in 16 bits in any step: `AUTOCAST`, `FSDP_CASTS`."""
+    dtypes = {dtype for record in records for step in record.steps for dtype in step.dtypes}
+    return [cast for cast in (AUTOCAST, FSDP_CASTS) if any(cast in dtype for dtype in dtypes)]
 
 
 def names_by_order(reference: ScriptRecord, record: ScriptRecord) -> dict[str, str]:

@@ -25,7 +25,12 @@ class ScriptLines:
     schedule: str = ""  # where a learning rate schedule was stepped last
     loss: str = ""  # where a pipeline's loss is defined
     hook: str = ""  # where a communication hook was registered
+    sharded: str = ""  # where FSDP was applied last
     seeds: list[tuple[str, str]] = field(default_factory=list)  # line and seed, in order
+
+    def note_sharded(self, line: str) -> None:
+        """Note where FSDP is applied to a module."""
+        self.sharded = line
 
     def note_schedule(self, line: str) -> None:
         """Note where a learning rate schedule is stepped."""
