@@ -305,7 +305,8 @@ def first_output_of_all(ranks: Sequence[Flow], right: Flow) -> str | None:
         (_, *mine), *others = calls
         is_alike = all(_is_same_output(other, mine) for _, *other in others)
         if is_alike and not _is_same_output(mine, numbers):
-            return name
+            module: str = name
+            return module
     return None
 
 
