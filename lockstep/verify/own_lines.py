@@ -27,6 +27,7 @@ from torch import nn
 from lockstep.launch.failures import short_path
 
 _NOT_OWN = re.compile(r"<frozen |/lib/python\d|/site-packages/|<string>")
+_OF_TORCH = re.compile(r"/torch/|/lockstep/torch_compat/script_patches\.py$")
 _READING = "/torch/utils/data/"
 _PACKAGE = str(Path(__file__).parents[1]) + "/"
 
@@ -108,11 +109,12 @@ def order_of(loader: Any) -> str:
 def line_of_code() -> str:
     """Return the line of the user's code, or of a model that ships, that calls torch.
 
-    "" if something else does.
+    "" if something else does. What stands in the place of torch's own operators, as that of `*`, is
+    passed over.
     """
     frame = inspect.currentframe()
     frame = frame.f_back.f_back if frame is not None and frame.f_back is not None else None
-    while frame is not None and "/torch/" in frame.f_code.co_filename:
+    while frame is not None and _OF_TORCH.search(frame.f_code.co_filename):
         frame = frame.f_back
     if frame is None:
         return ""

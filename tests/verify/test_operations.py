@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from lockstep.torch_compat.script_patches import patch_products
 from lockstep.verify.own_lines import code_at
 from lockstep.verify.script.operations import (
     FORWARD,
@@ -48,6 +49,17 @@ def test_the_first_operation_that_differs() -> None:
     assert "is given something else" in told(first_operation(scaled, traced(2.0, 2 * inputs)))
     assert "sum is left out" in told(first_operation(plain[:-1], plain))
     assert "sum, which one process does not call" in told(first_operation(plain, plain[:-1]))
+
+
+def test_an_operator_that_is_observed_has_the_line_that_calls_it() -> None:
+    """Products of a script are looked at, too, whether they broadcast."""
+    undo = patch_products(lambda _mine, _other: None)
+    try:
+        scaled = traced(2.0, torch.ones(2, 4))
+    finally:
+        undo()
+    assert [operation.name for operation in scaled][-2:] == ["mul", "sum"]
+    assert code_at(scaled[-2].line) == "x = x * scale"
 
 
 def test_memory_that_holds_no_values_yet_is_left_out() -> None:

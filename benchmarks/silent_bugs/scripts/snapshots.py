@@ -50,7 +50,6 @@ def main() -> None:
     model = DistributedDataParallel(net)
     sampler = DistributedSampler(data)
     loader = DataLoader(data, batch_size=4, sampler=sampler)
-    before = float("inf")
     for epoch in range(begin, 8):
         sampler.set_epoch(epoch)
         for inputs, targets in loader:
@@ -58,11 +57,8 @@ def main() -> None:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            mean = loss.detach().clone()
-            dist.all_reduce(mean)
-        if mean > before:  # a spike
+        if epoch == 1:  # goes back, as after a spike
             load(net, optimizer)
-        before = float(mean)
         save(net, optimizer, epoch + 1)
 
 
