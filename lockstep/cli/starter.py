@@ -22,9 +22,10 @@ from lockstep.errors import UsageError, first_line, listed
 from lockstep.files.data_files import (
     DAMAGED,
     Kind,
+    as_keys,
+    conversation_keys,
     files_of,
     first_row,
-    is_conversation,
     kind_of,
     opened_lines,
     require_read,
@@ -82,7 +83,7 @@ def finetuning(folder: Path, *, model: Path, data: Path | None) -> str:
         what = "no conversations are given" if data is None else f"there is no file {data}"
         fix = "name a file with a conversation on each line: --data chat.jsonl"
         raise UsageError(what, where="--data", fix=fix)
-    field = _field_of_messages(data)
+    keys = _keys_of_conversations(data)
     _require_free(folder, data, model)
     with_adapters = find_spec("peft") is not None
     lora = "\n  lora: {r: 16, lora_alpha: 32, target_modules: all-linear}"
@@ -90,7 +91,7 @@ def finetuning(folder: Path, *, model: Path, data: Path | None) -> str:
         "finetune.yaml",
         MODEL=os.path.relpath(model, folder),
         DATA=os.path.relpath(data, folder),
-        FIELD=field,
+        FIELDS=as_keys(keys),
         LENGTH=str(min(positions, 1024)),
         LORA=lora if with_adapters else "",
         RATE="2.0e-4" if with_adapters else "2.0e-5",
@@ -124,10 +125,10 @@ def _positions_of(model: Path) -> int:
     return positions
 
 
-def _field_of_messages(data: Path) -> str:
-    """Return the field of a file's rows that holds messages; of a folder: `messages`."""
+def _keys_of_conversations(data: Path) -> dict[str, Any]:
+    """Return the keys of a source that name fields of a file's rows; of a folder: `messages`."""
     if data.is_dir():
-        return "messages"
+        return {"messages_field": "messages"}
     kind = kind_of(data)
     require_read(data, "--data")
     if kind in (Kind.TEXT, Kind.TOKENS):
@@ -135,9 +136,9 @@ def _field_of_messages(data: Path) -> str:
         fix = 'write {"messages": [{"role": "user", "content": "…"}, …]} on each line'
         raise UsageError(what, where="--data", fix=f"{fix} of a file chat.jsonl")
     if kind is not Kind.LINES:
-        row = first_row(data)
-        lists = [key for key, value in row.items() if is_conversation(value)]
-        return "messages" if "messages" in lists or not lists else str(lists[0])
+        row = dict(first_row(data))
+        _refuse_pairs(data, row)
+        return conversation_keys(row) or {"messages_field": "messages"}
     try:
         with opened_lines(data) as file:
             lines = ((number, line) for number, line in enumerate(file, 1) if line.strip())
@@ -145,14 +146,28 @@ def _field_of_messages(data: Path) -> str:
     except DAMAGED as error:
         raise UsageError(f"{data} can't be read", where="--data", why=str(error)) from None
     row = row_of_line(data, number, line, "messages")
-    lists = [key for key, value in row.items() if is_conversation(value)]
-    if not lists and row.get("messages", 0) is None:
-        return "messages"  # of this row there are none: the run says so, or a filter leaves it out
-    if not lists:
+    _refuse_pairs(data, row)
+    keys = conversation_keys(row)
+    if not keys:
         what = f"the first line of {data} has no conversation"
-        fix = 'write {"messages": [{"role": "user", "content": "…"}, …]} on each line'
+        fix = 'write {"messages": [{"role": "user", "content": "…"}, …]} on each line, or'
+        fix += ' {"prompt": "…", "completion": "…"}'
         raise UsageError(what, where="--data", why=f"it has {listed(list(row))}", fix=fix)
-    return "messages" if "messages" in lists else str(lists[0])
+    return keys
+
+
+def _refuse_pairs(data: Path, row: Mapping[str, Any]) -> None:
+    """Refuse rows of two answers, of which one is preferred."""
+    if "messages" in row or not {"chosen", "rejected"} <= row.keys():
+        return
+    what = f"{data} holds pairs of answers, chosen and rejected"
+    why = "to learn from both is another loss, over pairs: docs/how_to/loss.md has it"
+    named = "prompt_field: prompt, answer_field: chosen"
+    if "prompt" not in row:
+        named = "messages_field: chosen"
+    fix = "to train the chosen answers alone, write this source into a config:"
+    fix += f" {{path: {data}, {named}}}"
+    raise UsageError(what, where="--data", why=why, fix=fix)
 
 
 def model(name: str) -> str:

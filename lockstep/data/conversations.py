@@ -21,6 +21,7 @@ or mark everything.
 - A special token is one where the template writes it. Where a message holds its text, it is text:
   who writes `<end>` into a question ends nothing. So a mark is put into it before the template sees
   it, and taken out before the rendering is encoded.
+- Messages of ShareGPT's form, `{"from": "human", "value": "…"}`, are read as those of OpenAI's.
 - A message of the assistant with `"weight": 0` is read and not trained, as in the chat format of
   OpenAI; with 1, or without a weight, it is trained. The template does not see the weight.
 
@@ -50,7 +51,8 @@ _PROBES = ("A", "b")  # answers with other first letters: one of them differs fr
 _OWN_DOCUMENT = "answers stand in documents of their own: the template rewords them later"
 _OTHER_BEGIN = "answers do not begin as the template's prompt for an answer ends"
 _AS_TEXT = "messages hold the text of a special token, which is encoded as text"
-_NOT_TRAINED = "answers have the weight 0: they are read, and not trained"
+_NOT_TRAINED = "answers have the weight 0, or stand in a prompt: they are read, and not trained"
+_OF_SHAREGPT = {"human": "user", "gpt": "assistant", "observation": "tool"}
 _MARK = "\ue0a5"  # of Unicode's private area, after the first character of a special token's text
 
 Messages = Sequence[Mapping[str, Any]]
@@ -301,6 +303,8 @@ def _message(message: Any, number: int, where: str) -> dict[str, Any]:
         raise UsageError(what, where=where, fix=fix)
     # A table has each field in each row.
     filled = {str(key): value for key, value in message.items() if value is not None}
+    if {"from", "value"} <= filled.keys() and "role" not in filled:
+        filled = _of_sharegpt(filled)
     for key in ("role", "content"):
         if key not in filled and not (key == "content" and "tool_calls" in filled):
             what = f"there is no {key!r} among the fields of message {number} of {where}"
@@ -315,6 +319,14 @@ def _message(message: Any, number: int, where: str) -> dict[str, Any]:
         what = f"the content of message {number} of {where} is {type(content).__name__}, not text"
         raise UsageError(what, where=where, fix=fix)
     return filled
+
+
+def _of_sharegpt(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message of ShareGPT's form, `{"from": "human", "value": "…"}`, in that of OpenAI."""
+    named = {"from": "role", "value": "content"}
+    renamed = {named.get(key, key): value for key, value in message.items()}
+    renamed["role"] = _OF_SHAREGPT.get(str(renamed["role"]), renamed["role"])
+    return renamed
 
 
 def _is_trained(message: Mapping[str, Any], number: int, where: str) -> bool:

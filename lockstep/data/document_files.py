@@ -21,11 +21,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lockstep.data.prompts import conversation_of
 from lockstep.data.text import CHUNK, read_chunks
 from lockstep.errors import UsageError, first_line, listed
 from lockstep.files.data_files import (
     DAMAGED,
     Kind,
+    as_keys,
+    conversation_keys,
     kind_of,
     opened_lines,
     require_read,
@@ -41,10 +44,13 @@ class Field:
 
     name: str = "text"
     holds_messages: bool = False  # it is a conversation, not a text
+    prompts: tuple[str, ...] = ()  # the fields of what it answers, where it is an answer
 
     @property
     def key(self) -> str:
         """The key of a config that names it."""
+        if self.prompts:
+            return "answer_field"
         return "messages_field" if self.holds_messages else "text_field"
 
 
@@ -119,12 +125,15 @@ def record_of(row: Mapping[str, Any], field: Field, where: str, size: int | None
 
 def content_of(row: Mapping[str, Any], field: Field, where: str) -> Any:
     """Return the document in a row, or raise a UsageError that names what is there instead."""
+    if field.prompts:
+        return conversation_of(row, field.prompts, field.name, where)
     if field.name not in row:
         what = f"there is no {field.name!r} in {where}"
         holds = "the messages" if field.holds_messages else "the text"
         fix = f"name the field that holds {holds}: it has {listed(list(row)) or 'none'}"
-        if "messages" in row and not field.holds_messages:
-            fix = "of conversations write messages_field: messages"
+        keys = {} if field.holds_messages else conversation_keys(row)
+        if keys:
+            fix = f"of conversations write {as_keys(keys)}"
         raise UsageError(what, where=field.key, fix=fix)
     content = row[field.name]
     kind = type(content).__name__

@@ -9,8 +9,8 @@
         sequence_length: 512
         packing: first_fit
 
-Sources of conversations, with `messages_field`, are packed without being cut, and have targets
-where somebody answers (`conversations`).
+Sources of conversations, with `messages_field` or `answer_field`, are packed without being cut, and
+have targets where somebody answers (`conversations`).
 
 A sample is `{"input_ids", "targets", "document_ids"}`, each int64 [sequence_length]. The numbers of
 the documents keep them apart in attention, and positions count from each one's begin
@@ -172,11 +172,11 @@ def documents(
 
     `sources` lists paths, or dicts with a `path` and a `weight`, the source's share of all
     sequences, or `epochs`, how often it comes in an epoch (1 if neither is written); also
-    `text_field` (`text`) or, of conversations, `messages_field`, and of files `min_tokens`,
-    `max_tokens` and `keep`. `validation` lists others, or else the last documents of each source
-    are held out, by `validation_fraction`. The `tokenizer` of files is `bytes`, or the path of a
-    `tokenizer.json`, or of a folder with one and, for conversations, a chat template. `packing` is
-    that of texts: conversations are not cut.
+    `text_field` (`text`) or, of conversations, `messages_field`, or `prompt_field` and
+    `answer_field`; and of files `min_tokens`, `max_tokens` and `keep`. `validation` lists others,
+    or else the last documents of each source are held out, by `validation_fraction`. The
+    `tokenizer` of files is `bytes`, or the path of a `tokenizer.json`, or of a folder with one and,
+    for conversations, a chat template. `packing` is that of texts: conversations are not cut.
     """
     require_packable(sequence_length, packing)
     check_fraction(validation_fraction)

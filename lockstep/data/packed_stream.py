@@ -311,10 +311,10 @@ def stream(
 
     `sources` lists paths of files or folders, or `hf:NAME` (a data set of the hub, or a folder, as
     a stream), or dicts with a `path` and a `weight`, the source's share of all tokens (of all, or
-    of none: then one comes after another); also `text_field` (`text`) or `messages_field`,
-    `min_tokens`, `max_tokens` and `keep`, and of `hf:` `config` and `split` (`train`). `window` is
-    about how many sequences are packed together, and mixed. `validation` lists others. `tokenizer`
-    and `packing` are those of `documents`.
+    of none: then one comes after another); also `text_field` (`text`), `messages_field`, or
+    `prompt_field` and `answer_field`, `min_tokens`, `max_tokens` and `keep`, and of `hf:` `config`
+    and `split` (`train`). `window` is about how many sequences are packed together, and mixed.
+    `validation` lists others. `tokenizer` and `packing` are those of `documents`.
     """
     require_packable(sequence_length, packing)
     at_least_one("window", window)
@@ -330,7 +330,7 @@ def stream(
             packing=packing,
             window=window,
             seed=seed,
-            whole=any("messages_field" in each.settings for each in listed),
+            whole=any(field_of(each.settings).holds_messages for each in listed),
         )
 
     listed = described(sources, "data.args.sources", _MORE_KEYS)
@@ -353,7 +353,7 @@ def _require_shares(listed: Sequence[DescribedSource]) -> None:
         if each.settings.get("weight") == 0:
             what = f"{each.path} has the weight 0"
             raise UsageError(what, where=f"{each.where}.weight", fix="leave it out of the sources")
-    kinds = {"messages_field" in each.settings for each in listed}
+    kinds = {field_of(each.settings).holds_messages for each in listed}
     if len(kinds) > 1:
         what = "some of the sources are conversations, and some are not"
         fix = "use data.name: documents, which packs each source by itself"

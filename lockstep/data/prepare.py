@@ -160,6 +160,7 @@ def _facts(
         "tokenizer": [tokenizer.name, zlib.crc32(tokenizer.contents)],
         "template": None if template is None else template.text,
         field.key: field.name,
+        **({"prompt_field": list(field.prompts)} if field.prompts else {}),
         "filters": [filters.min_tokens, filters.max_tokens, filters.keep],
     }
 
@@ -313,9 +314,15 @@ def prepare_command(argv: Sequence[str]) -> int:
             fix="leave it out",
         )
     filters = Filters(args.min_tokens, args.max_tokens, args.keep)
+    if bool(args.prompt_field) != (args.answer_field is not None):
+        what = "--prompt-field and --answer-field belong together"
+        fix = "name both: --prompt-field instruction --answer-field output"
+        raise UsageError(what, where="the command 'lockstep data'", fix=fix)
     field = Field(args.text_field)
     if args.messages_field is not None:
         field = Field(args.messages_field, holds_messages=True)
+    if args.answer_field is not None:
+        field = Field(args.answer_field, holds_messages=True, prompts=tuple(args.prompt_field))
     files = [] if args.source == "python-docs" else files_of(local_path(args.source, "SOURCE"))
     size = sum(file.stat().st_size for file in files)
     workers = _workers_for(size, args.tokenizer) if args.workers is None else args.workers
@@ -375,6 +382,10 @@ def _command_parser() -> "_Parser":
     only.add_argument("--text-field", metavar="NAME", default="text", help=text)
     text = "the one that holds the messages of conversations; --tokenizer has their chat template"
     only.add_argument("--messages-field", metavar="NAME", help=text)
+    text = "the one that holds the answer to what is in --prompt-field"
+    only.add_argument("--answer-field", metavar="NAME", help=text)
+    text = "the one that holds the prompt; several times, if several make it"
+    parser.add_argument("--prompt-field", metavar="NAME", action="append", default=[], help=text)
     text = "make the text of a special token in documents that token; else it is text"
     parser.add_argument("--special-tokens", action="store_true", help=text)
     text = "leave out documents of fewer tokens"

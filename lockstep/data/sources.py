@@ -36,9 +36,19 @@ from lockstep.machine.progress import progress_of
 
 _FILTERS = {"min_tokens": int, "max_tokens": int, "keep": str}
 _SHARES = {"weight": (int, float), "epochs": (int, float)}
-_FIELDS = {"text_field": str, "messages_field": str}
+_FIELDS = {
+    "text_field": str,
+    "messages_field": str,
+    "prompt_field": (str, list),
+    "answer_field": str,
+}
 _SPECIAL = "special_tokens"
 _KEYS: dict[str, Any] = {"path": str, **_FIELDS, _SPECIAL: bool, **_SHARES, **_FILTERS}
+_KINDS: dict[Any, str] = {
+    str: "a text",
+    bool: "true or false",
+    (str, list): "a name, or a list of names",
+}
 _EXAMPLE = "write sources: [{path: pages.jsonl, weight: 0.7}, {path: notes, weight: 0.3}]"
 
 
@@ -91,16 +101,14 @@ def _one(entry: Any, where: str, keys: Mapping[str, Any]) -> DescribedSource:
             what = f"a source takes no {key!r}{did_you_mean(str(key), keys)}"
             raise UsageError(what, where=f"{where}.{key}", fix=f"it takes {', '.join(keys)}")
         if not isinstance(value, keys[key]) or isinstance(value, bool) != (keys[key] is bool):
-            kind = {str: "a text", bool: "true or false"}.get(keys[key], "a number")
+            kind = _KINDS.get(keys[key], "a number")
             what = f"a source's {key} is {value!r}, which is not {kind}"
             raise UsageError(what, where=f"{where}.{key}", fix=_EXAMPLE)
     if "path" not in entry:
         raise UsageError("a source has no path", where=where, fix=_EXAMPLE)
-    if all(key in entry for key in _FIELDS):
-        what = "a source has both a text_field and a messages_field"
-        raise UsageError(what, where=where, fix="keep the one that holds what is trained")
-    if "messages_field" in entry and _SPECIAL in entry:
-        what = "special_tokens beside a messages_field"
+    _require_one_field(entry, where)
+    if field_of(entry).holds_messages and _SPECIAL in entry:
+        what = f"special_tokens beside {field_of(entry).key}"
         why = "in conversations the chat template writes special tokens, and messages hold text"
         fix = "leave special_tokens out"
         raise UsageError(what, where=f"{where}.{_SPECIAL}", why=why, fix=fix)
@@ -161,6 +169,24 @@ def _never(where: str) -> UsageError:
     return UsageError("no source comes even once", where=where, fix=fix)
 
 
+def _require_one_field(entry: Mapping[str, Any], where: str) -> None:
+    """Refuse a source that names several fields for what is trained, or half of a pair."""
+    named = [key for key in ("text_field", "messages_field", "answer_field") if key in entry]
+    if len(named) > 1:
+        what = f"a source has both a {named[0]} and a {named[1]}"
+        raise UsageError(what, where=where, fix="keep the one that holds what is trained")
+    pair = ("prompt_field", "answer_field")
+    for key, other in (pair, pair[::-1]):
+        if key in entry and other not in entry:
+            what = f"a source has a {key}, and no {other}"
+            fix = f"name the field of the {other.removesuffix('_field')}, too: {other}: NAME"
+            raise UsageError(what, where=where, fix=fix)
+    prompts = entry.get("prompt_field", "-")
+    if not prompts or not all(isinstance(each, str) for each in prompts):
+        what = f"a source's prompt_field is {prompts!r}, which names no fields"
+        raise UsageError(what, where=f"{where}.prompt_field", fix="write [instruction, input]")
+
+
 def opened(source: DescribedSource, tokenizer: str | None) -> Source:
     """Open a source, and tokenize it if it is not prepared; raise a UsageError if it is bad."""
     path = local_path(source.path, f"{source.where}.path")
@@ -212,6 +238,10 @@ def field_of(settings: Mapping[str, Any]) -> Field:
     """Return which field of a row holds the document."""
     if "messages_field" in settings:
         return Field(settings["messages_field"], holds_messages=True)
+    if "answer_field" in settings:
+        prompts = settings["prompt_field"]
+        names = (prompts,) if isinstance(prompts, str) else tuple(prompts)
+        return Field(settings["answer_field"], holds_messages=True, prompts=names)
     return Field(settings.get("text_field", "text"))
 
 

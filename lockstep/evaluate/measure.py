@@ -18,6 +18,7 @@ from lockstep import checkpoint
 from lockstep.config import Config
 from lockstep.data import Data, build_data
 from lockstep.errors import NoEffectWarning, UsageError, listed
+from lockstep.evaluate.label_metrics import metrics_of_labels
 from lockstep.evaluate.sample import continue_text, in_memory
 from lockstep.evaluate.subject import EvaluationSubject
 from lockstep.models.loss_modules import PREFIX
@@ -50,7 +51,7 @@ class MeanLoss:
 
     loss: float
     samples: int | None  # None: the data do not say how many they have
-    perplexity: float | None = None  # of data that are texts
+    perplexity: float | None = None  # of a language model
 
 
 @dataclass(frozen=True)
@@ -117,8 +118,11 @@ def evaluate(
         require_text(found, "--prompt")
 
     state = found.trainer.state
+    learned = found.data.facts.get("labels")
+    if learned is not None:
+        chosen = {**metrics_of_labels(learned), **chosen}
     results = evaluated(state, measured_on, chosen or None)
-    is_text = found.data.decode is not None
+    is_text = found.data.decode is not None and learned is None
     by_source = {}
     parts = measured_on.by_source() if hasattr(measured_on, "by_source") else {}
     for name, part in parts.items():

@@ -10,21 +10,23 @@ Loads no torch: what can be told before ranks start is told here.
 Tests: tests/evaluate/test_evaluate.py
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from lockstep.config import Config, load_config
 from lockstep.config.checks import contradictions
 from lockstep.config.loading import config_from
 from lockstep.errors import UsageError
-from lockstep.files.data_files import check_named_files
+from lockstep.files.data_files import check_named_files, source_like
 from lockstep.files.paths import local_path
 from lockstep.layout import SIZED, SPREADS
 from lockstep.registry import DATA_SETS, keywords_of
 from lockstep.run_directory.records import RunDirectory
 from lockstep.strategy import AUTO, REPLICAS, SINGLE, resolve, strategy_named
 
+_CONFIGS = (".yaml", ".yml")
 _WEIGHTS = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 _MANIFEST = "manifest.json"
 _FIX = "name a run directory, a checkpoint, a file of weights, or a folder of Hugging Face"
@@ -113,14 +115,16 @@ def _of_hugging_face(folder: Path, asked: Asked) -> Config:
     if asked.data is None:
         what = f"{asked.target} has no data of its own"
         raise UsageError(what, where="--data", fix="name a text, JSON lines, a folder, or a config")
+    source: str | dict[str, Any] = str(asked.data)
+    if asked.data.exists() and asked.data.suffix not in _CONFIGS:
+        source = source_like(local_path(asked.data, "--data"), [])
     settings = {
         "model.name": f"hf:{folder}",
         "data.name": "documents",
-        "data.args.sources": [str(asked.data)],
+        "data.args.sources": [source],
     }
-    tokenizer = folder / "tokenizer.json"
-    if tokenizer.is_file():
-        settings["data.args.tokenizer"] = str(tokenizer)
+    if (folder / "tokenizer.json").is_file():
+        settings["data.args.tokenizer"] = str(folder)  # with its chat template, if it has one
     return config_from(settings, overrides=asked.overrides)
 
 
@@ -139,7 +143,7 @@ def _with_data(subject: EvaluationSubject, asked: Asked) -> EvaluationSubject:
     if not path.exists():
         fix = "name texts, tokens or documents as the run's data set reads them, or a config"
         raise UsageError(f"there is no file or folder {asked.data}", where="--data", fix=fix)
-    if path.suffix in (".yaml", ".yml"):
+    if path.suffix in _CONFIGS:
         return replace(subject, data=load_config(path))
     return replace(subject, data=_on(config, path), takes_all=True)
 
@@ -157,7 +161,10 @@ def _on(config: Config, path: Path) -> Config:
         fix = "name a config, whose data.name and data.args are used: --data other.yaml"
         raise UsageError(what, where=f"--data {path}", fix=fix)
     args = {key: value for key, value in config.data.args.items() if key != "validation"}
-    args[key] = [str(path)] if key == "sources" else str(path)
+    args[key] = str(path)
+    if key == "sources":
+        given = config.data.args.get("sources", [])
+        args[key] = [source_like(path, [given] if isinstance(given, str | Mapping) else given)]
     if "validation_fraction" in keywords:
         args["validation_fraction"] = 0
     if "labels_of" in keywords:  # what is learned follows from the data that were trained on

@@ -45,6 +45,19 @@ _MAGIC = {  # what files begin with, and the ending of their names
 }
 
 
+# The keys of a source that say what is trained of a row.
+FIELD_KEYS = ("text_field", "messages_field", "prompt_field", "answer_field")
+
+# Names under which data sets hold a prompt and its answer.
+_PROMPTS = (
+    ("prompt", "completion"),
+    ("prompt", "response"),
+    ("instruction", "output"),
+    ("instruction", "response"),
+    ("question", "answer"),
+)
+
+
 class Kind(Enum):
     """Names what a file of data holds."""
 
@@ -310,39 +323,90 @@ def _by_magic(file: Path) -> str | None:
     return next((ending for magic, ending in _MAGIC.items() if head.startswith(magic)), None)
 
 
-def as_documents(source: str | Mapping[str, str]) -> str:
+def as_documents(source: str | Mapping[str, Any]) -> str:
     """Return the line of a config that trains on the documents of a source."""
     return line_of_data("documents", sources=[source])
 
 
 def line_of_data(name: str, **args: Any) -> str:
     """Return the line of a config that names a data set, whatever signs a path holds."""
-    data = {"name": name, "args": args}
-    flow = yaml.safe_dump(
-        data, default_flow_style=True, sort_keys=False, allow_unicode=True, width=math.inf
-    )
-    return f"data: {flow.strip()}"
+    return f"data: {{{as_keys({'name': name, 'args': args})}}}"
 
 
-def source_of(file: Path) -> str | dict[str, str]:
+def source_of(file: Path) -> str | dict[str, Any]:
     """Return what a config has for a file of records as a source of `documents`."""
     row = first_row(file)
     if not row or isinstance(row.get("text", 0), str | None):  # a row may have no text
         return str(file)
-    chats = [key for key, value in row.items() if is_conversation(value)]
-    if row.get("messages", 0) is None:
-        chats.append("messages")
-    if chats:
-        found = "messages" if "messages" in chats else chats[0]
-        return {"path": str(file), "messages_field": found}
+    if keys := conversation_keys(row):
+        return {"path": str(file), **keys}
     texts = [key for key, value in row.items() if isinstance(value, str)]
     named = max(texts, key=lambda key: len(row[key])) if texts else "NAME"
     return {"path": str(file), "text_field": str(named)}
 
 
-def is_conversation(value: Any) -> bool:
+def conversation_keys(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of a source that say where its rows hold conversations; none without any.
+
+    Of other names than `messages` those of a prompt and its answer come first: TRL's prompts
+    are lists of messages, too.
+    """
+    chats = [str(key) for key, value in row.items() if _is_conversation(value)]
+    if "messages" in chats or row.get("messages", 0) is None:  # a row may have none
+        return {"messages_field": "messages"}
+    for prompt, answer in _PROMPTS:
+        if all(_says_something(row.get(key)) for key in (prompt, answer)):
+            both = [prompt, "input"] if prompt == "instruction" and "input" in row else prompt
+            return {"prompt_field": both, "answer_field": answer}
+    return {"messages_field": chats[0]} if chats else {}
+
+
+def _says_something(value: Any) -> bool:
+    """Return whether a field of a row holds a text or messages."""
+    return isinstance(value, str) or _is_conversation(value)
+
+
+def _is_conversation(value: Any) -> bool:
     """Return whether a field of a row holds messages, each with a role."""
-    return isinstance(value, list) and all(isinstance(one, dict) and "role" in one for one in value)
+    return isinstance(value, list) and all(
+        isinstance(one, dict) and ("role" in one or {"from", "value"} <= one.keys())
+        for one in value
+    )
+
+
+def source_like(path: Path, trained_on: Sequence[Any]) -> str | dict[str, Any]:
+    """Return a source of a path whose rows are read as those of other sources, where they can be.
+
+    Args:
+        path: a file, a folder of files, or one of tokens.
+        trained_on: sources as a config lists them; of those, the first whose fields the rows have
+            says what of a row is a document. Without one, the names of the row's fields do.
+    """
+    if (path / HEADER).exists():
+        return str(path)
+    row = first_row(files_of(path)[0])
+    for source in trained_on:
+        given = source if isinstance(source, Mapping) else {}
+        keys = {key: given[key] for key in FIELD_KEYS if key in given}
+        named = [name for value in keys.values() for name in _listed(value)] or ["text"]
+        if all(name in row for name in named):
+            if "special_tokens" in given:
+                keys["special_tokens"] = given["special_tokens"]
+            return {"path": str(path), **keys} if keys else str(path)
+    keys = {} if "text" in row else conversation_keys(row) if row else {}
+    return {"path": str(path), **keys} if keys else str(path)
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def as_keys(keys: Mapping[str, Any]) -> str:
+    """Return keys and values as a config has them between braces."""
+    flow = yaml.safe_dump(
+        dict(keys), default_flow_style=True, sort_keys=False, allow_unicode=True, width=math.inf
+    )
+    return flow.strip()[1:-1]
 
 
 def check_named_files(name: str | None, args: Mapping[str, Any]) -> None:

@@ -138,6 +138,18 @@ def test_a_chat_model_and_conversations_make_a_config(
     assert "has files already" in refused(capsys, *asked)
 
 
+def test_prompts_and_answers_make_a_config(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("tokenizers")
+    write_chat_model(here / "model")
+    row = {"instruction": "2 + 2?", "input": "", "output": "4"}
+    (here / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    assert cli.main(["init", "tuned", "--finetune", "model", "--data", "rows.jsonl"]) == 0
+    config = load_config(here / "tuned" / "train.yaml")
+    keys = {"prompt_field": ["instruction", "input"], "answer_field": "output"}
+    assert config.data.args["sources"] == [{"path": "../rows.jsonl", **keys}]
+    capsys.readouterr()
+
+
 def test_what_can_not_be_fine_tuned(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("tokenizers")
     write_chat_model(here / "model")
@@ -149,6 +161,8 @@ def test_what_can_not_be_fine_tuned(here: Path, capsys: pytest.CaptureFixture[st
     (here / "text.jsonl").write_text('{"text": "words"}\n')
     (here / "bad.jsonl").write_text("{\n")
     (here / "deep.jsonl").write_text("[" * 100_000)
+    pair = {"prompt": BOTH[:1], "chosen": BOTH[1:2], "rejected": BOTH[1:2]}
+    (here / "pairs.jsonl").write_text(json.dumps(pair) + "\n")
     (here / "list.jsonl").write_text('\n["messages"]\n')
     (here / "latin.jsonl").write_bytes(b'{"messages": "\xff"}\n')
     (here / "damaged.jsonl.gz").write_bytes(gzip.compress(b"{}" * 99)[:12] + b"\xff" * 40)
@@ -163,6 +177,7 @@ def test_what_can_not_be_fine_tuned(here: Path, capsys: pytest.CaptureFixture[st
         ("bare", "chat.jsonl", "the tokenizer in bare has no chat template"),
         ("model", "nowhere.jsonl", "there is no file nowhere.jsonl"),
         ("model", "text.jsonl", "the first line of text.jsonl has no conversation"),
+        ("model", "pairs.jsonl", "pairs.jsonl holds pairs of answers, chosen and rejected"),
         ("model", "bad.jsonl", "line 1 of bad.jsonl is not JSON"),
         ("model", "deep.jsonl", "line 1 of deep.jsonl is nested too deep"),
         ("model", "list.jsonl", "line 2 of list.jsonl is a list, not an object"),

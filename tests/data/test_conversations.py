@@ -111,8 +111,8 @@ def test_a_template_whose_answer_changes_what_is_before_it_is_refused(tmp_path: 
         ("hello", "the conversation of here is str, not a list"),
         (["hello"], "message 1 of here is str, not an object"),
         (
-            [{"from": "human", "value": "hi"}],
-            "(?s)no 'role' among the fields of message 1 of here.*has from, value",
+            [{"from": "human", "text": "hi"}],
+            "(?s)no 'role' among the fields of message 1 of here.*has from, text",
         ),
         ([QUESTION, {"role": "assistant"}], "no 'content' among the fields of message 2 of here"),
         ([{"role": "asistant", "content": "hi"}], "has the role 'asistant'; did you mean"),

@@ -24,9 +24,11 @@ from lockstep.evaluate.subject import _on
 from lockstep.files.data_files import (
     Kind,
     check_named_files,
+    conversation_keys,
     kind_of,
     require_read,
     require_text,
+    source_like,
     source_of,
 )
 
@@ -148,6 +150,50 @@ def test_the_field_to_name_is_found(tmp_path: Path) -> None:
     numbers = source_of(write(tmp_path, "numbers.jsonl", lines({"n": 1})))
     assert isinstance(numbers, dict)
     assert numbers["text_field"] == "NAME"
+
+
+SHAREGPT = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+
+
+@pytest.mark.parametrize(
+    ("row", "keys"),
+    [
+        ({"prompt": "a", "messages": CHAT["messages"]}, {"messages_field": "messages"}),
+        ({"id": 1, "conversations": SHAREGPT}, {"messages_field": "conversations"}),
+        (
+            {"prompt": CHAT["messages"][:1], "completion": CHAT["messages"][:1]},
+            {"prompt_field": "prompt", "answer_field": "completion"},
+        ),
+        (
+            {"instruction": "a", "input": "", "output": "b"},
+            {"prompt_field": ["instruction", "input"], "answer_field": "output"},
+        ),
+        ({"question": "a", "answer": "b"}, {"prompt_field": "question", "answer_field": "answer"}),
+        ({"question": "a", "answer": {"text": ["b"]}}, {}),
+        ({"text": "a", "parts": [{"from": "b"}]}, {}),
+    ],
+)
+def test_the_fields_of_conversations_are_found(row: dict[str, Any], keys: dict[str, Any]) -> None:
+    assert conversation_keys(row) == keys
+
+
+def test_other_files_are_read_as_those_that_were_trained_on(tmp_path: Path) -> None:
+    chats = {"path": "x", "messages_field": "messages", "weight": 3}
+    bodies = {"path": "y", "text_field": "body", "special_tokens": True}
+    chat = write(tmp_path, "chat.jsonl", lines(CHAT))
+    rows = write(tmp_path, "rows.jsonl", lines({"text": "other", **ROW}))
+    texts = write(tmp_path, "texts.jsonl", lines({"text": "a", "output": "b", "instruction": "c"}))
+    trained_on = ["plain", chats, bodies]
+    assert source_like(chat, trained_on) == {"path": str(chat), "messages_field": "messages"}
+    assert source_like(chat, []) == {"path": str(chat), "messages_field": "messages"}
+    of_rows = {"path": str(rows), "text_field": "body", "special_tokens": True}
+    assert source_like(rows, [chats, bodies]) == of_rows
+    assert source_like(rows, trained_on) == source_like(rows, []) == str(rows)
+    assert source_like(texts, [chats]) == str(texts)
+    assert source_like(write(tmp_path, "a.txt", b"words"), trained_on) == str(tmp_path / "a.txt")
+    (tmp_path / "made").mkdir()
+    write(tmp_path / "made", "tokens.json", b"{}")
+    assert source_like(tmp_path / "made", [chats]) == str(tmp_path / "made")
 
 
 def test_the_field_of_a_table_is_found(tmp_path: Path) -> None:
