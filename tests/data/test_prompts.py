@@ -90,8 +90,8 @@ def test_only_the_answer_is_trained(
     [
         ({"prompt": "", "completion": "4"}, "the prompt of here is empty"),
         ({"prompt": None, "completion": "4"}, "the prompt of here is empty"),
-        ({"prompt": 3, "completion": "4"}, "prompt of here hold int"),
-        ({"prompt": "a", "completion": None}, "'completion' is NoneType, not an answer"),
+        ({"prompt": 3, "completion": "4"}, "prompt of here hold int, which make no prompt"),
+        ({"prompt": "a", "completion": None}, "'completion' is NoneType, not an answer, in here"),
         ({"prompt": "a", "answer": "4"}, "there is no 'completion' in here"),
         ({"question": "a", "completion": "4"}, "there is no 'prompt' in here"),
     ],
@@ -107,14 +107,14 @@ def test_a_row_without_a_prompt_or_an_answer_is_one_error(row: dict[str, Any], s
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        ({"prompt_field": "prompt"}, "has a prompt_field, and no answer_field"),
-        ({"answer_field": "completion"}, "has a answer_field, and no prompt_field"),
+        ({"prompt_field": "prompt"}, "a source has a prompt_field, and no answer_field"),
+        ({"answer_field": "completion"}, "a source has a answer_field, and no prompt_field"),
         ({"prompt_field": [], "answer_field": "a"}, "names no fields"),
         ({"prompt_field": [1], "answer_field": "a"}, "names no fields"),
         ({"prompt_field": 3, "answer_field": "a"}, "not a name, or a list of names"),
         (
             {"prompt_field": "p", "answer_field": "a", "messages_field": "m"},
-            "both a messages_field and a answer_field",
+            "a source has both a messages_field and a answer_field",
         ),
         ({"prompt_field": "p", "answer_field": "a", "special_tokens": True}, "special_tokens"),
     ],
