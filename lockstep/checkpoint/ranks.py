@@ -20,6 +20,12 @@ from torch import Tensor
 from lockstep.checkpoint.snapshot import Part, TensorBlock, part_of
 from lockstep.errors import LockstepError, RunError, UsageError, listed
 from lockstep.heartbeat.writer import went_forward
+from lockstep.process_group.objects import (
+    all_gather_objects,
+    broadcast_object,
+    gather_objects,
+    scatter_objects,
+)
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -54,20 +60,14 @@ class Ranks:
         """
         value, cause = self._attempt(failure, local)
         answers, cause = self._decided(failure, self._at_main(value), decide, cause)
-        mine = answers[:1]
-        if self.connected:
-            mine = [None]
-            sent = answers if self.is_main else None
-            dist.scatter_object_list(mine, sent, src=self._main, group=self.group)
-        return cast(R, _passed_on(mine[0], cause))
+        mine = scatter_objects(answers, self.group) if self.connected else answers[0]
+        return cast(R, _passed_on(mine, cause))
 
     def run(self, failure: str, local: Callable[[], T]) -> T:
         """Run `local()` on every rank; return this rank's value, or raise one error on all."""
         value, cause = self._attempt(failure, local)
         error = value if isinstance(value, LockstepError) else None
-        errors: list[Any] = [error] * self.size
-        if self.connected:
-            dist.all_gather_object(errors, error, group=self.group)
+        errors = all_gather_objects(error, self.group) if self.connected else [error]
         _passed_on(next(filter(None, errors), None), cause)
         return cast(T, value)
 
@@ -91,25 +91,16 @@ class Ranks:
         answer, cause = self._attempt(failure, decide)
         return cast(R, self._from_main([answer], cause))
 
-    @property
-    def _main(self) -> int:
-        """The number of the group's rank 0 among all ranks."""
-        return dist.get_global_rank(self.group, 0) if self.group is not None else 0
-
-    def _at_main(self, value: T) -> list[T]:
-        """Return the values of all ranks on rank 0, by rank; no use on the others."""
-        values = [value] * self.size
-        if self.connected:
-            sent = values if self.is_main else None
-            dist.gather_object(value, sent, dst=self._main, group=self.group)
-        return values
+    def _at_main(self, value: Any) -> list[Any]:
+        """Return the values of all ranks on rank 0, by rank; nothing on the others."""
+        return gather_objects(value, self.group) if self.connected else [value]
 
     def _from_main(self, answers: list[Any], cause: Exception | None) -> Any:
         """Return the only answer of rank 0 on all ranks, or raise it, if it is an error."""
-        answer = answers[:1] or [None]
+        answer = answers[0] if answers else None
         if self.connected:
-            dist.broadcast_object_list(answer, src=self._main, group=self.group)
-        return _passed_on(answer[0], cause)
+            answer = broadcast_object(answer, self.group)
+        return _passed_on(answer, cause)
 
     def _decided(
         self,

@@ -22,6 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lockstep.data.fingerprint import Row, alike, same_row
 from lockstep.errors import UsageError
 from lockstep.process_group.collectives import is_main_process
+from lockstep.process_group.objects import all_gather_objects
 
 _log = logging.getLogger("lockstep")
 
@@ -81,10 +82,7 @@ def require_same_data(
 
     `sampler` is the user's own, if the order is its.
     """
-    ranks = [mine]
-    if several_ranks():
-        ranks = [mine] * dist.get_world_size()
-        dist.all_gather_object(ranks, mine)
+    ranks = all_gather_objects(mine) if several_ranks() else [mine]
     _check_repeats(ranks, reproducible)
     for rank, its in enumerate(ranks[1:], start=1):
         difference = _difference(ranks[0], its, rank)

@@ -52,13 +52,11 @@ def gather(values: Sequence[float]) -> list[list[float]]:
 
 def gather_objects(value: Any) -> list[Any]:
     """Return `value` of every rank, by rank; for rare use."""
-    import torch.distributed as dist
-
     if not _several():
         return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
+    from lockstep.process_group.objects import all_gather_objects
+
+    return all_gather_objects(value)
 
 
 def spread(values: Sequence[float]) -> Spread:
