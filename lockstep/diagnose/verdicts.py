@@ -82,9 +82,8 @@ def versions() -> dict[str, str]:
     """Return the versions that must be equal on all ranks. Loads torch."""
     import torch
 
-    found = {"python": platform.python_version(), "torch": torch.__version__, "lockstep": "unknown"}
-    with suppress(PackageNotFoundError):
-        found["lockstep"] = version("lockstep-train")
+    found = {"python": platform.python_version(), "torch": torch.__version__}
+    found["lockstep"] = own_version()
     if torch.version.cuda:
         found["cuda"] = torch.version.cuda
         if torch.cuda.is_available():
@@ -93,6 +92,14 @@ def versions() -> dict[str, str]:
         "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"
     ).splitlines()
     return found | ({"driver": driver[0]} if driver else {})
+
+
+@functools.cache
+def own_version() -> str:
+    """Return the version of Lockstep that is installed."""
+    with suppress(PackageNotFoundError):
+        return version("lockstep-train")
+    return "unknown"
 
 
 def code_digest(names: Iterable[str] = ()) -> str:

@@ -188,7 +188,9 @@ def import_all(imports: Callable[[], None] | None = None) -> None:
 def _import_for_ranks() -> None:
     for name in _IMPORTED:
         importlib.import_module(name)
-    importlib.import_module("lockstep.diagnose.verdicts").own_code()  # read once for all ranks
+    verdicts = importlib.import_module("lockstep.diagnose.verdicts")
+    verdicts.own_code()  # read once for all ranks, as is the version
+    verdicts.own_version()
 
 
 def _import_without_compiler() -> None:

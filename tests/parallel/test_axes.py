@@ -14,7 +14,7 @@ from lockstep.errors import UsageError
 from lockstep.layout import Layout
 from lockstep.models.protocol import objective_of
 from lockstep.models.transformer import Transformer
-from lockstep.parallel.axes.axis import Axis, PartOfModel
+from lockstep.parallel.axes.axis import Axis, PartOfModel, require_axis
 from lockstep.parallel.axes.context import ContextAxis
 from lockstep.parallel.axes.tensor import TensorAxis
 from lockstep.parallel.facts import facts_of
@@ -157,6 +157,12 @@ def test_an_axis_that_writes_nothing_but_on_changes_nothing() -> None:
     assert list(axis.around(PartOfModel(model, False, assign_contiguous))) == []
     assert axis.spread == frozenset()
     assert list(Idle.contradictions(config_from({}).step, None)) == []
+
+
+@pytest.mark.parametrize("name", AXES.shipped)
+def test_an_axis_that_ships_is_one(name: str) -> None:
+    """Runs do not ask."""
+    require_axis(AXES.load(name), name)
 
 
 @pytest.mark.parametrize(
