@@ -18,7 +18,7 @@ def world_of(*, loader: bool) -> World:
         steps = [RecordedStep(losses=[1.0], inputs=[batch]) for batch in batches]
         record = ScriptRecord(steps)
         if loader:
-            record.batches[0] = batches
+            record.batches[0] = [*batches]
             record.lengths[0] = (9, 18)
         records.append(record)
     return World(records)
@@ -43,6 +43,16 @@ def test_samples_that_are_drawn_meet_by_chance() -> None:
     for record in with_replacement.records:
         record.replacing.add(0)
     assert kinds(with_replacement) == {}
+
+
+def test_streams_that_meet_are_noted() -> None:
+    """Two samples of six may be chance; a loader's padding, which is at most one, is not noted."""
+    world = world_of(loader=True)
+    world.records[1].batches[0][1] = ["h", "j", "i"]
+    assert kinds(world) == {}
+    for record in world.records:
+        record.lengths[0] = (0, 0)
+    assert kinds(world) == {"samples": False}
 
 
 def gan(batches: list[list[str]], *, latents: torch.Tensor, rank: int) -> ScriptRecord:

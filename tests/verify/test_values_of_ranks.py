@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep.errors import RunError
@@ -12,6 +13,7 @@ from lockstep.verify.comparison_result import Outcome
 from lockstep.verify.script.comparison import ScriptComparison
 from lockstep.verify.script.gradients import first_output_of_all
 from lockstep.verify.script.ranks import replicas_apart
+from lockstep.verify.script.observed_models import ObservedModels
 from lockstep.verify.script.record import (
     AUTOCAST,
     FSDP_CASTS,
@@ -21,7 +23,7 @@ from lockstep.verify.script.record import (
     casts_of,
 )
 from lockstep.verify.script.runs import Runs
-from lockstep.verify.script.task import ScriptTask
+from lockstep.verify.script.task import GivenValues, ScriptTask
 from lockstep.verify.script.values import say_length
 from lockstep.verify.script.world import World
 
@@ -103,3 +105,21 @@ def test_what_computes_in_16_bits() -> None:
     step.dtypes.add(f"{AUTOCAST} to torch.bfloat16")
     assert casts_of([ScriptRecord([step])]) == [AUTOCAST, FSDP_CASTS]
     assert casts_of([ScriptRecord([RecordedStep(dtypes={"torch.bfloat16"})])]) == []
+
+
+def test_one_process_takes_the_names_of_ranks_by_the_order_in_its_optimizer(tmp_path: Path) -> None:
+    """Lightning wraps a model on several ranks only: one process calls a part of it first."""
+    order = ("body.0.weight", "body.0.bias", "body.1.weight", "body.1.bias")
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def names(optimizers: list[torch.optim.Optimizer]) -> tuple[list[str], str | None]:
+        task = ScriptTask("train.py", (), 1, tmp_path, GivenValues(order=order))
+        record = ScriptRecord()
+        models = ObservedModels(task, record, 0, 1, lambda: optimizers, lambda *_: None)
+        models.begin_with(model)
+        return [*record.first], models.module_name(model[0])
+
+    assert names([optimizer]) == ([*order], "body.0")
+    own = [name.removeprefix("body.") for name in order]
+    assert names([optimizer, optimizer]) == (own, "0")  # nothing tells which of them steps first

@@ -284,6 +284,8 @@ class _Judgement(ScriptComparison):
             text = "one process, with which ranks are compared, does not run the script: "
             self.outcome.leave_open(text + first_line(error))
             return None
+        if reference.names:
+            self.given = replace(self.given, names=reference.names)
         names = names_by_order(reference, self.records[0])
         if names:
             self.given = replace(self.given, names=names)
@@ -322,6 +324,7 @@ class _Judgement(ScriptComparison):
             first=self.on_ranks([record.first for record in self.records]),
             settings=tuple(step.settings for step in self.records[0].steps),
             draws={rank: self.records[rank].draws for rank in leaders},
+            order=tuple(self.records[0].steps[0].order),
         )
 
     def _accumulating_as_ranks(

@@ -117,7 +117,14 @@ class _ScriptObserver:
         self.record = ScriptRecord()
         self.active = True  # whether what happens now is recorded
         self._step = RecordedStep()
-        self._models = ObservedModels(task, self.record, rank, world, self._own_gradient)
+        self._models = ObservedModels(
+            task,
+            self.record,
+            rank,
+            world,
+            lambda: self._checks.made.of_kind(torch.optim.Optimizer),
+            self._own_gradient,
+        )
 
         # where the script is in its step
         self._inside: list[str] = []  # modules that call each other; empty names are not known yet

@@ -5,6 +5,7 @@ Tests: tests/verify/test_script.py
 
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -31,6 +32,7 @@ class ObservedModels:
         record: receives first values, and where models are made and called.
         rank: of this process.
         world: number of ranks.
+        optimizers: returns those that have been made.
         own_gradient: is called with a parameter's name and its gradient in each backward pass,
             before ranks reduce it.
     """
@@ -41,13 +43,16 @@ class ObservedModels:
         record: ScriptRecord,
         rank: int,
         world: int,
+        optimizers: Callable[[], list[torch.optim.Optimizer]],
         own_gradient: Callable[[str, Tensor], None],
     ) -> None:
         self._task = task
         self._record = record
         self._rank = rank
         self._world = world
+        self._optimizers = optimizers
         self._own_gradient = own_gradient
+        self._given = task.given
         self._models: list[nn.Module] = []
         self._prefixes: dict[int, str] = {}  # number of a model → of its parameters' names
         self._names: dict[int, str] = {}  # id of a parameter → its name
@@ -73,7 +78,7 @@ class ObservedModels:
 
     def name_by_position(self, parameters: list[Tensor]) -> list[str]:
         """Return the names of an optimizer's parameters: a number for each that no model has."""
-        names = self._task.given.names
+        names = self._given.names
         for position, parameter in enumerate(parameters):
             name = f"parameter {position}"
             self._names.setdefault(id(parameter), names.get(name, name))
@@ -101,6 +106,7 @@ class ObservedModels:
             self._prefixes[len(self._models)] = prefix
             self._record.lines.made[prefix] = self._line_that_made(model)
         self._models.append(model)
+        self._take_names_by_order(prefix, parameters)
         modules = list(model.modules())
         if any(isinstance(module, STATISTICS) for module in modules):
             self._record.note_statistics()
@@ -113,12 +119,34 @@ class ObservedModels:
             if id(parameter) in self._names:  # a part of a model that was called before, or around
                 continue
             plain = prefix + plain_name(name)
-            plain = self._task.given.names.get(plain, plain)
+            plain = self._given.names.get(plain, plain)
             self._begin_with_parameter(plain, parameter, is_flat=is_flat)
             can_be_nudged = parameter.is_floating_point() and not isinstance(parameter, DTensor)
             if self._task.conditions.nudged and can_be_nudged:
                 with torch.no_grad():
                     parameter.copy_(with_other_last_bits(parameter, generator))
+
+    def _take_names_by_order(self, prefix: str, parameters: dict[str, nn.Parameter]) -> None:
+        """Take the ranks' names of a model's parameters, by the order in the only optimizer.
+
+        A framework may wrap the model on several ranks only, so that another module is called
+        first. Without this a further run, given the names, would be needed.
+        """
+        optimizers = self._optimizers()
+        if not self._given.order or self._task.given.names or len(optimizers) != 1:
+            return
+        trained = [p for group in optimizers[0].param_groups for p in group["params"]]
+        if len(trained) != len(self._given.order):
+            return
+        name_of = dict(zip(map(id, trained), self._given.order, strict=True))
+        names = {
+            prefix + plain_name(name): name_of[id(parameter)]
+            for name, parameter in parameters.items()
+            if id(parameter) in name_of
+        }
+        if any(mine != theirs for mine, theirs in names.items()):
+            self._record.names.update(names)
+            self._given = replace(self._given, names=self._record.names)
 
     def _begin_with_parameter(self, name: str, parameter: nn.Parameter, *, is_flat: bool) -> None:
         """Record a parameter's first value, and give it that of the task; watch its gradient.
@@ -131,7 +159,7 @@ class ObservedModels:
             parameter.register_hook(partial(self._own_gradient, name))  # type: ignore[no-untyped-call]
         self._names[id(parameter)] = name
         self._record.first[name] = self.piece(parameter)
-        given = self._task.given.for_rank(self._task.given.first.get(name, ()), self._rank)
+        given = self._given.for_rank(self._given.first.get(name, ()), self._rank)
         if given:
             with torch.no_grad():
                 joined = values.give(parameter, given)
@@ -149,7 +177,7 @@ class ObservedModels:
 
     def _name_of_module(self, name: str) -> str:
         """Return the name that the ranks have for a module of this process."""
-        return (self._task.given.prefix + name).rstrip(".")
+        return (self._given.prefix + name).rstrip(".")
 
     def gradients(self, parameters: list[Tensor]) -> dict[str, TensorPiece]:
         """Return this rank's pieces of the gradients, by the names of their parameters."""

@@ -180,6 +180,8 @@ class ScriptRecord:
     framework: str = TORCH  # whose loop it is
     normalises: bool = False  # whether a module normalises by the statistics of its batch
     together: set[int] = field(default_factory=set)  # ranks that compute the same samples with it
+    # name of a parameter in this process → in the ranks, if it was found by their order
+    names: dict[str, str] = field(default_factory=dict)
     # name → dim along which ranks' parameters are joined
     joined: dict[str, int] = field(default_factory=dict)
     # name, size, line of the script's own

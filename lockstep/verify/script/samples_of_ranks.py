@@ -120,6 +120,18 @@ class _ReadSamples:
         """The samples that rank 0's loader reads an epoch, and those that its data have."""
         return self.leaders[0].lengths.get(-1 if self.loader is None else self.loader, (0, 0))
 
+    @property
+    def common(self) -> set[str]:
+        """The samples of rank 0 that another rank has read, too."""
+        return set(self.samples[0]) & set().union(*self.samples[1:])
+
+    @property
+    def is_within_epoch(self) -> bool:
+        """Whether all was read in one epoch, as far as it is known, and nothing twice on a rank."""
+        in_epoch, _ = self.lengths
+        repeats = any(len(set(samples)) < len(samples) for samples in self.samples)
+        return not repeats and (not in_epoch or len(self.samples[0]) <= in_epoch)
+
     def error(self, text: str, by: str = _BY_SAMPLES) -> Cause:
         """Return the cause that is this mistake, with the line that makes the loader."""
         record = self.leaders[0]
@@ -192,33 +204,35 @@ def _parts_of_other_orders(read: _ReadSamples) -> Cause | None:
     its own twice.
     """
     mine = set(read.samples[0])
-    common = mine & set().union(*read.samples[1:])
-    in_epoch, _ = read.lengths
-    within_epoch = not in_epoch or len(read.samples[0]) <= in_epoch
-    repeats = any(len(set(samples)) < len(samples) for samples in read.samples)
-    if not within_epoch or repeats or len(common) <= len(read.samples):
+    if not read.is_within_epoch or len(read.common) <= len(read.samples):
         return None
     if not _goes_by_an_order(read.leaders[0], read.loader):
         return None
     steps = len(read.leaders[0].steps)
     return read.error(
-        f"ranks read each other's samples: {len(common)} of the {len(mine)} samples of rank 0 are"
+        f"ranks read each other's samples: {len(read.common)} of the {len(mine)} samples of rank 0 are"
         f" another rank's in these {steps} steps, though no rank has read one twice: each takes its"
         " part of an order of its own, and others are read by nobody"
     )
 
 
 def _drawn_twice_in_a_step(read: _ReadSamples) -> Cause | None:
-    """Return a remark if ranks have read a sample in the same step, as chance allows."""
+    """Return a remark if ranks have read a sample in the same step, as chance allows.
+
+    Or ranks of a stream in another step, before any has read one of its own twice: too few to tell
+    whether each draws its samples, or goes through an order of its own.
+    """
     twice = 0
     for mine, *others in zip(*read.batches, strict=False):
         twice += len(set(mine) & set().union(*others))
+    where = "in the same step, too"
+    is_stream = read.loader is not None and not read.lengths[0]
+    if not twice and is_stream and read.is_within_epoch:
+        twice = len(read.common)
+        where = "in another step: with more --steps it shows whether each has an order of its own"
     if not twice:
         return None
-    text = (
-        f"{twice} of the {len(read.samples[0])} samples of rank 0 were another rank's in the same"
-        " step, too"
-    )
+    text = f"{twice} of the {len(read.samples[0])} samples of rank 0 were another rank's {where}"
     fix = fix_for("samples", read.leaders[0].framework)
     return Cause("samples", text, [_BY_SAMPLES], is_error=False, fix=fix, column="samples")
 

@@ -42,6 +42,8 @@ class GivenValues:
     in_turn: bool = False
     # name of a parameter in this process → in the ranks
     names: Mapping[str, str] = field(default_factory=dict)
+    # the ranks' names of the parameters of the optimizer that steps first, in its order
+    order: Sequence[str] = ()
     # values to start from; several: of each rank
     first: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
     # of each step, what the optimizer gets in place of those that were computed, as `first`
