@@ -12,8 +12,8 @@ from lockstep.errors import RunError
 from lockstep.verify.comparison_result import Outcome
 from lockstep.verify.script.comparison import ScriptComparison
 from lockstep.verify.script.gradients import first_output_of_all
-from lockstep.verify.script.ranks import replicas_apart
 from lockstep.verify.script.observed_models import ObservedModels
+from lockstep.verify.script.ranks import replicas_apart
 from lockstep.verify.script.record import (
     AUTOCAST,
     FSDP_CASTS,
