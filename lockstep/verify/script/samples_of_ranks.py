@@ -210,9 +210,9 @@ def _parts_of_other_orders(read: _ReadSamples) -> Cause | None:
         return None
     steps = len(read.leaders[0].steps)
     return read.error(
-        f"ranks read each other's samples: {len(read.common)} of the {len(mine)} samples of rank 0 are"
-        f" another rank's in these {steps} steps, though no rank has read one twice: each takes its"
-        " part of an order of its own, and others are read by nobody"
+        f"ranks read each other's samples: {len(read.common)} of the {len(mine)} samples of rank 0"
+        f" are another rank's in these {steps} steps, though no rank has read one twice: each takes"
+        " its part of an order of its own, and others are read by nobody"
     )
 
 
