@@ -352,7 +352,7 @@ def page(rows: Sequence[Row]) -> str:
             "values, without dropout, and in evaluation mode (Reformer in training mode, as it"
             " insists on it): batch"
         ),
-        "normalization over the samples of a micro-batch is no part of the comparison.",
+        "normalization over the samples of a micro-batch is not part of the comparison.",
         "",
         (
             "A class that is refused trains with a `count(batch)` of its own"

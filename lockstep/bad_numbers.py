@@ -68,7 +68,7 @@ class BadNumbersError(RunError):
         self.rolls_back = rolls_back
         self.consecutive = consecutive
         often = f", the last of {consecutive} bad steps in order" if consecutive > 1 else ""
-        why = "the loss overflowed, or a batch holds values that are no numbers"
+        why = "the loss overflowed, or a batch holds values that are not numbers"
         fix = (
             "lower training.learning_rate, lengthen training.warmup_steps, or look at that step's"
             " samples, which "

@@ -132,7 +132,7 @@ class Muon(torch.optim.AdamW):
             shapes = [(p[1] if isinstance(p, tuple) else p).shape for p in params]
             odd = next((shape for shape in shapes if len(shape) != 2), None)
             if odd is not None:
-                what = f"a parameter of shape {list(odd)} is no matrix"
+                what = f"a parameter of shape {list(odd)} is not a matrix"
                 fix = "put it into a group with 'matrices': False"
                 raise UsageError(what, where=where, fix=fix)
             _check_split(param_group.get("split"), shapes, where)

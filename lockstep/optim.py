@@ -294,7 +294,7 @@ def rebind(
                 "it was made for another model, or after this one was wrapped: nothing would train;"
                 " or a loss function "
             )
-            why += "that is no nn.Module holds them"
+            why += "that is not an nn.Module holds them"
             fix = (
                 "make it from model.parameters() of the model that you pass, or pass `parameters ->"
                 " optimizer`; write "

@@ -122,7 +122,7 @@ def _constants(node: ast.expr) -> Iterator[str]:
 
 
 def _strings(path: Path) -> list[str]:
-    """Literal runs of the strings in a file of tests, patterns taken apart at what is no literal
+    """Literal runs of the strings in a file of tests, patterns taken apart at what is not a literal
     text.
     """
     found = []

@@ -29,7 +29,7 @@ WHAT_IS_ENOUGH = (
     "and … : … cut at the same place",
     "",  # its text comes from elsewhere, with the rest
 )
-# "--master-port 0 is no port"
+# "--master-port 0 is not a port"
 REQUIREMENT = ("is not", "is no", "is neither", "is below", "needs", "is outside")
 # say what is wanted in the message
 ONLY_A_LAUNCH = ("lockstep/launch/", "lockstep/process_group/collectives.py", "lockstep/submit/")

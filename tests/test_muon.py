@@ -82,7 +82,7 @@ def test_arguments_without_sense_are_refused(arguments: dict[str, Any], expected
     ("group", "expected"),
     [
         ({}, "a group of parameters does not say matrices"),
-        ({"matrices": True}, r"a parameter of shape \[6\] is no matrix"),
+        ({"matrices": True}, r"a parameter of shape \[6\] is not a matrix"),
         (
             {"matrices": True, "params": [torch.zeros(4, 6)], "split": (0, (3, 3))},
             "into \\(3, 3\\)",

@@ -525,7 +525,7 @@ def _check(weights: Weights, source: str | Path) -> None:
     floats = {name: tensor for name, tensor in weights.items() if tensor.is_floating_point()}
     if bad := [name for name, tensor in floats.items() if not torch.isfinite(tensor.float()).all()]:
         warnings.warn(
-            f"{source} holds values that are no numbers (nan or inf), in {listed(bad)}",
+            f"{source} holds values that are not numbers (nan or inf), in {listed(bad)}",
             stacklevel=3,
         )
     if len({_canonical(name) for name in weights}) < len(weights):

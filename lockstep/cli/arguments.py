@@ -319,7 +319,7 @@ def add_launch_options(parser: Parser) -> None:
         default=0,
         help="how often failed ranks are restarted (default: 0)",
     )
-    text = "ranks import for themselves, and are no forks of one process that did"
+    text = "ranks import for themselves, and are not forks of one process that did"
     add("--fresh-processes", action="store_true", help=text)
     add("--local-rank", help=argparse.SUPPRESS)
 

@@ -76,7 +76,7 @@ def finetuning(folder: Path, *, model: Path, data: Path | None) -> str:
 
     The model gets adapters if the package peft is installed.
 
-    Raises UsageError: the model's folder is no chat model's, or the data are no conversations.
+    Raises UsageError: the model's folder is not a chat model's, or the data are not conversations.
     """
     positions = _positions_of(model)
     if data is None or not data.exists():
@@ -106,7 +106,7 @@ def _positions_of(model: Path) -> int:
     fix = "name the folder of a chat model in Hugging Face's layout"
     absent = [name for name in ("config.json", "tokenizer.json") if not (model / name).is_file()]
     if absent:
-        what = f"{model} is no chat model: it has no {' and no '.join(absent)}"
+        what = f"{model} is not a chat model: it has no {' and no '.join(absent)}"
         raise UsageError(what, where="--finetune", fix=fix)
     described: dict[str, Any] = {}
     try:
@@ -173,7 +173,7 @@ def _refuse_pairs(data: Path, row: Mapping[str, Any]) -> None:
 def model(name: str) -> str:
     """Write NAME.py, NAME.yaml and test_NAME.py into this folder; return what to do next.
 
-    Raises UsageError: the name is no name of a module, or a file exists.
+    Raises UsageError: the name is not a name of a module, or a file exists.
     """
     name = name.removesuffix(".py").replace("-", "_")
     class_name = "".join(word[:1].upper() + word[1:] for word in name.split("_"))

@@ -76,7 +76,7 @@ class Encoder:
             half = _half_of_a_pair(record)
             if half is None:
                 raise
-            what = f"the text of {record.where} holds {half}, which is no character"
+            what = f"the text of {record.where} holds {half}, which is not a character"
             why = "it is half of a surrogate pair, and UTF-8 has no such"
             fix = "take it out, or write the character whole"
             raise UsageError(what, where=record.where, why=why, fix=fix) from None

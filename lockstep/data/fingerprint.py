@@ -2,7 +2,7 @@
 
 A summary has a row for each value in a sample. Whole numbers, truth values and texts have a
 checksum. Floats and images have sums, which are compared within a tolerance: another processor
-decodes an image, or adds up, in a slightly different way. Values of other kinds are no evidence,
+decodes an image, or adds up, in a slightly different way. Values of other kinds are not evidence,
 and have no row.
 
 Tests: tests/data/test_ranks.py, tests/data/test_iterable.py
@@ -57,7 +57,7 @@ def _values(item: Any) -> Iterator[Any]:
 
 
 def _row(value: Any) -> Row | None:
-    """Return the row of one value; None for kinds that are no evidence."""
+    """Return the row of one value; None for kinds that are not evidence."""
     if value is None or isinstance(value, bool | int | str | bytes):
         return [zlib.crc32(repr(value).encode())]
     if isinstance(value, float | complex):

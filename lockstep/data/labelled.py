@@ -340,7 +340,7 @@ def _of_classes(
     if all(numbered) and single:
         wrong = [(each, at) for each, at in single if isinstance(each, float) or each < 0]
         if wrong:
-            what = f"the label {wrong[0][0]!r} of {wrong[0][1]} is no class"
+            what = f"the label {wrong[0][0]!r} of {wrong[0][1]} is not a class"
             fix = "write whole numbers from 0 on, or texts"
             raise UsageError(what, where=wrong[0][1], fix=fix)
         most = max(int(each) for each, _ in single) + 1

@@ -378,7 +378,7 @@ def _opened(source: DescribedSource, tokenizer: Tokenizer, notices: list[str]) -
         raise UsageError(what, where=f"{source.where}.path", fix=fix)
     for key in _MORE_KEYS:
         if key in source.settings:
-            what = f"{key} beside {source.path}, which is no data set of the package datasets"
+            what = f"{key} beside {source.path}, which is not a data set of the package datasets"
             fix = f"leave it out, or write path: hf:{source.path}"
             raise UsageError(what, where=f"{source.where}.{key}", fix=fix)
     files = files_of(path, where=f"{source.where}.path")

@@ -8,7 +8,7 @@ order with which they began, so both stay (`data.order`).
 A Feistel network permutes the numbers of a few bits: it cuts a number into two halves, and each
 round swaps them and changes one by a function of the other and of a key. Whatever that function is,
 a round can be undone, so no two numbers get the same place. For 6 samples the numbers have 3 bits,
-and may become 6 or 7, which are no samples: these are permuted again until they are below 6 (cycle
+and may become 6 or 7, which are not samples: these are permuted again until they are below 6 (cycle
 walking; with at most twice as many numbers as samples, once on average).
 
     >>> [int(sample) for sample in permuted(np.arange(6), 6, round_keys(seed=1, epoch=0))]

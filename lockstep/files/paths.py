@@ -75,8 +75,8 @@ def is_bucket_url(text: str) -> bool:
 def run_directory(named: Path) -> Path:
     """Return the run directory that `named` stands for.
 
-    A proof of a script is no run: it leaves the user's folders as they are, and each run directory
-    that the script names is another one, in the proof's own folder, which is empty.
+    A proof of a script is not a run: it leaves the user's folders as they are, and each run
+    directory that the script names is another one, in the proof's own folder, which is empty.
     """
     folder = os.environ.get(RUNS)
     if folder is None or named.is_relative_to(folder):  # the launcher of a rank has asked before

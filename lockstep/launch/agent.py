@@ -127,7 +127,8 @@ class Agent(ExtensibleAgent):
         self._watch = watch
         self._live = live
         self._generation = 0  # of the ranks that are watched
-        self._hang_found = False  # ranks hung, and were killed for it: it is no death to go on from
+        # ranks hung, and were killed for it: it is not a death to go on from
+        self._hang_found = False
         self._loop = CrashLoop(checkpoints, memory)
         self._lock = threading.Lock()
         self._starting = False

@@ -101,7 +101,7 @@ class LaunchOptions:
             return default if text is None else float(text)
         except ValueError:
             raise UsageError(
-                f"--rdzv-conf {name}={text} is no number", where="--rdzv-conf"
+                f"--rdzv-conf {name}={text} is not a number", where="--rdzv-conf"
             ) from None
 
     @property
@@ -126,7 +126,9 @@ class LaunchOptions:
             )
         _ = self.processes
         if self.master_port is not None and not 0 <= self.master_port < 65536:
-            raise UsageError(f"--master-port {self.master_port} is no port", where="--master-port")
+            raise UsageError(
+                f"--master-port {self.master_port} is not a port", where="--master-port"
+            )
         if self.master_port == 0 and most > 1:
             text = (
                 "--master-port 0 leaves the choice to the first machine, and the others would not"

@@ -75,7 +75,9 @@ def spawn(
 
         nprocs = max(1, count_gpus())
     if nprocs < 1 or nnodes < 1:
-        raise UsageError(f"nprocs={nprocs} on nnodes={nnodes} is no number of ranks", where="spawn")
+        raise UsageError(
+            f"nprocs={nprocs} on nnodes={nnodes} is not a number of ranks", where="spawn"
+        )
     if not 0 <= node_rank < nnodes:
         raise UsageError(f"node_rank={node_rank} is not below nnodes={nnodes}", where="spawn")
     if nnodes > 1 and master_addr is None:
@@ -399,7 +401,9 @@ class LivePlot:
         shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
         if shell is None or not hasattr(shell, "kernel"):
             instead = f"lockstep report {quote(str(run))} --live"
-            print(f"lockstep: this is no notebook, so plot={str(run)!r} shows nothing: {instead}")
+            print(
+                f"lockstep: this is not a notebook, so plot={str(run)!r} shows nothing: {instead}"
+            )
             return
         shown = import_module("IPython.display")
         self._html: Any = shown.HTML

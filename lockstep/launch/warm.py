@@ -239,7 +239,7 @@ def run(arguments: Sequence[str]) -> int | None:
 
 
 def _wants_fresh_processes(arguments: Sequence[str]) -> bool:
-    """Return whether a command, or the script that it launches, is no fork in any case.
+    """Return whether a command, or the script that it launches, is not a fork in any case.
 
     A script of one process would run in the fork itself, which has imported torch before it.
     """

@@ -118,7 +118,7 @@ def require_loopback(host: str) -> None:
 
 
 def listener(host: str, port: int) -> socket.socket | None:
-    """Return a socket that listens only at `host`, or None if that is no address of this machine.
+    """Return a socket that listens only at `host`, or None if it is not an address of this machine.
 
     A name may mean different addresses on different machines, and with address translation a
     machine does not have the address by which others know it. Raises UsageError: the port is in

@@ -16,7 +16,7 @@ _FILES = [_WEIGHTS, "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken"]  # no
 
 
 def is_name(source: str) -> bool:
-    """Return whether `hf:SOURCE` is named as on the hub, OWNER/NAME, and is no path here."""
+    """Return whether `hf:SOURCE` is named as on the hub, OWNER/NAME, and is not a path here."""
     return _NAME.fullmatch(source) is not None and not Path(source).exists()
 
 

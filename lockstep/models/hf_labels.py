@@ -31,7 +31,7 @@ def fit_labels(
         own_head: whether the weights of a folder hold the head.
 
     Raises:
-        UsageError: the model is no classifier of such labels, or its head is for other classes.
+        UsageError: the model is not a classifier of such labels, or its head is for other classes.
     """
     wanted = _OF_WORDS if labels["of_words"] else _OF_TEXTS
     if auto != wanted:

@@ -94,7 +94,7 @@ def _in_files(files: Sequence[Path], counted: BytesRead) -> Iterator[tuple[str, 
     for file in files:
         try:
             with safe_open(str(file), framework="pt", device="cpu") as opened:
-                for key in opened.keys():  # noqa: SIM118 – it is no dict
+                for key in opened.keys():  # noqa: SIM118 – it is not a dict
                     shape = tuple(opened.get_slice(key).get_shape())
                     yield key, FilePart(file, key, shape, counted)
         except (OSError, SafetensorError) as error:

@@ -72,7 +72,7 @@ class FurtherArguments:
     def of(self, batch: Any) -> dict[str, Any]:
         """Return the arguments that a batch holds; a UsageError if one is missing that is needed.
 
-        A batch that is no dict holds none.
+        A batch that is not a dict holds none.
         """
         if not self._needed and not self._optional:
             return {}

@@ -37,7 +37,7 @@ class Observed:
     # whether torch's loss functions showed its divisor; None: not computed in this process
     told: bool | None = None
     accumulates: bool = False  # whether the step that runs has several micro-batches
-    has_odd_targets: bool = False  # some are no probabilities, and a warning has said so
+    has_odd_targets: bool = False  # some are not probabilities, and a warning has said so
     # whether to look for auxiliary terms and divisors, while losses are compared
     looks: bool = False
     # whether terms depend on how a batch is divided: the load balancing of experts

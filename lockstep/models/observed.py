@@ -43,7 +43,7 @@ class LossCalls:
         self.means: list[Mean] = []
         # how many returned a sum, or one loss per element, which the caller reduced itself
         self.others = 0
-        # the targets of a binary cross entropy that takes any number, where one is no probability
+        # the targets of a binary cross entropy that takes any number, of which one is not in [0, 1]
         self.odd_targets: Tensor | None = None
         self.before: dict[str, Callable[..., Tensor]] = {}  # the original functions
 

@@ -90,7 +90,7 @@ def _is_largest(values: Tensor) -> Tensor:
 
 
 def odd(values: Tensor) -> Tensor:
-    """Return which values are no probabilities."""
+    """Return which values are not probabilities."""
     return ~((values >= 0) & (values <= 1))
 
 

@@ -47,7 +47,7 @@ def saved_config(folder: str, auto: str) -> Any:
         config = peft.PeftConfig.from_pretrained(str(path))
     except Exception as error:  # JSON, types and values of many kinds
         raise UsageError(
-            f"{path / _CONFIG} is no config of an adapter",
+            f"{path / _CONFIG} is not a config of an adapter",
             where=WHERE,
             why=first_line(error),
             fix="save the adapter anew: model.save_pretrained(FOLDER), of the package peft",
@@ -86,7 +86,7 @@ def _require_files(path: Path) -> None:
     absent = [name for name in (_CONFIG, _WEIGHTS) if not (path / name).is_file()]
     if not absent:
         return
-    what = f"{path} is no folder of an adapter: it has no {' and no '.join(absent)}"
+    what = f"{path} is not a folder of an adapter: it has no {' and no '.join(absent)}"
     fix = (
         "name a folder that peft's save_pretrained or `lockstep checkpoint export RUN --to adapter"
         " --output FOLDER` has written"
@@ -141,7 +141,7 @@ def _read(file: Path, *, only_shapes: bool) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     try:
         with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118 — it is no mapping
+            for name in opened.keys():  # noqa: SIM118 — it is not a mapping
                 tensors[name.removeprefix(_OF_PEFT)] = (
                     torch.empty(opened.get_slice(name).get_shape(), device="meta")
                     if only_shapes

@@ -93,7 +93,7 @@ def _conversion(*, emulate: bool) -> Callable[[nn.Module], nn.Module]:
         what = "precision.fp8 needs torchao, which is not installed"
         fix = "pip install torchao, or write fp8: none"
         raise UsageError(what, where="precision.fp8", why=str(error), fix=fix) from None
-    # Samples × length of a micro-batch may be no multiple of 16 either: the sum over it is filled
+    # Samples × length of a micro-batch may not be a multiple of 16 either: the sum is filled
     # up with zeros.
     config = Float8LinearConfig(emulate=emulate, pad_inner_dim=not emulate)
 

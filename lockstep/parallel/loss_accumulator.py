@@ -86,7 +86,7 @@ def tensor_of(value: Number) -> Tensor:
 
 
 def bad_count(count: float, where: str) -> RunError:
-    """Return the error about a count of valid targets, or a sum of weights, that is no count."""
+    """Return the error about a count of valid targets, or a sum of weights, that is not a count."""
     return RunError(
         f"the number of valid targets, or the sum of their weights, is {count}",
         where=where,
@@ -327,7 +327,7 @@ class CarriedFigures(nn.Module):
                 exact - rounded for exact, rounded in zip((*losses, *counts), near, strict=True)
             ]
             if any(rest):
-                # of what is no number, nothing is left
+                # of what is not a number, nothing is left
                 finite = [each if math.isfinite(each) else 0.0 for each in rest]
                 self._write(self._rest, finite, micro_batches)
         self.figures.grad = None

@@ -22,5 +22,5 @@ SHARDING = str(torch.ops.fsdp.name)  # the namespace of FSDP2's
 
 
 def schema_of(target: Any) -> Any:
-    """Return an operator's schema (`is_mutable`, `arguments`), or None of what is no operator."""
+    """Return an operator's schema (`is_mutable`, `arguments`), or None if it is not an operator."""
     return getattr(target, "_schema", None)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from lockstep.verify.algebra import Relation
 
 UNKNOWN = "cause not known"
-ROUNDING = "rounding"  # kind of a cause that is no error
+ROUNDING = "rounding"  # kind of a cause that is not an error
 
 # Signs of a table.
 EQUAL = "✓"

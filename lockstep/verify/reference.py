@@ -7,8 +7,8 @@
 
 Random numbers are replaced by their means where the cut of a step into micro-batches changes, since
 masks have the shape of a micro-batch. A loss that couples the samples of a micro-batch has another
-gradient for each cut by its nature, which is no fault: then the gradient of a whole is no weighted
-sum of those of its parts.
+gradient for each cut by its nature, which is not a fault: then the gradient of a whole is not a
+weighted sum of those of its parts.
 """
 
 import pickle
@@ -276,7 +276,7 @@ def _judge_cut(cut: str, base: _CutStep, other: _CutStep, nudged: _CutStep | Non
     """Return the verdict on a step that was cut otherwise, and why it differs.
 
     Rounding, or last bits of parameters, may explain a difference, and so may a loss that couples
-    samples: these are no faults. Else the gradient of a larger micro-batch is a weighted sum of
+    samples: these are not faults. Else the gradient of a larger micro-batch is a weighted sum of
     those of its parts, and the weights say which fault it is.
     """
     title = TITLES[cut]

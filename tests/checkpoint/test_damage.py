@@ -160,7 +160,7 @@ def test_no_checkpoint_at_all_is_a_fresh_start(place: Place, tmp_path: Path) -> 
 @pytest.mark.fault(
     "checkpoint: folders with names like one",
     "step-100.tmp, step-100-old, xstep-100",
-    "they are no checkpoints",
+    "they are not checkpoints",
 )
 def test_trap_52_unfinished_folders_are_not_checkpoints(tmp_path: Path) -> None:
     """An unanchored pattern takes step-100.tmp for a checkpoint of step 100."""

@@ -132,5 +132,5 @@ def test_the_prefix_that_is_named_makes_it_right(tmp_path: Path) -> None:
 
 def test_values_that_are_no_numbers_are_told(tmp_path: Path) -> None:
     bad = {**weights(), "middle.bias": torch.tensor([1.0, float("nan"), 0.0, float("inf")])}
-    with pytest.warns(UserWarning, match=r"no numbers \(nan or inf\), in middle\.bias"):
+    with pytest.warns(UserWarning, match=r"not numbers \(nan or inf\), in middle\.bias"):
         imported(bad, tmp_path)

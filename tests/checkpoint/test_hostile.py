@@ -96,7 +96,7 @@ def test_trap_50_the_metadata_pickle_runs_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "program",
     [
-        b"ctorch\nload\n.",  # a name of torch that is no dtype
+        b"ctorch\nload\n.",  # a name of torch that is not a dtype
         b"ctorch\n_C\n.",
         b"ctorch.serialization\nload\n.",
         b"cbuiltins\neval\n(S'1'\ntR.",
@@ -229,13 +229,13 @@ def test_a_pipe_in_place_of_a_file_does_not_hang(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault(
-    "hostile: pickled items that are no tensors",
+    "hostile: pickled items that are not tensors",
     "an object beside the tensors",
     "never unpickled: refused",
 )
-@pytest.mark.promise("Everything that is no tensor is JSON.")
+@pytest.mark.promise("Everything that is not a tensor is JSON.")
 def test_stored_objects_are_never_unpickled(tmp_path: Path) -> None:
-    """DCP loads what is no tensor with a full unpickler."""
+    """DCP loads what is not a tensor with a full unpickler."""
     path = save(tmp_path, 1)
     metadata = stored_metadata(path)
     metadata.state_dict_metadata["count"] = BytesStorageMetadata()

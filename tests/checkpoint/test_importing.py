@@ -248,8 +248,8 @@ def outcomes(source: Path, output: Path, found: Counter[str]) -> None:
 
 @pytest.mark.fault(
     "hostile: weights of another trainer that are damaged or odd",
-    "files cut, with other bytes, indices that are none, names that are no text, tensors that would"
-    " grow in memory",
+    "files cut, with other bytes, indices that are none, names that are not text, tensors that"
+    " would grow in memory",
     "imported, or refused with one message; no traceback, and nothing is left behind",
 )
 def test_damaged_files_are_imported_or_refused_with_a_message(tmp_path: Path, model: Tied) -> None:

@@ -31,7 +31,7 @@ def test_only_the_newest_stays_and_later_ones_go_on_a_way_back(tmp_path: Path) -
     for step in (1, 2, 3):
         saved(storage, step)
     draft = storage.begin("step-00000009")
-    assert storage.steps == [1, 2, 3], "a draft is no checkpoint"
+    assert storage.steps == [1, 2, 3], "a draft is not a checkpoint"
     storage.delete(draft)
     storage.delete_after(2)
     assert storage.steps == [1, 2]

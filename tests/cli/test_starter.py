@@ -66,7 +66,7 @@ def test_what_is_written_trains_and_is_proved(here: Path, started_in: list[str])
 def test_nothing_is_overwritten(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (here / "mine").mkdir()
     (here / "mine" / ".git").touch()
-    assert cli.main(["init", "mine"]) == 0, "hidden files are no hindrance"
+    assert cli.main(["init", "mine"]) == 0, "hidden files are not a hindrance"
     assert capsys.readouterr().out.splitlines()[1] == "  cd mine"
     message = refused(capsys, "init", "mine")
     assert "mine has files already: text, train.yaml" in message
@@ -172,7 +172,7 @@ def test_what_can_not_be_fine_tuned(here: Path, capsys: pytest.CaptureFixture[st
         (here / name / "config.json").write_text(text)
     write_rows(here / "chat.jsonl", BOTH)
     for model, data, message in [
-        ("empty", "chat.jsonl", "empty is no chat model: it has no config.json and no tok"),
+        ("empty", "chat.jsonl", "empty is not a chat model: it has no config.json and no tok"),
         ("broken", "chat.jsonl", "the config of broken can't be read"),
         ("bare", "chat.jsonl", "the tokenizer in bare has no chat template"),
         ("model", "nowhere.jsonl", "there is no file nowhere.jsonl"),

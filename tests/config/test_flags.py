@@ -109,9 +109,7 @@ def test_other_names_are_refused(name: str, words: tuple[str, ...]) -> None:
 
 
 def test_the_name_that_is_offered_is_taken() -> None:
-    """A last letter too many: what the advice says to write is no unknown setting, and no choice of
-    several.
-    """
+    """A last letter too many: the advice names one setting, which exists."""
     asked = 0
     for name in {info.name for info in all_keys().values()} | BY_NAME.keys():
         try:

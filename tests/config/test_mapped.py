@@ -43,7 +43,7 @@ def written(section: BaseModel, prefix: str = "") -> set[str]:
 
 
 def answers(theirs: str) -> list[str]:
-    """Keys, any of which is what `theirs` is called here; empty where it is no key or
+    """Keys, any of which is what `theirs` is called here; empty where it is not a key or
     is left out.
     """
     rows: list[ForeignName] = _matches(theirs)

@@ -305,7 +305,7 @@ def test_half_of_a_surrogate_pair_in_a_message_is_one_error(tmp_path: Path) -> N
     messages = [{"role": "user", "content": "half \ud83d"}, ANSWER]
     for content in (messages, "half \ud83d"):
         encoder = Encoder(tokenizer, Filters(), ChatTemplate(tokenizer))
-        with pytest.raises(UsageError, match=r"chat:1 holds \\ud83d, which is no character"):
+        with pytest.raises(UsageError, match=r"chat:1 holds \\ud83d, which is not a character"):
             encoder.encode(Record(content, "chat:1", 1))
 
 

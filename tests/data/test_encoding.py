@@ -148,5 +148,5 @@ def is_worker_of(process: psutil.Process, folder: Path) -> bool:
 def test_half_of_a_surrogate_pair_is_one_error_with_its_line(workers: int) -> None:
     record = Record("half \ud83d of a pair", "a.jsonl:2", 1)
     encoder = Encoder(Tokenizer("bytes"), Filters())
-    with pytest.raises(UsageError, match=r"a\.jsonl:2 holds \\ud83d, which is no character"):
+    with pytest.raises(UsageError, match=r"a\.jsonl:2 holds \\ud83d, which is not a character"):
         list(encoded([(0, record)], encoder, workers))

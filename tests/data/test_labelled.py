@@ -120,7 +120,7 @@ def test_classes_are_in_the_order_in_which_they_are_named(tmp_path: Path) -> Non
         (texts("a", 1), {}, r"labels are texts and numbers: 'a' of .*:1, and 1 of .*:2"),
         (texts("a", ["b"]), {}, r"the label of .*:2 is \[\"b\"\], and that of .*:1 \"a\""),
         (texts("a", 0.5), {}, r"the label of .*:2 is 0.5, and that"),
-        (texts(0, -1), {}, r"the label -1 of .*:2 is no class"),
+        (texts(0, -1), {}, r"the label -1 of .*:2 is not a class"),
         (texts([1, 0], [1]), {}, r"the label of .*:2 is \[1\], and the first has 2 numbers"),
         (texts([1, 2]), {}, r"is a list of \[1, 2\](.|\n)*1 and 0 for each class"),
         (texts({"a": 1}), {}, r"the label of .*:1 is {\"a\": 1}"),

@@ -1,4 +1,4 @@
-"""Losses that are no numbers, and spikes: skipped, gone back from, or the end."""
+"""Losses that are not numbers, and spikes: skipped, gone back from, or the end."""
 
 import math
 import pickle

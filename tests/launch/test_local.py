@@ -146,13 +146,13 @@ def test_trap_33_the_number_of_processes_is_said_and_is_never_the_number_of_core
     "one message, about the first cause",
 )
 def test_the_first_cause_is_told_once(tmp_path: Path, launch: Launch) -> None:
-    """Rank 0's connection to rank 1 is gone, and it says so first: that is no cause."""
+    """Rank 0's connection to rank 1 is gone, and it says so first: that is not a cause."""
     script(
         tmp_path,
         """
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 def inner():
-    raise ValueError("the loss is no number")
+    raise ValueError("the loss is not a number")
 if RANK == 1:
     open("gone", "w").close()
     time.sleep(0.05)
@@ -165,7 +165,7 @@ raise RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:64706")
     ended = launch("--nproc-per-node", "2", "script.py")
     assert ended.code == 1
     assert ended.err.startswith(
-        "lockstep: rank 1 of 2 failed: ValueError: the loss is no number\n"
+        "lockstep: rank 1 of 2 failed: ValueError: the loss is not a number\n"
     ), ended.err
     assert ended.err.count("lockstep:") == 1
     assert re.search(r"where: host .*, script.py:8", ended.err)

@@ -25,7 +25,7 @@ from lockstep.launch.options import LaunchOptions
         ({"max_restarts": -1}, "--max-restarts"),
         ({"master_port": 70000}, "--master-port"),
         ({"rdzv_conf": {"last_call": "5"}}, "write last_call_timeout"),
-        ({"rdzv_conf": {"timeout": "soon"}}, "timeout=soon is no number"),
+        ({"rdzv_conf": {"timeout": "soon"}}, "timeout=soon is not a number"),
         ({"rdzv_conf": {"is_host": "maybe"}}, "is_host=maybe"),
     ],
 )

@@ -28,7 +28,7 @@ def place(folder):
 
 def fails():
     if os.environ["RANK"] == "1":
-        raise ValueError("the loss is no number")
+        raise ValueError("the loss is not a number")
     time.sleep(600)
 
 def dies():
@@ -102,7 +102,7 @@ def test_the_first_error_is_raised_once(said: Ended) -> None:
     told = json.loads((said.folder / "said.json").read_text())
     kind, text, _ = told["fails"]
     assert kind == "RunError"
-    assert text.startswith("rank 1 of 2 failed: ValueError: the loss is no number")
+    assert text.startswith("rank 1 of 2 failed: ValueError: the loss is not a number")
     assert "script.py:11" in text
     assert told["dies"][1].startswith("rank 1 of 2 failed: the program left with code 3")
     assert told["refuses"][:2] == [
@@ -113,7 +113,7 @@ def test_the_first_error_is_raised_once(said: Ended) -> None:
         "peers, which would sleep for ten minutes, are not waited for"
     )
     assert said.err.count("Traceback") == 2, (
-        "of the errors that are no messages to the user, one each"
+        "of the errors that are not messages to the user, one each"
     )
 
 

@@ -150,7 +150,7 @@ def test_a_wrapper_that_names_no_argument_gets_a_dict_by_keyword() -> None:
 
 
 def test_samples_are_counted_in_the_first_tensor_wherever_it_lies() -> None:
-    """What is no tensor passes through a batch, and may come first."""
+    """What is not a tensor passes through a batch, and may come first."""
     assert num_samples({"names": ["a", "b"], "x": torch.zeros(3, 2)}) == 3
     assert num_samples((["a"], {"deep": [torch.zeros(4)]})) == 4
     with pytest.raises(UsageError, match="holds no tensor"):

@@ -118,7 +118,7 @@ def test_llamas_with_stretched_positions(rope: dict[str, Any]) -> None:
     ours, theirs = pair("llama", max_position_embeddings=32, **args)
     ids = texts(length=20)["input_ids"]
     torch.testing.assert_close(ours(ids), theirs(ids).logits, rtol=1e-5, atol=1e-5)
-    # its angles depend on the length: what was computed for one is no first value
+    # its angles depend on the length: what was computed for one is not a first value
     with torch.device("meta"):
         built = get_model("hf:llama")(max_position_embeddings=32, **SIZES["llama"], **args)
     assert built.lm_head.weight.is_meta == (rope["rope_type"] != "dynamic")

@@ -110,12 +110,12 @@ def as_a_pickle(folder: Path) -> None:
     ("edit", "says"),
     [
         (shutil.rmtree, "there is no folder"),
-        (lambda folder: (folder / WEIGHTS).unlink(), f"no folder of an adapter.* no {WEIGHTS}"),
+        (lambda folder: (folder / WEIGHTS).unlink(), f"not a folder of an adapter.* no {WEIGHTS}"),
         (as_a_pickle, "adapter_model.bin is a pickle"),
         (cut_off, f"{WEIGHTS} can't be read"),
         (
             lambda folder: (folder / "adapter_config.json").write_text("{"),
-            "adapter_config.json is no config of an adapter",
+            "adapter_config.json is not a config of an adapter",
         ),
         (with_config(r=8), r"is \[4, \d+\](.|\n)*with r: 8 of adapter_config.json"),
         (with_config(target_modules=["w_proj"]), r"can't put these adapters(.|\n)*w_proj"),
@@ -126,7 +126,7 @@ def as_a_pickle(folder: Path) -> None:
         (with_config(target_modules=["q_proj"]), r"no layer of it takes .*down_proj"),
         (without_a_layer, r"it lacks .*layers\.1"),
         (with_config(init_lora_weights="pissa"), "began with init_lora_weights: pissa"),
-        (with_config(peft_type="IA3"), r"is no config|of the kind"),
+        (with_config(peft_type="IA3"), r"is not a config|of the kind"),
         (with_config(task_type="SEQ_CLS"), r"auto: AutoModelForSequenceClassification"),
     ],
 )

@@ -326,7 +326,7 @@ def test_ranks_refuse_it_together() -> None:
             assert f"changes the buffer level, first {when}" in text
 
 
-# ---- what the step itself writes, at its end, is no state of the forward pass ----
+# ---- what the step itself writes, at its end, is not a state of the forward pass ----
 
 
 class Balancing(nn.Module):

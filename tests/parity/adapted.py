@@ -177,7 +177,7 @@ def reduced(name: str, topologies: list[str]) -> dict[tuple[str, bool], tuple[in
 
 
 def many(cases: Sequence[tuple[Any, ...]]) -> list[Adapted | str]:
-    """`run` of each case; an error that is no refusal is a case's result."""
+    """`run` of each case; an error that is not a refusal is a case's result."""
     results: list[Adapted | str] = []
     for case in cases:
         try:

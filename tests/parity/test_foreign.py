@@ -143,7 +143,7 @@ def run_gan_by_hand(topology: str) -> Run:
 
 
 def run_all(cases: Sequence[Case]) -> list[Run | str]:
-    """On every rank: all cases; an error that is no refusal is a case's result."""
+    """On every rank: all cases; an error that is not a refusal is a case's result."""
     results: list[Run | str] = []
     for case in cases:
         try:

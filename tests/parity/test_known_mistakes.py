@@ -16,7 +16,7 @@ Findings 6 and 13 were not found in what could be read of it. torchtitan#3280, 3
 is shown left out the ranks of `context` beside `tensor`. Losses are compared here.
 ROCm/TransformerEngine PR 715: weights are marked as cut that are not, and counted once for each
 rank in the norm. There
-    are no marks: a plan names what is cut, and the first rank counts the rest.
+    are not marks: a plan names what is cut, and the first rank counts the rest.
 """
 
 from pathlib import Path

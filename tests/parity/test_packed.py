@@ -129,7 +129,7 @@ def difference(found: Tensor, expected: Tensor) -> float:
 
 
 def made(name: str, dtype: torch.dtype) -> nn.Module:
-    """A model whose weights are no symmetric start, without dropout."""
+    """A model whose weights are not a symmetric start, without dropout."""
     if name.startswith("hf:"):
         from lockstep.models.hf_causal import meet_protocol
         from tests.models.config_changes import built

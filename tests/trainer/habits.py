@@ -242,7 +242,7 @@ def all_of(strategies: list[str], names: list[str]) -> dict[tuple[str, str, bool
     for strategy in strategies:
         for name in names:
             if name == "teacher" and strategy == "pipeline":
-                continue  # it is no chain
+                continue  # it is not a chain
             for exact in (False, True):
                 found[name, strategy, exact] = ours(name, strategy, reproducible=exact)
     return found

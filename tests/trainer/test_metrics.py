@@ -21,7 +21,7 @@ from tests.parity.same_bits import trainer_for
 from tests.parity.toy import Tokens
 from tests.ranks import run_ranks
 
-# 53 is no multiple of any batch here
+# 53 is not a multiple of any batch here
 SAMPLES = 53
 CLASSES = 3
 

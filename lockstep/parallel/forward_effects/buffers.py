@@ -267,7 +267,7 @@ class RunningBuffers(AroundMicroBatch):
         return 1 if self.random_state is None else self.random_state.step + 1
 
     def begin_evaluation(self) -> None:
-        """Prepare for forward passes that are no step's.
+        """Prepare for forward passes that do not belong to a step.
 
         Buffers that are combined are left alone by them.
         """

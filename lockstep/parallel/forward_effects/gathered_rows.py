@@ -10,7 +10,7 @@ comparison with them:
                after the other, round the end, and the pointer stands behind the last one
     a bank     in a module without a pointer: the elements that differ, each at its own position.
                Two micro-batches can't write the same element: which one came last would be lost
-    a count    a whole number that is no queue's pointer: the sum of what micro-batches add to it
+    a count    a whole number that is not a queue's pointer: the sum of what micro-batches add to it
 
 A queue of four slots, its pointer at 3, in a step of two micro-batches that write two slots each:
 both write slots 3 and 0 of their own copy. Laid one after the other, the first has slots 3 and 0,
@@ -159,8 +159,8 @@ class GatheredRows:
                 f" {listed([number.name for number in pointers])}"
             )
             fix = (
-                f"name its pointer {queue.attribute}_ptr, and what is no pointer otherwise; or give"
-                " that another way"
+                f"name its pointer {queue.attribute}_ptr, and what is not a pointer otherwise; or"
+                " give that another way"
             )
             raise UsageError(what, where=KEY, fix=fix)
         return pointers[0] if pointers else None
@@ -216,8 +216,8 @@ class GatheredRows:
             if name not in ends and min(after) < start:
                 what = f"{KEY}: gather: the forward pass takes {name} from {start} to {min(after)}"
                 why = (
-                    "it is no queue's pointer in its module, so what each micro-batch adds to it is"
-                    " added up"
+                    "it is not a queue's pointer in its module, so what each micro-batch adds to it"
+                    " is added up"
                 )
                 raise UsageError(what, where=KEY, why=why, fix=f"write {name}: rank0, or mean")
             first[name].fill_(ends.get(name, start + sum(end - start for end in after)))

@@ -55,7 +55,7 @@ class LoopDraw:
 
     @property
     def is_floating(self) -> bool:
-        """Return whether it is of numbers that are no positions or classes."""
+        """Return whether it is of numbers that are not positions or classes."""
         if isinstance(self.value, Tensor):
             return self.value.is_floating_point()
         if isinstance(self.value, np.ndarray):
@@ -204,7 +204,7 @@ def join(draws: Sequence[LoopDraw], shape: tuple[int, ...] | None, *, grows: boo
 
 
 def _shape(value: Any) -> tuple[int, ...] | None:
-    """Return the shape of numbers; None for what is no number."""
+    """Return the shape of numbers; None for what is not a number."""
     if isinstance(value, Tensor | np.ndarray):
         return tuple(value.shape)
     if isinstance(value, list):

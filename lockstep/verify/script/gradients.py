@@ -322,7 +322,7 @@ def coupling_cause(evidence: GradientEvidence, alone: Sequence[Values]) -> Cause
     if not all(is_same(gradient, mean_of(alone)) for gradient in evidence.ranks):
         return None
     text = (
-        "the loss of the whole batch is no mean of the losses of its parts: it couples samples"
+        "the loss of the whole batch is not a mean of the losses of its parts: it couples samples"
         " (negatives or a balance over the batch, statistics of the batch), or has terms that are"
         " divided by different counts"
     )

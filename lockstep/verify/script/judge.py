@@ -493,7 +493,7 @@ class _Judgement(ScriptComparison):
             )
 
     def _excuse(self, cause: Cause, why: str, *, by: str) -> None:
-        """Keep a cause as something that is no error, with the reason and how it was found."""
+        """Keep a cause as something that is not an error, with the reason and how it was found."""
         self.outcome.causes.remove(cause)
         excused = replace(
             cause,

@@ -268,7 +268,7 @@ class TrainedBatches(NamedTuple):
 def step_batches(record: ScriptRecord, step: int) -> TrainedBatches | None:
     """Return the training loader, and which of its batches a step trains on.
 
-    None if batches are no passes.
+    None if batches are not passes.
     """
     loader = record.training_loader
     if loader is None:

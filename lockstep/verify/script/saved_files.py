@@ -53,7 +53,7 @@ class SavedFiles:
                 self.save(given[1])
 
     def save(self, path: Any) -> None:
-        """Note a file that is about to be saved; what is no path is left alone."""
+        """Note a file that is about to be saved; what is not a path is left alone."""
         if not isinstance(path, str | os.PathLike):
             return
         file = _absolute(path)
