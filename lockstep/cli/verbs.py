@@ -560,10 +560,10 @@ def _verify_script(parser: Parser, args: argparse.Namespace, after_dashes: list[
         script = args.words[0]
         arguments = [*args.words[1:], *after_dashes]
     else:
-        from lockstep.verify.launchers import with_ranks
+        from lockstep.verify.launchers import plain_script, with_ranks
 
-        script, typed_ranks = with_ranks(after_dashes)
-        arguments = []
+        command, typed_ranks = with_ranks(after_dashes)
+        script, *arguments = plain_script(after_dashes) or [command]
         if not ranks and typed_ranks is not None and typed_ranks > 1:
             ranks = str(typed_ranks)
     return run_script(

@@ -17,7 +17,7 @@ from lockstep.verify import text
 from lockstep.verify.command import starter_of
 from lockstep.verify.comparison_result import Outcome
 from lockstep.verify.config_pair import compare_configs, losses_of_configs
-from lockstep.verify.launchers import with_ranks
+from lockstep.verify.launchers import plain_script, with_ranks
 from lockstep.verify.proof import require_startable
 from lockstep.verify.script.pair import PairedLosses, compare_scripts, paired_losses
 from lockstep.verify.script.runs import Runs, script_starter, start_command
@@ -44,6 +44,9 @@ class Program:
                 raise UsageError(f"there is no script {words[0]}", fix="name a file that trains")
             return Program((*words, *arguments), is_script=True, ranks=None)
         command, ranks = with_ranks([*words, *arguments])
+        script = plain_script([*words, *arguments])
+        if script is not None:
+            return Program(tuple(script), is_script=True, ranks=ranks)
         return Program((command,), is_script=False, ranks=ranks)
 
     def runs(self, name: str, steps: int, folder: Path) -> Runs:

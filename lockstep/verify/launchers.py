@@ -12,9 +12,11 @@ Tests: tests/verify/test_launchers.py
 
 import re
 import shlex
+import shutil
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import PurePath
+from pathlib import Path, PurePath
 
 from lockstep.errors import UsageError
 
@@ -44,6 +46,8 @@ _LAUNCHERS = (
     _Launcher("mpirun", _OF_MPI),
     _Launcher("mpiexec", _OF_MPI),
 )
+# What starts a script without anything of its own, in the order in which they are looked for.
+_OF_SCRIPTS = ("torchrun", "python -m torch.distributed.run", "python")
 _HOSTS = ("--nnodes", "--num_machines", "--num-machines", "--num_nodes", "--num-nodes")
 _OF_PYTHON = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "{n}"]
 
@@ -90,6 +94,32 @@ def with_ranks(words: Sequence[str]) -> tuple[str, int | None]:
         return shlex.join([*before, *command]), int(value) if value.isdecimal() else None
     command[begin:begin] = [launcher.options[0], "{n}"]
     return shlex.join([*before, *command]), None
+
+
+def plain_script(words: Sequence[str]) -> list[str] | None:
+    """Return the script of a command, and its arguments, if torch's launcher alone starts it here.
+
+    Ranks of a script are started from processes that have torch loaded already, within a second;
+    a launcher and its ranks load it once each. None if the command asks for anything else than a
+    number of ranks, runs a module, or is of another environment.
+    """
+    known = next((known for known in _OF_SCRIPTS if _begins_with(words, known.split())), None)
+    if known is None or any("{" in word for word in words) or not _is_here(words[0]):
+        return None
+    at = len(known.split())
+    while at < len(words) and not words[at].endswith(".py"):
+        name, equals, _ = words[at].partition("=")
+        if known == "python" or name not in (*_OF_TORCH, "--standalone"):
+            return None
+        at += 1 if equals or name == "--standalone" else 2
+    script = [*words[at:]]
+    return script if script and Path(script[0]).is_file() else None
+
+
+def _is_here(program: str) -> bool:
+    """Return whether a program is one of the environment that runs this."""
+    found = shutil.which(program)
+    return found is not None and Path(found).parent == Path(sys.executable).parent
 
 
 def _is_python(word: str) -> bool:

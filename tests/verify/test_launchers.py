@@ -1,9 +1,13 @@
 """Commands as people type them are given the number of ranks to verify."""
 
+import shutil
+import sys
+from pathlib import Path
+
 import pytest
 
 from lockstep.errors import UsageError
-from lockstep.verify.launchers import with_ranks
+from lockstep.verify.launchers import plain_script, with_ranks
 
 RUN = "-m torch.distributed.run --standalone --nproc-per-node '{n}'"
 
@@ -64,3 +68,32 @@ def test_what_can_not_be_replaced_is_refused() -> None:
     says = "--nnodes 2 is for several hosts, and verify runs the command on this one"
     with pytest.raises(UsageError, match=says):
         with_ranks(["torchrun", "--nnodes", "2", "--nproc-per-node", "2", "train.py"])
+
+
+@pytest.mark.parametrize(
+    ("typed", "script"),
+    [
+        ("torchrun --nproc-per-node 2 train.py --lr 1", "train.py --lr 1"),
+        ("torchrun --standalone --nproc_per_node=8 train.py", "train.py"),
+        ("python -m torch.distributed.run --nproc-per-node 2 train.py", "train.py"),
+        ("python train.py -m", "train.py -m"),
+        ("torchrun --nproc-per-node 2 --max-restarts 3 train.py", None),
+        ("torchrun --nproc-per-node 2 -m package.train", None),
+        ("torchrun --nproc-per-node 2 nowhere.py", None),
+        ("torchrun --nproc-per-node {n} train.py", None),
+        ("python -O train.py", None),
+        ("python -m package.train", None),
+        ("accelerate launch train.py", None),
+        ("OMP_NUM_THREADS=1 torchrun train.py", None),
+        ("/usr/bin/python train.py", None),
+        ("", None),
+    ],
+)
+def test_a_script_that_torch_alone_starts_needs_no_launcher(
+    typed: str, script: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").touch()
+    here = Path(sys.executable).parent
+    monkeypatch.setattr(shutil, "which", lambda name: str(here / name))
+    assert plain_script(typed.split()) == (None if script is None else script.split())
