@@ -164,6 +164,7 @@ def test_the_line_at_which_samples_meet() -> None:
         with TracedOperations(lambda: ("", FORWARD), found.append):
             scaled = images * 2
             torch.arange(rows)
+            (scaled > 4).nonzero()  # positions, which are other in a larger batch
             logits = scaled @ images.T  # they meet
             logits.mean()
         return found

@@ -60,6 +60,7 @@ class TracedOperation:
     own: str = ""  # line of the user's own code that is nearest to it
     memory: int = 0  # address of what it returned
     inputs: tuple[GivenTensor, ...] = ()  # each tensor that it was given
+    is_floating: bool = True  # whether it returned no positions, classes or counts
 
 
 @dataclass(frozen=True)
@@ -167,7 +168,19 @@ class TracedOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         given = sum(each.magnitude for each in inputs)
         bits = int(fingerprint(result.detach()))
         self._note(
-            TracedOperation(name, module, line, phase, given, returned, bits, own, memory, inputs)
+            TracedOperation(
+                name,
+                module,
+                line,
+                phase,
+                given,
+                returned,
+                bits,
+                own,
+                memory,
+                inputs,
+                result.is_floating_point(),
+            )
         )
 
 
@@ -255,7 +268,8 @@ def line_that_couples(
     """Return the user's own line of the first operation that makes samples depend on each other.
 
     What it returns for all samples is neither the sum nor the mean of what it returns for each
-    part of them. Empty if there is none, or operations are not the same.
+    part of them. Positions in a batch, as `nonzero` returns them, are neither anyway, and left out.
+    Empty if there is none, or operations are not the same.
     """
     for of_all, *of_parts in zip(together, *parts, strict=False):
         if of_all.phase != FORWARD or any(part.name != of_all.name for part in of_parts):
@@ -263,7 +277,7 @@ def line_that_couples(
         total = sum(part.returned for part in of_parts)
         is_sum = not _differ(total, of_all.returned)
         is_mean = not _differ(1 / len(of_parts) * total, of_all.returned)
-        if of_all.inputs and not is_sum and not is_mean:
+        if of_all.inputs and of_all.is_floating and not is_sum and not is_mean:
             line: str = of_all.own
             return line
     return ""
