@@ -5,8 +5,8 @@ files in an invisible draft (`write`), and state, config and, last, the manifest
 the checkpoint exists.
 
     checkpoints/step-00000100/
-      manifest.json        format version, files {size, crc32}, parameters {shape, dtype, aliases};
-                           its own checksum is the last line
+      manifest.json        format version, files {size, crc32, that of each MiB}, parameters {shape,
+                           dtype, aliases}; its own checksum is the last line
       model/               the tensors of the model      (torch.distributed.checkpoint's format)
       optimizer/NAME/      the state of an optimizer     "
       extra/NAME/          EMA, compression state, …     "

@@ -115,6 +115,14 @@ class DisksClient(ObjectClient):
             raise OSError(f"{self.url}/{key} gave {len(data)} of {length} bytes")
         return data
 
+    def get_within(self, key: str, limit: int) -> bytes | None:
+        return None if self.size(key) > limit else self.get(key)
+
+    def get_piece(self, key: str, start: int, length: int, size: int) -> memoryview:
+        if (has := self.size(key)) != size:
+            raise OSError(f"{self.url}/{key} has {has} bytes, where {size} were written")
+        return memoryview(self.get_range(key, start, length))
+
     def size(self, key: str) -> int:
         return self._first(key, lambda disk: disk.size(key))
 

@@ -10,7 +10,7 @@ Tests: tests/checkpoint/test_hostile.py, tests/checkpoint/test_damage.py
 import json
 import re
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NoReturn
@@ -19,7 +19,7 @@ import torch
 
 from lockstep.checkpoint.posix import locate
 from lockstep.checkpoint.storage import MANIFEST, Checkpoint, FileInfo, Location, step_of
-from lockstep.errors import RunError, UsageError
+from lockstep.errors import RunError, UsageError, listed
 from lockstep.machine.progress import Advance, progress_of
 
 JSON_LIMIT = 256 << 20  # bytes: about two million parameters in a manifest
@@ -88,6 +88,7 @@ CONFIG = "config.yaml"
 METADATA = ".metadata"  # in each part: where each block lies in its tensor files
 MODEL = "model"
 
+_DIGITS = 8  # of a CRC-32
 _PART = re.compile(r"model|(?:optimizer|extra)/[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _TENSOR_FILE = re.compile(r"\.metadata|__[0-9]+_[0-9]+\.distcp|rank-[0-9]{5,}\.raw")
 
@@ -99,6 +100,13 @@ class DamagedError(RunError):
 def unreadable_error(where: str, why: object) -> DamagedError:
     """Return the error for a file that exists but is not what was written."""
     return DamagedError("a checkpoint can't be read", where=where, why=str(why))
+
+
+def damaged_error(checkpoint: Location, problems: Sequence[str]) -> DamagedError:
+    """Return the error for a checkpoint with problems, a line for each."""
+    fix = "resume from an older one: `lockstep checkpoint verify RUN` shows which are whole"
+    why = listed(sorted(problems))
+    return DamagedError(f"the checkpoint {checkpoint} is damaged", why=why, fix=fix)
 
 
 def raw_file(part: str, rank: int) -> str:
@@ -149,6 +157,7 @@ class Manifest:
         """Return the manifest as JSON; its last line is its checksum."""
         files = {
             path: {"size": f.size, "crc32": None if f.crc32 is None else f"{f.crc32:08x}"}
+            | ({"marks": "".join(f"{mark:08x}" for mark in f.marks)} if f.marks else {})
             for path, f in sorted(self.files.items())
         }
         parameters = {
@@ -187,7 +196,9 @@ class Manifest:
         manifest = cls(
             step=count_of(content["step"]),
             files={
-                path: FileInfo(count_of(info["size"]), _crc32_of(info["crc32"]))
+                path: FileInfo(
+                    count_of(info["size"]), _crc32_of(info["crc32"]), _marks_of(info.get("marks"))
+                )
                 for path, info in content["files"].items()
             },
             parameters={
@@ -214,6 +225,8 @@ class Manifest:
             stray += [path] * (path not in (STATE, CONFIG) and not tensors)
         if stray:
             raise ValueError(f"it lists {stray[0]!r}, which no checkpoint holds")
+        if odd := [path for path, info in self.files.items() if info.marks and not info.is_marked]:
+            raise ValueError(f"it has another number of checksums than {odd[0]} needs")
         needed = [STATE, CONFIG]
         if self.ranks is None:
             needed += [f"{part}/{METADATA}" for part in self.parts]
@@ -238,6 +251,15 @@ def _crc32_of(value: Any) -> int | None:
     return None if value is None else int(text_of(value), 16)
 
 
+def _marks_of(value: Any) -> tuple[int, ...]:
+    """Return checksums of eight hexadecimal digits each, one after the other; none for None."""
+    digits = "" if value is None else text_of(value)
+    if len(digits) % _DIGITS:
+        raise ValueError("it has a checksum that is cut short")
+    starts = range(0, len(digits), _DIGITS)
+    return tuple(int(digits[start : start + _DIGITS], 16) for start in starts)
+
+
 def _entries(name: str, entries: Mapping[str, Any]) -> list[str]:
     rows = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in entries.items()]
     return [f'"{name}": {{', *(row + "," for row in rows[:-1]), *rows[-1:], "},"]
@@ -256,17 +278,34 @@ def read_manifest(path: Checkpoint) -> Manifest:
     a damaged manifest.
     """
     checkpoint = locate(path)
+    return parse_manifest(checkpoint, read_manifest_bytes(checkpoint))
+
+
+def read_manifest_bytes(checkpoint: Location) -> bytes:
+    """Return the manifest as it is stored; raise as `read_manifest` if there is none."""
     try:
-        manifest = Manifest.from_bytes(checkpoint.read(MANIFEST, JSON_LIMIT))
+        return checkpoint.read(MANIFEST, JSON_LIMIT)
     except (FileNotFoundError, NotADirectoryError) as error:
         if isinstance(error, NotADirectoryError) or not checkpoint.storage.exists(checkpoint.name):
             fix = "give a folder checkpoints/step-…; `lockstep checkpoint list RUN_DIR` names them"
             raise UsageError(f"there is no checkpoint at {checkpoint}", fix=fix) from None
         why = "it is not a checkpoint, or was only partly copied"
         raise DamagedError(f"{checkpoint} has no {MANIFEST}", why=why) from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        what = "the manifest of a checkpoint is damaged"
-        raise DamagedError(what, where=f"{checkpoint}/{MANIFEST}", why=str(error)) from None
+    except (OSError, ValueError) as error:
+        raise _damaged_manifest(checkpoint, error) from None
+
+
+def _damaged_manifest(checkpoint: Location, error: Exception) -> DamagedError:
+    what = "the manifest of a checkpoint is damaged"
+    return DamagedError(what, where=f"{checkpoint}/{MANIFEST}", why=str(error))
+
+
+def parse_manifest(checkpoint: Location, data: bytes) -> Manifest:
+    """Return the manifest of a checkpoint from its bytes; raise as `read_manifest`."""
+    try:
+        manifest = Manifest.from_bytes(data)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _damaged_manifest(checkpoint, error) from None
     named = step_of(checkpoint.name)
     if named is not None and named != manifest.step:
         raise DamagedError(

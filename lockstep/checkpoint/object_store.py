@@ -26,17 +26,25 @@ import io
 import json
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from lockstep.checkpoint.local_cache import LocalCache
 from lockstep.checkpoint.manifest import Manifest, read_manifest
 from lockstep.checkpoint.posix import ABANDONED_SECONDS, draft_name, is_draft, writer_has_ended
-from lockstep.checkpoint.storage import MANIFEST, ByteSink, Location, Storage, step_of
-from lockstep.division import ceil_div
+from lockstep.checkpoint.storage import (
+    MANIFEST,
+    ByteSink,
+    FilePiece,
+    Location,
+    Storage,
+    step_of,
+)
+from lockstep.division import ceil_div, round_up
 from lockstep.errors import LockstepError
 from lockstep.files.object_client import RETRY_SECONDS, ObjectClient
 from lockstep.heartbeat.writer import went_forward
@@ -113,7 +121,7 @@ class ObjectStorage(Storage):
     @contextmanager
     def open(self, name: str, file: str) -> Iterator[BinaryIO]:
         """Open a file for reading; only the ranges that are read are sent, and a little ahead."""
-        draft = name if is_draft(name) else self._draft_of(name)
+        draft = self.pinned(name)
         if (cached := self._cached(draft, file)) is not None:
             with cached:
                 yield cached
@@ -130,6 +138,56 @@ class ObjectStorage(Storage):
             parts = [_part(key, number) for number in range(ceil_div(size, PART_BYTES))]
         with io.BufferedReader(_Reader(self._client, self._pool, parts, size), 1 << 20) as stream:
             yield cast(BinaryIO, stream)
+
+    def read(self, name: str, file: str, limit: int) -> bytes:
+        """Return the content of a file, in one request if it is one object."""
+        draft = self.pinned(name)
+        if self._cache is None or file == MANIFEST:
+            with suppress(FileNotFoundError):  # it is of several parts
+                data = self._client.get_within(f"data/{draft}/{file}", limit)
+                if data is not None:
+                    return data
+        return super().read(draft, file, limit)
+
+    def pinned(self, name: str) -> str:
+        """Return the name of the draft, under which nothing is ever overwritten."""
+        return name if is_draft(name) else self._draft_of(name)
+
+    def read_pieces(
+        self, name: str, pieces: Sequence[FilePiece]
+    ) -> Generator[tuple[FilePiece, memoryview], None, None]:
+        """Yield the bytes of pieces in order, while the next ones are on their way.
+
+        A file's size tells its objects, which are not asked for theirs first.
+        """
+        draft = self.pinned(name)
+        under_way: deque[tuple[FilePiece, Future[memoryview]]] = deque()
+        try:
+            for piece in pieces:
+                if (cached := self._cached(draft, piece.file)) is not None:
+                    cached.close()
+                    yield from super().read_pieces(draft, [piece])
+                    continue
+                for within in _within_objects(piece):
+                    if len(under_way) > _IN_FLIGHT:
+                        earlier, data = under_way.popleft()
+                        yield earlier, data.result()
+                    under_way.append((within, self._pool.submit(self._get, draft, within)))
+            while under_way:
+                earlier, data = under_way.popleft()
+                yield earlier, data.result()
+        finally:
+            for _, data in under_way:
+                data.cancel()
+
+    def _get(self, draft: str, piece: FilePiece) -> memoryview:
+        """Return bytes of one object."""
+        key = f"data/{draft}/{piece.file}"
+        if piece.size <= PART_BYTES:
+            return self._client.get_piece(key, piece.begin, piece.end - piece.begin, piece.size)
+        number, begin = divmod(piece.begin, PART_BYTES)
+        part_size = min(PART_BYTES, piece.size - number * PART_BYTES)
+        return self._client.get_piece(_part(key, number), begin, piece.end - piece.begin, part_size)
 
     def begin(self, name: str) -> str:
         draft = draft_name(name)
@@ -386,6 +444,15 @@ class _Reader(io.RawIOBase):
                 self._ahead[part] = self._pool.submit(
                     self._client.get_range, self._parts[part], 0, self._length(part)
                 )
+
+
+def _within_objects(piece: FilePiece) -> Iterator[FilePiece]:
+    """Yield the parts of a piece that lie in one object each."""
+    begin = piece.begin
+    while begin < piece.end:
+        end = min(piece.end, round_up(begin + 1, PART_BYTES))
+        yield replace(piece, begin=begin, end=end)
+        begin = end
 
 
 def _part(key: str, number: int) -> str:

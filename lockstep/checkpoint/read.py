@@ -87,12 +87,7 @@ class ShardedReader:
 
     def read_into(self, blocks: dict[str, TensorBlock]) -> None:
         """Fill the blocks from the files of the ranks that wrote parts of them."""
-        items: dict[StoredAt, list[ReadItem]] = defaultdict(list)
-        for name, block in blocks.items():
-            if block.tensor.numel():
-                chunk = ChunkStorageMetadata(torch.Size(block.offset), block.tensor.size())
-                for item in read_items(name, self.stored.tensors[name], chunk):
-                    items[self.stored.places[item.storage_index]].append(item)
+        items = self._items(blocks)
         places: dict[str, list[StoredAt]] = defaultdict(list)
         for place in items:
             places[place.relative_path].append(place)
@@ -104,10 +99,30 @@ class ShardedReader:
                     else:
                         self._read_run(stream, run, items, blocks)
 
+    def needed(self, blocks: Mapping[str, TensorBlock]) -> dict[str, list[tuple[int, int]]]:
+        """Return, by file, where the bytes begin and end that `read_into` reads.
+
+        A block that is not in the checkpoint needs none.
+        """
+        here = {name: block for name, block in blocks.items() if name in self.stored.tensors}
+        needed: dict[str, list[tuple[int, int]]] = defaultdict(list)
+        for place in self._items(here):
+            needed[f"{self.part}/{place.relative_path}"].append((place.offset, place.end))
+        return dict(needed)
+
+    def _items(self, blocks: Mapping[str, TensorBlock]) -> dict[StoredAt, list[ReadItem]]:
+        """Return, by stored block, the parts of it that fill the blocks."""
+        items: dict[StoredAt, list[ReadItem]] = defaultdict(list)
+        for name, block in blocks.items():
+            if block.tensor.numel():
+                chunk = ChunkStorageMetadata(torch.Size(block.offset), block.tensor.size())
+                for item in read_items(name, self.stored.tensors[name], chunk):
+                    items[self.stored.places[item.storage_index]].append(item)
+        return items
+
     @property
     def _read_at_once(self) -> int:
-        is_remote = self.checkpoint.storage.is_remote
-        return _READ_AT_ONCE_FROM_AFAR if is_remote else _READ_AT_ONCE
+        return _READ_AT_ONCE_FROM_AFAR if self.checkpoint.is_remote else _READ_AT_ONCE
 
     def _read_run(
         self,
@@ -416,6 +431,18 @@ class LocalReader:
                 raise ValueError(f"the blocks of {name} do not make up the whole of it")
         return {name: list(mine.values()) for name, mine in by_name.items()}
 
+    def needed(self, blocks: Mapping[str, TensorBlock]) -> dict[str, list[tuple[int, int]]]:
+        """Return, by file, where the bytes begin and end that `read_into` reads.
+
+        A block that is not in the checkpoint needs none.
+        """
+        needed: dict[str, list[tuple[int, int]]] = defaultdict(list)
+        for name, block in blocks.items():
+            for raw in self._raw_blocks.get(name, ()) if block.tensor.numel() else ():
+                if raw.shape == block.shape and _overlap(raw, block) is not None:
+                    needed[raw.file].append((raw.start, raw.start + raw.num_bytes))
+        return dict(needed)
+
     def read_into(self, blocks: dict[str, TensorBlock]) -> None:
         with torch.no_grad(), _explained(f"{self._checkpoint}/{self._part}"):
             for name, block in blocks.items():
@@ -481,11 +508,10 @@ def _read_header(checkpoint: Location, file: str, size: int) -> dict[str, RawBlo
 
 def _copy_overlap(checkpoint: Location, raw: RawBlock, block: TensorBlock) -> None:
     """Copy what a saved block and a wanted block have in common, if anything."""
-    low = [max(a, b) for a, b in zip(raw.offset, block.offset, strict=True)]
-    ends = zip(low, raw.offset, raw.block, block.offset, block.tensor.shape, strict=True)
-    lengths = [min(a + n, b + m) - start for start, a, n, b, m in ends]
-    if any(length <= 0 for length in lengths):
+    overlap = _overlap(raw, block)
+    if overlap is None:
         return
+    low, lengths = overlap
     with checkpoint.open(raw.file) as stream:
         stream.seek(raw.start)
         data = bytearray(stream.read(raw.num_bytes))
@@ -494,3 +520,11 @@ def _copy_overlap(checkpoint: Location, raw: RawBlock, block: TensorBlock) -> No
         [a - b for a, b in zip(low, offset, strict=True)] for offset in (block.offset, raw.offset)
     )
     narrow(block.tensor, here, lengths).copy_(narrow(source, there, lengths))
+
+
+def _overlap(raw: RawBlock, block: TensorBlock) -> tuple[list[int], list[int]] | None:
+    """Return where a saved and a wanted block overlap, and how far; None if they do not."""
+    low = [max(a, b) for a, b in zip(raw.offset, block.offset, strict=True)]
+    ends = zip(low, raw.offset, raw.block, block.offset, block.tensor.shape, strict=True)
+    lengths = [min(a + n, b + m) - start for start, a, n, b, m in ends]
+    return None if any(length <= 0 for length in lengths) else (low, lengths)

@@ -8,7 +8,7 @@ Tests: tests/checkpoint/test_round_trip.py, tests/checkpoint/test_optimizers.py,
 tests/checkpoint/test_ranks.py, tests/parity/test_change_of_topology.py
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,12 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lockstep.checkpoint.fetch import Ranges, deal_rest, fetched
 from lockstep.checkpoint.manifest import (
     GROUPS_KEY,
     LOSS_NAMES,
     MODEL,
     DamagedError,
     Manifest,
+    damaged_error,
     dtype_of,
     problems_of_files,
     read_manifest,
@@ -67,22 +69,33 @@ def load(
     ranks = Ranks()
     checkpoint = locate(path)
     failure = _FAILURE.format(checkpoint)
-    verified = None if is_verified else verify_together(checkpoint, ranks)
+    near = fetched(checkpoint, ranks, failure) if checkpoint.is_remote else None
+    verified: Manifest | None = None
+    if near is not None:
+        checkpoint = near
+        verified = near.held.manifest
+    elif not is_verified:
+        verified = verify_together(checkpoint, ranks)
     targets: dict[str, _Target] = {}
 
-    def describe() -> tuple[dict[str, _Infos], Mapping[str, Sequence[str]]]:
+    def describe() -> _Described:
         manifest = verified or read_manifest(checkpoint)
         targets.update(_targets(checkpoint, manifest, snapshot, only))
         for target in targets.values():
             if isinstance(target.reader, LocalReader) and not checkpoint.storage.in_memory:
                 target.reader.check_topology(target.blocks, target.owner, ranks)
-        return {part: target.info() for part, target in targets.items()}, snapshot.aliases
+        infos = {part: target.info() for part, target in targets.items()}
+        needed = {} if near is None else _needed(targets.values())
+        return _Described(infos, snapshot.aliases, needed)
 
-    def compare(ranks: list[tuple[dict[str, _Infos], Mapping[str, Sequence[str]]]]) -> None:
-        """Compare, on rank 0, what all ranks hold with what the checkpoint has."""
-        described = [infos for infos, _ in ranks]
+    def compare(ranks: list[_Described]) -> list[Ranges]:
+        """Compare, on rank 0, what all ranks hold with what the checkpoint has.
+
+        Return, by rank, what is read of a checkpoint far away for its checksums alone.
+        """
+        described = [rank.infos for rank in ranks]
         # each stage of a pipeline knows the tied names of its own parameters
-        aliases = {name: others for _, ties in ranks for name, others in ties.items()}
+        aliases = {name: others for rank in ranks for name, others in rank.aliases.items()}
         stored = {part: target.reader.stored.info() for part, target in targets.items()}
         spare = set(read_state(checkpoint).get(LOSS_NAMES, ()))
         if MODEL in stored and not any(spare & infos[MODEL].keys() for infos in described):
@@ -94,6 +107,14 @@ def load(
         for alias in _equal_aliases(targets.get(MODEL), aliases):
             del stored[MODEL][alias]
         _compare(checkpoint, stored, described, aliases)
+        if near is None or is_verified:
+            return [{} for _ in ranks]
+        return deal_rest(near.held.manifest, near.held.files, [rank.needed for rank in ranks])
+
+    def fetch(rest: Ranges) -> list[str]:
+        """Bring here what this rank needs of a checkpoint far away; return problems."""
+        assert near is not None
+        return [*near.held.fetch(_needed(targets.values())), *near.held.check(rest)]
 
     def fill() -> dict[str, Any]:
         for target in targets.values():
@@ -104,7 +125,11 @@ def load(
                 target.reader.read_into({kept: rest.pop(name) for kept, name in now.items()})
         return read_state(checkpoint)
 
-    ranks.all_reduce(failure, describe, compare)
+    rest = ranks.exchange(failure, describe, compare)
+    if near is not None:
+        shares = ranks.all_reduce(failure, lambda: fetch(rest), list)
+        if problems := [problem for share in shares for problem in share]:
+            raise damaged_error(checkpoint, problems)
     return ranks.run(failure, fill)
 
 
@@ -125,13 +150,21 @@ def verify_together(checkpoint: Location, ranks: Ranks) -> Manifest:
         return problems_of_files(checkpoint, manifest, mine, thorough=True)
 
     shares = ranks.all_reduce(failure, verify_share, list)
-    if problems := sorted(problem for share in shares for problem in share):
-        fix = "resume from an older one: `lockstep checkpoint verify RUN` shows which are whole"
-        raise DamagedError(f"the checkpoint {checkpoint} is damaged", why=listed(problems), fix=fix)
+    if problems := [problem for share in shares for problem in share]:
+        raise damaged_error(checkpoint, problems)
     return read[0]
 
 
 _Infos = dict[str, TensorInfo]  # by name
+
+
+@dataclass(frozen=True)
+class _Described:
+    """What one rank holds, and needs of the files."""
+
+    infos: dict[str, _Infos]  # by part
+    aliases: Mapping[str, Sequence[str]]
+    needed: Ranges
 
 
 @dataclass
@@ -142,6 +175,15 @@ class _Target:
 
     def info(self) -> _Infos:
         return {self.owner.get(name, name): block.info for name, block in self.blocks.items()}
+
+
+def _needed(targets: Iterable[_Target]) -> Ranges:
+    """Return the bytes of the files that this rank's blocks are read from."""
+    needed: Ranges = {}
+    for target in targets:
+        blocks = {target.owner.get(name, name): block for name, block in target.blocks.items()}
+        needed |= target.reader.needed(blocks)
+    return needed
 
 
 def _targets(

@@ -16,12 +16,13 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 from lockstep.config import ObjectSpec
 from lockstep.config.schema_training import build_object, check_object
+from lockstep.division import ceil_div
 from lockstep.errors import UsageError
 from lockstep.heartbeat.writer import went_forward
 from lockstep.machine.progress import Advance
@@ -29,6 +30,8 @@ from lockstep.registry import require_methods
 
 MANIFEST = "manifest.json"  # files with a manifest are a checkpoint
 _STEP = re.compile(r"step-([0-9]{8,})")
+# A file's checksum so far is kept each time that so many bytes were written, to verify parts of it.
+MARK_BYTES = 1 << 20
 _CHUNK = 4 << 20  # bytes read at a time for a checksum
 _PIECE = 64 << 20  # bytes handed to a storage at a time
 
@@ -38,6 +41,16 @@ class ByteSink(Protocol):
 
     def write(self, data: Any, /) -> object:
         """Append all of a bytes-like object."""
+
+
+@dataclass(frozen=True)
+class FilePiece:
+    """Bytes of a file that are read at once, from `begin` to `end`."""
+
+    file: str
+    size: int  # of the whole file
+    begin: int
+    end: int
 
 
 class Storage(ABC):
@@ -52,7 +65,7 @@ class Storage(ABC):
 
     # Its files are read by the launch that wrote them alone, and by any number of its ranks.
     in_memory = False
-    # A read is a request to a service, so that what is needed together is read together.
+    # A read is a request to a service, so that what is needed together is read together, and once.
     is_remote = False
 
     @abstractmethod
@@ -101,6 +114,40 @@ class Storage(ABC):
         A checkpoint is whole or invisible even if this is interrupted.
         """
 
+    def read(self, name: str, file: str, limit: int) -> bytes:
+        """Return the content of a file, or raise a ValueError if it has more than `limit` bytes."""
+        with self.open(name, file) as stream:
+            data = stream.read(limit + 1)
+        if len(data) > limit:
+            raise ValueError(
+                f"{file} has more than {limit >> 20} MiB, as nothing that describes a"
+                " checkpoint has"
+            )
+        return data
+
+    def pinned(self, name: str) -> str:
+        """Return a name of a checkpoint's files that means these alone, as long as they exist."""
+        return name
+
+    def read_pieces(
+        self, name: str, pieces: Sequence[FilePiece]
+    ) -> Generator[tuple[FilePiece, memoryview], None, None]:
+        """Yield the bytes of pieces in order, each in one or more smaller ones.
+
+        An OSError is raised if a file is not there, or has another size.
+        """
+        for piece in pieces:
+            with self.open(name, piece.file) as stream:
+                if (size := stream.seek(0, io.SEEK_END)) != piece.size:
+                    raise OSError(f"{size} bytes, where {piece.size} were written")
+                stream.seek(piece.begin)
+                for begin in range(piece.begin, piece.end, _CHUNK):
+                    end = min(begin + _CHUNK, piece.end)
+                    yield (
+                        FilePiece(piece.file, size, begin, end),
+                        memoryview(stream.read(end - begin)),
+                    )
+
     def meet(self) -> None:
         """Find the other ranks' storages, where there is something to find; all ranks call it."""
         return None
@@ -139,6 +186,27 @@ class FileInfo:
 
     size: int
     crc32: int | None  # None: a tensor file of a copy in memory, which has none
+    # the CRC-32 of its first MiB, of its first two …; none for what older versions wrote
+    marks: tuple[int, ...] = field(default=(), compare=False)
+
+    @property
+    def is_marked(self) -> bool:
+        """Return whether a part of the file can be verified without the rest."""
+        return self.crc32 is not None and len(self.marks) == marks_of(self.size)
+
+    def crc_until(self, position: int) -> int:
+        """Return the CRC-32 of all bytes before a position, which is a mark or the end."""
+        if position == 0:
+            return 0
+        if position == self.size:
+            assert self.crc32 is not None
+            return self.crc32
+        return self.marks[position // MARK_BYTES - 1]
+
+
+def marks_of(size: int) -> int:
+    """Return the number of marks in a file, which lie before its end."""
+    return max(0, ceil_div(size, MARK_BYTES) - 1)
 
 
 @dataclass(frozen=True)
@@ -161,15 +229,15 @@ class Location:
             went_forward()
             yield stream
 
+    @property
+    def is_remote(self) -> bool:
+        """Return whether each read is a request to a service."""
+        return self.storage.is_remote
+
     def read(self, file: str, limit: int) -> bytes:
         """Return the content of a file, or raise a ValueError if it has more than `limit` bytes."""
-        with self.open(file) as stream:
-            data = stream.read(limit + 1)
-        if len(data) > limit:
-            raise ValueError(
-                f"{file} has more than {limit >> 20} MiB, as nothing that describes a"
-                " checkpoint has"
-            )
+        data = self.storage.read(self.name, file, limit)
+        went_forward()
         return data
 
     def size(self, file: str) -> int:
@@ -238,10 +306,11 @@ class ChecksumStream(io.RawIOBase):
         self._target = target
         self._size = 0
         self._crc = 0
+        self._marks: list[int] = []
 
     @property
     def info(self) -> FileInfo:
-        return FileInfo(self._size, self._crc)
+        return FileInfo(self._size, self._crc, tuple(self._marks[: marks_of(self._size)]))
 
     def writable(self) -> bool:
         return True
@@ -252,10 +321,19 @@ class ChecksumStream(io.RawIOBase):
         for start in range(0, len(view), _PIECE):
             piece = view[start : start + _PIECE]
             self._target.write(piece)
-            self._crc = zlib.crc32(piece, self._crc)
-            self._size += len(piece)
+            self._add(piece)
             went_forward()
         return len(view)
+
+    def _add(self, piece: memoryview) -> None:
+        """Add bytes to the checksum, and keep it at each mark."""
+        while len(piece):
+            until_mark = piece[: MARK_BYTES - self._size % MARK_BYTES]
+            self._crc = zlib.crc32(until_mark, self._crc)
+            self._size += len(until_mark)
+            if self._size % MARK_BYTES == 0:
+                self._marks.append(self._crc)
+            piece = piece[len(until_mark) :]
 
     def tell(self) -> int:
         return self._size

@@ -198,6 +198,25 @@ class ObjectClient:
             raise OSError(f"{self.url}/{key} gave {len(data)} of {length} bytes")
         return data
 
+    def get_within(self, key: str, limit: int) -> bytes | None:
+        """Return the bytes of an object; None if it has more than `limit`, which are not read."""
+        with self._explained(key):
+            result = self._obstore.get(self._store, key)
+            return None if result.meta["size"] > limit else bytes(result.bytes())
+
+    def get_piece(self, key: str, start: int, length: int, size: int) -> memoryview:
+        """Return some bytes of an object, or raise an OSError if it has not `size` bytes in all."""
+        with self._explained(key):
+            options = {"range": (start, start + length)}
+            result = self._obstore.get(self._store, key, options=options)
+            has = int(result.meta["size"])
+            data = memoryview(result.bytes()).cast("B") if has == size else memoryview(b"")
+        if has != size:
+            raise OSError(f"{self.url}/{key} has {has} bytes, where {size} were written")
+        if len(data) != length:
+            raise OSError(f"{self.url}/{key} gave {len(data)} of {length} bytes")
+        return data
+
     def size(self, key: str) -> int:
         """Return the number of bytes of an object."""
         with self._explained(key):

@@ -443,6 +443,7 @@ class Mortal(Storage):
         self._tampered = tampered
         self.dead = False
         self.kept: dict[str, bytes] | None = None  # the files that were read
+        self.is_remote = inner.is_remote  # which decides how a load reads
 
     def __str__(self) -> str:
         return str(self._inner)

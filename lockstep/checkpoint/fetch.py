@@ -1,0 +1,284 @@
+"""Load from a storage that is far away: what a rank needs is sent once, and its checksums compared.
+
+Before a tensor changes, every checksum is compared. On a disk the files are read twice for this,
+once for their checksums and once for their values, which the page cache has by then. Over a network
+each rank brings the ranges of the files that it needs into its memory, in one pass with their
+checksums: the manifest has those of each MiB (`FileInfo.marks`). So a load holds this rank's share
+of the checkpoint once more, until it ends. What no rank needs is read for its checksums alone.
+
+Rank 0 reads the files that describe the checkpoint, and sends them to the others.
+
+Tests: tests/checkpoint/test_fetch.py, tests/checkpoint/test_damage.py
+"""
+
+import io
+import zlib
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO, cast
+
+from lockstep.checkpoint.manifest import (
+    CONFIG,
+    JSON_LIMIT,
+    METADATA,
+    METADATA_LIMIT,
+    STATE,
+    Manifest,
+    damaged_error,
+    parse_manifest,
+    read_manifest_bytes,
+)
+from lockstep.checkpoint.ranks import Ranks
+from lockstep.checkpoint.storage import MARK_BYTES, FileInfo, FilePiece, Location
+from lockstep.division import ceil_div
+from lockstep.heartbeat.writer import went_forward
+
+_TOGETHER = 4  # descriptions that are read at a time
+_DEALT = 64 << 20  # bytes of a file that are given to one rank for their checksums
+
+Ranges = dict[str, list[tuple[int, int]]]  # by file: begins and ends of bytes
+
+
+class HeldBytes:
+    """The bytes of a checkpoint's files that this rank holds, each compared with its checksum."""
+
+    def __init__(self, source: Location, manifest: Manifest, files: Mapping[str, bytes]) -> None:
+        self._source = source
+        self.manifest = manifest
+        self.files = files  # whole ones
+        self._begins: dict[str, list[int]] = defaultdict(list)  # of the pieces, in order
+        self._pieces: dict[str, list[memoryview]] = defaultdict(list)
+
+    def fetch(self, ranges: Ranges) -> list[str]:
+        """Bring ranges of files here; return a line for each problem with them."""
+        problems: list[str] = []
+        by_file: dict[str, list[tuple[int, memoryview]]] = defaultdict(list)
+        for piece, data in self._read(ranges, problems):
+            by_file[piece.file].append((piece.begin, data))
+        for file, pieces in by_file.items():
+            together = [*zip(self._begins[file], self._pieces[file], strict=True), *pieces]
+            together.sort(key=lambda begin_and_piece: begin_and_piece[0])
+            self._begins[file] = [begin for begin, _ in together]
+            self._pieces[file] = [data for _, data in together]
+        return problems
+
+    def check(self, ranges: Ranges) -> list[str]:
+        """Compare the checksums of ranges of files; return a line for each problem."""
+        problems: list[str] = []
+        for _ in self._read(ranges, problems):
+            pass
+        return problems
+
+    def at(self, file: str, position: int) -> memoryview:
+        """Return the bytes from a position to the end of a piece; it is fetched if need be."""
+        for attempt in ("held", "fetched"):
+            number = bisect_right(self._begins[file], position) - 1
+            if number >= 0:
+                inside = position - self._begins[file][number]
+                piece = self._pieces[file][number]
+                if inside < len(piece):
+                    return piece[inside:]
+            problems = self.fetch({file: [(position, position + 1)]}) if attempt == "held" else []
+            if problems:
+                raise damaged_error(self._source, problems)
+        raise AssertionError("a fetched range is held")
+
+    def size(self, file: str) -> int:
+        return self.manifest.files[file].size
+
+    def _read(
+        self, ranges: Ranges, problems: list[str]
+    ) -> Generator[tuple[FilePiece, memoryview], None, None]:
+        """Yield the bytes of ranges, from mark to mark, whose checksums are right."""
+        for file, of_file in ranges.items():
+            info = self.manifest.files[file]
+            wanted = [
+                FilePiece(file, info.size, begin, end)
+                for begin, end in _to_marks(of_file, info.size)
+            ]
+            pieces = self._source.storage.read_pieces(self._source.name, wanted)
+            try:
+                yield from _verified(pieces, info)
+            except _OtherBytesError:
+                problems.append(f"{file}: its checksum is not that of what was written")
+            except FileNotFoundError:
+                problems.append(f"{file}: missing")
+            except OSError as error:
+                problems.append(f"{file}: {error.strerror or error}")
+            finally:
+                pieces.close()
+
+
+class _OtherBytesError(Exception):
+    """Raised for bytes that are not those that were written."""
+
+
+def _verified(
+    pieces: Iterable[tuple[FilePiece, memoryview]], info: FileInfo
+) -> Generator[tuple[FilePiece, memoryview], None, None]:
+    """Yield pieces of one file once the checksum until the next mark is right."""
+    read: list[tuple[FilePiece, memoryview]] = []  # since the last mark
+    crc = 0
+    for piece, data in pieces:
+        if not read:
+            crc = info.crc_until(piece.begin)
+        crc = zlib.crc32(data, crc)
+        read.append((piece, data))
+        went_forward()
+        if piece.end % MARK_BYTES == 0 or piece.end == info.size:
+            if crc != info.crc_until(piece.end) or len(data) != piece.end - piece.begin:
+                raise _OtherBytesError
+            yield from read
+            read = []
+
+
+@dataclass(frozen=True)
+class FetchedLocation(Location):
+    """The address of a checkpoint far away, of which bytes are held here."""
+
+    held: HeldBytes = field(compare=False, repr=False)
+
+    @property
+    def is_remote(self) -> bool:
+        return False
+
+    @contextmanager
+    def open(self, file: str) -> Generator[BinaryIO, None, None]:
+        if file in self.held.files:
+            yield io.BytesIO(self.held.files[file])
+            return
+        with io.BufferedReader(_HeldStream(self.held, file)) as stream:
+            yield cast(BinaryIO, stream)
+
+    def read(self, file: str, limit: int) -> bytes:
+        with self.open(file) as stream:
+            return stream.read(limit)
+
+
+class _HeldStream(io.RawIOBase):
+    """A file of a checkpoint far away, read from the bytes that are held here."""
+
+    def __init__(self, held: HeldBytes, file: str) -> None:
+        super().__init__()
+        self._held = held
+        self._file = file
+        self._size = held.size(file)
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, to: int, whence: int = io.SEEK_SET) -> int:
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        self._at = max(0, start + to)
+        return self._at
+
+    def readinto(self, buffer: Any, /) -> int:
+        view = memoryview(buffer).cast("B")
+        if self._at >= self._size or not len(view):
+            return 0
+        data = self._held.at(self._file, self._at)[: len(view)]
+        view[: len(data)] = data
+        self._at += len(data)
+        return len(data)
+
+
+def fetched(checkpoint: Location, ranks: Ranks, failure: str) -> FetchedLocation | None:
+    """Return a checkpoint that is far away, with the files that describe it; every rank calls it.
+
+    None, on every rank, if it has no marks: an older version of Lockstep wrote it.
+
+    Raise a DamagedError if a description is not what was written, and what `read_manifest` raises.
+    """
+
+    def describe() -> tuple[str, bytes, dict[str, bytes]]:
+        """Read the manifest, and what else describes the checkpoint; on rank 0."""
+        data = read_manifest_bytes(checkpoint)
+        manifest = parse_manifest(checkpoint, data)
+        name = checkpoint.storage.pinned(checkpoint.name)
+        return name, data, _descriptions(checkpoint, manifest, Location(checkpoint.storage, name))
+
+    name, data, files = ranks.broadcast(failure, describe)
+    manifest = parse_manifest(checkpoint, data)
+    if not all(info.is_marked for info in manifest.files.values()):
+        return None
+    held = HeldBytes(Location(checkpoint.storage, name), manifest, files)
+    return FetchedLocation(checkpoint.storage, checkpoint.name, held)
+
+
+def _descriptions(checkpoint: Location, manifest: Manifest, source: Location) -> dict[str, bytes]:
+    """Return the files of a checkpoint that hold no tensors, once their checksums are compared."""
+    limits = {STATE: JSON_LIMIT, CONFIG: JSON_LIMIT}
+    if manifest.ranks is None:
+        limits |= {f"{part}/{METADATA}": METADATA_LIMIT for part in manifest.parts}
+
+    def content(file: str) -> bytes | str:
+        """Return a file, or what is wrong with it."""
+        try:
+            data = source.read(file, limits[file])
+        except FileNotFoundError:
+            return f"{file}: missing"
+        except (OSError, ValueError) as error:
+            return f"{file}: {error}"
+        info = manifest.files[file]
+        if len(data) != info.size:
+            return f"{file}: {len(data)} bytes, where {info.size} were written"
+        if zlib.crc32(data) != info.crc32:
+            return f"{file}: its checksum is not that of what was written"
+        return data
+
+    with ThreadPoolExecutor(_TOGETHER, "descriptions") as pool:
+        contents = dict(zip(limits, pool.map(content, limits), strict=True))
+    if problems := [problem for problem in contents.values() if isinstance(problem, str)]:
+        raise damaged_error(checkpoint, problems)
+    return {file: data for file, data in contents.items() if isinstance(data, bytes)}
+
+
+def deal_rest(
+    manifest: Manifest, described: Iterable[str], needed: Sequence[Ranges]
+) -> list[Ranges]:
+    """Share out among the ranks the bytes that none of them needs, for their checksums.
+
+    Args:
+        manifest: of the checkpoint.
+        described: the files that rank 0 has read.
+        needed: by rank, what it needs.
+    """
+    shares: list[Ranges] = [{} for _ in needed]
+    dealt = 0
+    for file, info in manifest.files.items():
+        if file in set(described):
+            continue
+        everywhere = [span for ranges in needed for span in ranges.get(file, ())]
+        position = 0
+        for begin, end in [*_to_marks(everywhere, info.size), (info.size, info.size)]:
+            while position < begin:
+                until = min(position + _DEALT, begin)
+                shares[dealt % len(shares)].setdefault(file, []).append((position, until))
+                position = until
+                dealt += 1
+            position = max(position, end)
+    return shares
+
+
+def _to_marks(ranges: Iterable[tuple[int, int]], size: int) -> list[tuple[int, int]]:
+    """Return ranges of a file widened to marks, in order; those that touch become one."""
+    spans: list[tuple[int, int]] = []
+    for begin, end in sorted(ranges):
+        first = begin // MARK_BYTES * MARK_BYTES
+        last = min(ceil_div(end, MARK_BYTES) * MARK_BYTES, size)
+        if spans and first <= spans[-1][1]:
+            first, earlier = spans.pop()
+            last = max(last, earlier)
+        spans.append((first, last))
+    return [(first, last) for first, last in spans if first < last]

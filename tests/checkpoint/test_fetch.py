@@ -1,0 +1,221 @@
+"""What is far away is sent once, and nothing of it is loaded before all checksums were compared."""
+
+import io
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from lockstep import checkpoint
+from lockstep.checkpoint import DamagedError, Location, Snapshot
+from lockstep.checkpoint.fetch import Ranges, deal_rest
+from lockstep.checkpoint.manifest import Manifest
+from lockstep.checkpoint.posix import PosixStorage
+from lockstep.checkpoint.storage import MARK_BYTES, ChecksumStream, FileInfo
+from tests.checkpoint.shared import CONFIG, flip
+from tests.ranks import run_ranks
+
+NAME = "step-00000001"
+MODEL = "model/__0_0.distcp"
+OPTIMIZER = "optimizer/main/__0_0.distcp"
+
+
+class Far(PosixStorage):
+    """A folder that is read as a storage far away, and counts the bytes that are read."""
+
+    is_remote = True
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.read_bytes: dict[str, int] = {}
+
+    @contextmanager
+    def open(self, name: str, file: str) -> Iterator[BinaryIO]:
+        with super().open(name, file) as stream:
+            read = stream.read
+            reads = self.read_bytes
+
+            class CountedReads(io.RawIOBase):
+                def seek(self, to: int, whence: int = io.SEEK_SET) -> int:
+                    return stream.seek(to, whence)
+
+                def read(self, size: int = -1) -> bytes:
+                    data = read(size)
+                    reads[file] = reads.get(file, 0) + len(data)
+                    return data
+
+                def readinto(self, buffer: Any) -> int:
+                    data = self.read(len(buffer))
+                    buffer[: len(data)] = data
+                    return len(data)
+
+            yield CountedReads()  # type: ignore[misc]
+
+
+def state() -> Snapshot:
+    """A model with a file of four MiB, and an optimizer with one of more than two."""
+    model = {f"w{number}": torch.arange(300_000.0) + number for number in range(3)}
+    model["small"] = torch.ones(5)
+    return Snapshot(model, {"main": {"w0//exp_avg": torch.arange(600_000.0)}}, {"step": 1})
+
+
+def zeros(like: Snapshot) -> Snapshot:
+    def cleared(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+
+    return Snapshot(cleared(like.model), {"main": cleared(like.optimizers["main"])})
+
+
+def saved(root: Path) -> Location:
+    checkpoint.save(root, 1, state(), config_yaml=CONFIG)
+    return Location(Far(root), NAME)
+
+
+def assert_loaded(target: Snapshot) -> None:
+    for name, tensor in state().model.items():
+        assert target.model[name].equal(tensor), name
+    assert target.optimizers["main"]["w0//exp_avg"].equal(torch.arange(600_000.0))
+
+
+def test_each_byte_is_read_once(tmp_path: Path) -> None:
+    """For its checksum and for its value: it was read for each."""
+    far = saved(tmp_path)
+    target = zeros(state())
+    assert checkpoint.load(far, target)["step"] == 1
+    assert_loaded(target)
+    sizes = {file: info.size for file, info in checkpoint.read_manifest(far).files.items()}
+    assert isinstance(far.storage, Far)
+    read = {file: far.storage.read_bytes[file] for file in sizes}
+    assert read == sizes
+    assert sizes[MODEL] > 3 * MARK_BYTES
+
+
+@pytest.mark.parametrize("file", [MODEL, OPTIMIZER, "config.yaml", "state.json"])
+def test_damage_anywhere_is_noticed_before_anything_changes(tmp_path: Path, file: str) -> None:
+    far = saved(tmp_path)
+    path = tmp_path / NAME / file
+    size = path.stat().st_size
+    places = [0, MARK_BYTES - 1, MARK_BYTES, size // 2, size - 1]
+    for place in {place for place in places if 0 <= place < size}:
+        flip(path, place)
+        for only in (None, ["model"]):
+            target = zeros(state())
+            with pytest.raises(DamagedError, match=f"{file}: its checksum"):
+                checkpoint.load(far, target, only=only)
+            assert not any(tensor.any() for tensor in target.model.values())
+        flip(path, place)
+    data = path.read_bytes()
+    for other in (data[:-1], data + b"\0", None):
+        path.unlink(missing_ok=True)
+        if other is not None:
+            path.write_bytes(other)
+        with pytest.raises(DamagedError, match=file):
+            checkpoint.load(far, zeros(state()))
+
+
+def test_checkpoints_of_older_versions_have_no_marks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = ChecksumStream.info.fget
+    assert info is not None
+    without = property(lambda self: FileInfo(info(self).size, info(self).crc32))
+    monkeypatch.setattr(ChecksumStream, "info", without)
+    far = saved(tmp_path)
+    assert b"marks" not in (tmp_path / NAME / "manifest.json").read_bytes()
+    target = zeros(state())
+    checkpoint.load(far, target)
+    assert_loaded(target)
+    flip(tmp_path / NAME / MODEL, 2 * MARK_BYTES)
+    target = zeros(state())
+    with pytest.raises(DamagedError, match="its checksum is not that"):
+        checkpoint.load(far, target)
+    assert not any(tensor.any() for tensor in target.model.values())
+
+
+def test_another_number_of_marks_is_refused(tmp_path: Path) -> None:
+    manifest = checkpoint.read_manifest(saved(tmp_path))
+    marks = manifest.files[MODEL].marks
+    assert len(marks) == 3
+    for others in (marks[:-1], (*marks, 1)):
+        info = FileInfo(manifest.files[MODEL].size, manifest.files[MODEL].crc32, others)
+        changed = Manifest(1, {**manifest.files, MODEL: info}, manifest.parameters, manifest.parts)
+        with pytest.raises(ValueError, match="another number of checksums"):
+            Manifest.from_bytes(changed.to_bytes())
+
+
+def test_what_no_rank_needs_is_dealt_out_once() -> None:
+    mib = MARK_BYTES
+    files = {
+        "model/a": FileInfo(5 * mib + 7, 1),
+        "model/b": FileInfo(200 * mib, 1),
+        "state.json": FileInfo(9, 1),
+        "model/c": FileInfo(10, 1),
+        "empty": FileInfo(0, 0),
+    }
+    needed: list[Ranges] = [
+        {"model/a": [(mib + 3, mib + 5)], "model/c": [(0, 10)]},
+        {"model/a": [(3 * mib, 5 * mib + 1), (mib, mib + 1)]},
+    ]
+    shares = deal_rest(Manifest(1, files, {}), ["state.json"], needed)
+    spans = {
+        file: sorted(span for share in shares for span in share.get(file, ()))
+        for file in {file for share in shares for file in share}
+    }
+    assert spans.pop("model/a") == [(0, mib), (2 * mib, 3 * mib)]
+    (of_b,) = spans.values()
+    assert of_b[0][0] == 0
+    assert of_b[-1][1] == 200 * mib
+    assert all(first[1] == then[0] for first, then in pairwise(of_b))
+    assert all(share.get("model/b") for share in shares), "both ranks have some of it"
+
+
+def sharded(fill: float) -> dict[str, Tensor]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    whole = torch.arange(1_200_000.0).view(1200, 1000) * fill
+    return {"w": distribute_tensor(whole, mesh, [Shard(0)]), "plain": torch.arange(9.0) * fill}
+
+
+def here(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def load_as_two(folder: str) -> dict[str, Any]:
+    """Load what one process saved, and then what is damaged on the other rank's half."""
+    far = Location(Far(Path(folder)), NAME)
+    target = sharded(0.0)
+    checkpoint.load(far, Snapshot(target))
+    expected = sharded(1.0)
+    equal = all(here(tensor).equal(here(expected[name])) for name, tensor in target.items())
+    assert isinstance(far.storage, Far)
+    read = far.storage.read_bytes.get(MODEL, 0)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        flip(Path(folder, NAME, MODEL), 4 << 20)
+    dist.barrier()
+    error = ""
+    target = sharded(0.0)
+    try:
+        checkpoint.load(far, Snapshot(target))
+    except DamagedError as caught:
+        error = str(caught)
+    changed = any(bool(here(tensor).any()) for tensor in target.values())
+    return {"equal": equal, "read": read, "error": error, "changed": changed}
+
+
+def test_each_rank_reads_its_ranges_and_all_are_told(tmp_path: Path) -> None:
+    whole = {"w": torch.arange(1_200_000.0).view(1200, 1000), "plain": torch.arange(9.0)}
+    checkpoint.save(tmp_path, 1, Snapshot(whole), config_yaml="")
+    size = (tmp_path / NAME / MODEL).stat().st_size
+    for rank in run_ranks(load_as_two, 2, str(tmp_path)):
+        assert rank["equal"]
+        assert rank["read"] <= size
+        assert "its checksum is not that" in rank["error"]
+        assert not rank["changed"]
