@@ -45,7 +45,7 @@ from lockstep.launch.meeting_store import MeetingStore
 from lockstep.launch.rendezvous_handlers import Membership
 from lockstep.launch.worker import print_error
 from lockstep.machine import signals
-from lockstep.machine.processes import send_signal
+from lockstep.machine.processes import send_signal, wait_for_an_end
 from lockstep.run_directory.records import RunDirectory
 from lockstep.store_threads import answer_within
 from lockstep.torch_compat.elastic_agent import ExtensibleAgent
@@ -119,6 +119,9 @@ class Agent(ExtensibleAgent):
         live: LiveRanks | None = None,
         shutdown_timeout: int = 30,
     ) -> None:
+        self._seconds_between_looks = spec.monitor_interval
+        # torch would sleep before each look, also while a rank dies; it takes no zero
+        spec = replace(spec, monitor_interval=1e-6)
         super().__init__(spec, NothingToTail(), shutdown_timeout=shutdown_timeout)
         self._meeting = meeting
         self._failures = failures
@@ -325,7 +328,11 @@ class Agent(ExtensibleAgent):
                     self._forward(self.stop_signal)
 
     def look_at_ranks(self, worker_group: WorkerGroup) -> RunResult:
-        """Check the ranks' processes; end those that hang, and fail if one has left early."""
+        """Check the ranks' processes; end those that hang, and fail if one has left early.
+
+        It waits first, until one ends or it is time for the next look.
+        """
+        wait_for_an_end(self.pids(), self._seconds_between_looks)
         # Torch's look ends all ranks once it sees a dead one, also one that has died just now. So
         # it looks only where the others can't go on, or all have ended.
         if self._live is not None and self._go_on(self._live):

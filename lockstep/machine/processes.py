@@ -1,17 +1,21 @@
 """What the system says of processes, from /proc (Linux).
 
-Tests: tests/launch/test_hang.py, tests/launch/test_stopped.py, tests/verify/test_isolated.py
+Tests: tests/machine/test_processes.py, tests/launch/test_hang.py, tests/launch/test_stopped.py,
+tests/verify/test_isolated.py
 """
 
 import ctypes
 import os
+import select
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import suppress
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
+_TOGETHER_SECONDS = 0.01  # processes that die of one thing are seen together
 
 
 def is_stopped(pid: int) -> bool:
@@ -25,6 +29,27 @@ def is_stopped(pid: int) -> bool:
 def is_running(pid: int) -> bool:
     """Return whether the process has not ended; a zombie has ended."""
     return _state(Path(f"/proc/{pid}")) not in ("", "Z", "X")
+
+
+def wait_for_an_end(pids: Iterable[int], seconds: float) -> None:
+    """Wait until one of the processes that run ends, for so many seconds at most.
+
+    Where the system can't tell (Linux 5.3 can), for all of them.
+    """
+    with ExitStack() as stack:
+        running = []
+        for pid in pids:
+            try:
+                descriptor = os.pidfd_open(pid)
+            except ProcessLookupError:  # it has ended, and somebody knows how
+                continue
+            except (AttributeError, OSError):
+                time.sleep(seconds)
+                return
+            stack.callback(os.close, descriptor)
+            running.append(descriptor)
+        if select.select(running, [], [], seconds)[0]:
+            time.sleep(_TOGETHER_SECONDS)
 
 
 def wants_processor(thread: int) -> bool:
