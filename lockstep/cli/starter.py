@@ -135,25 +135,28 @@ def _keys_of_conversations(data: Path) -> dict[str, Any]:
         what = f"{data} holds {kind.value}, and no conversations"
         fix = 'write {"messages": [{"role": "user", "content": "…"}, …]} on each line'
         raise UsageError(what, where="--data", fix=f"{fix} of a file chat.jsonl")
-    if kind is not Kind.LINES:
-        row = dict(first_row(data))
-        _refuse_pairs(data, row)
-        return conversation_keys(row) or {"messages_field": "messages"}
+    row = _first_line(data) if kind is Kind.LINES else dict(first_row(data))
+    if not row and kind is not Kind.LINES:
+        return {"messages_field": "messages"}  # it can't be read: the run says why
+    _refuse_pairs(data, row)
+    keys = conversation_keys(row)
+    if not keys:
+        what = f"the first {'line' if kind is Kind.LINES else 'row'} of {data} has no conversation"
+        fix = 'write {"messages": [{"role": "user", "content": "…"}, …]} on each line, or'
+        fix += ' {"prompt": "…", "completion": "…"}'
+        raise UsageError(what, where="--data", why=f"it has {listed(list(row))}", fix=fix)
+    return keys
+
+
+def _first_line(data: Path) -> dict[str, Any]:
+    """Return the object on the first line that is not blank; a UsageError if there is none."""
     try:
         with opened_lines(data) as file:
             lines = ((number, line) for number, line in enumerate(file, 1) if line.strip())
             number, line = next(lines, (1, b"{}"))
     except DAMAGED as error:
         raise UsageError(f"{data} can't be read", where="--data", why=str(error)) from None
-    row = row_of_line(data, number, line, "messages")
-    _refuse_pairs(data, row)
-    keys = conversation_keys(row)
-    if not keys:
-        what = f"the first line of {data} has no conversation"
-        fix = 'write {"messages": [{"role": "user", "content": "…"}, …]} on each line, or'
-        fix += ' {"prompt": "…", "completion": "…"}'
-        raise UsageError(what, where="--data", why=f"it has {listed(list(row))}", fix=fix)
-    return keys
+    return row_of_line(data, number, line, "messages")
 
 
 def _refuse_pairs(data: Path, row: Mapping[str, Any]) -> None:

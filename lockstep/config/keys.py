@@ -286,6 +286,11 @@ def _suggestion(path: Path) -> str:
     section = dotted_name(path[:-1])
     if section.partition("[")[0] in ("loss_fn", "monitor.callbacks", "checkpoint.storage"):
         return "an object has a name, and args (keywords) and positional (a list) if it takes any"
+    name = str(path[-1])
+    if len(path) > 1 and name in children(""):
+        return (
+            f"{name} stands beside {path[0]}, not in it; its keys are {', '.join(children(name))}"
+        )
     meant = _meant(path)
     if meant:
         return f"write {' or '.join(meant)}"
@@ -350,6 +355,8 @@ def _mistakes(details: ErrorDetails, path: Path, tree: Node) -> list[Mistake]:
     value = node.plain()
     takes = _expected(details, key, info)
     fix = _fix_of_value(key, info, value)
+    if fix is None and key in children("") and takes == "a mapping":
+        fix = f"its keys are {', '.join(children(key))}: {key}: {{{children(key)[0]}: …}}"
     if details["type"] == "list_type" and not isinstance(value, dict):
         item = fix.removeprefix("write ") if fix is not None else value
         in_python = str(node.origin).startswith("the setting")

@@ -3,7 +3,8 @@
 | files | a document is |
 |---|---|
 | `.jsonl`, `.jsonl.gz` | a line: an object with the text, or a conversation, in one of its fields |
-| `.parquet`, `.arrow` | a row, likewise with one in one of its columns |
+| `.parquet`, `.arrow`, `.csv`, `.tsv` | a row, likewise with one in one of its columns |
+| one array of JSON | an object in it, likewise; the file is read in full |
 | `.npy` | a row of token numbers, or all of them where there is one dimension |
 | any other | the file, UTF-8 text, which comes in several records |
 
@@ -12,7 +13,7 @@ A record's number follows from the files alone, so that a reader can go on after
 Tests: tests/data/test_document_files.py
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -33,6 +34,8 @@ from lockstep.files.data_files import (
     opened_lines,
     require_read,
     row_of_line,
+    rows_of_array,
+    separator_of,
 )
 
 ROWS = 1024  # that are read at once from a parquet file
@@ -81,10 +84,14 @@ def records_of(file: Path, field: Field = TEXT, first: int = 0) -> Iterator[Reco
         return _of_parquet(file, field, first)
     if kind is Kind.ARROW:
         return _of_arrow(file, field, first)
+    if kind is Kind.COLUMNS:
+        return _of_columns(file, field, first)
+    if kind is Kind.JSON_ARRAY:
+        return _of_rows(file, rows_of_array(file)[first:], field, first)
     require_read(file, "data.args.sources")
     if field.holds_messages:
         what = f"{file} holds no rows, and so no conversations"
-        fix = "write them as .jsonl, .jsonl.gz, .parquet or .arrow"
+        fix = "write them as .jsonl, .jsonl.gz, .csv, .parquet or .arrow"
         raise UsageError(what, where="messages_field", fix=fix)
     if kind is Kind.TOKENS:
         return islice(_of_tokens(file), first, None)
@@ -154,19 +161,49 @@ def _of_parquet(file: Path, field: Field, first: int) -> Iterator[Record]:
     except ImportError:
         raise _needs(file, "pyarrow") from None
     try:
-        opened = ParquetFile(file)
-        begin = 0
-        for batch in opened.iter_batches(ROWS):
-            skipped = max(0, first - begin)
-            rows = batch.slice(skipped).to_pylist() if skipped < len(batch) else []
-            yield from _of_rows(file, rows, field, begin + skipped)
-            begin += len(batch)
+        yield from _of_batches(file, ParquetFile(file).iter_batches(ROWS), field, first)
     except (ArrowException, OSError) as error:
         raise UsageError(
             f"{file} is not a parquet file that can be read",
             where="data.args.sources",
             why=first_line(error),
         ) from None
+
+
+def _of_columns(file: Path, field: Field, first: int) -> Iterator[Record]:
+    """Yield a record for each row of a file with columns of text, which is read in full.
+
+    What is not the document may be numbers, where a column has no other values.
+    """
+    try:
+        import pyarrow
+        from pyarrow import csv
+    except ImportError:
+        raise _needs(file, "pyarrow") from None
+    # A text of digits is a text.
+    texts = dict.fromkeys([field.name, *field.prompts], pyarrow.string())
+    options = {
+        "parse_options": csv.ParseOptions(delimiter=separator_of(file), newlines_in_values=True),
+        "convert_options": csv.ConvertOptions(column_types=texts),
+    }
+    try:
+        table = csv.read_csv(file, **options)
+    except (pyarrow.ArrowException, OSError) as error:
+        what = f"{file} holds no columns that can be read"
+        fix = "write it as UTF-8, with a first line of names, and commas (.csv) or tabs (.tsv)"
+        why = first_line(error)
+        raise UsageError(what, where="data.args", why=why, fix=fix) from None
+    yield from _of_batches(file, table.to_batches(ROWS), field, first)
+
+
+def _of_batches(file: Path, batches: Iterable[Any], field: Field, first: int) -> Iterator[Record]:
+    """Yield a record for each row of a table from the number `first` on."""
+    begin = 0
+    for batch in batches:
+        skipped = max(0, first - begin)
+        rows = batch.slice(skipped).to_pylist() if skipped < len(batch) else []
+        yield from _of_rows(file, rows, field, begin + skipped)
+        begin += len(batch)
 
 
 def _of_arrow(file: Path, field: Field, first: int) -> Iterator[Record]:

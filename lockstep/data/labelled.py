@@ -71,7 +71,7 @@ class Labels:
     Args:
         learned: what is learned of them.
         names: of the classes, in order; None where labels are numbers.
-        size: classes, or 1.
+        size: classes, or numbers of each text.
     """
 
     learned: Learned
@@ -217,11 +217,15 @@ def _told(labels: Labels) -> str:
     kinds = {
         Learned.CLASS: f"one of {labels.size} classes for each text",
         Learned.CLASSES: f"any of {labels.size} classes for each text",
-        Learned.NUMBER: "a number for each text (regression)",
+        Learned.NUMBER: f"{_numbers(labels.size)} for each text (regression)",
         Learned.WORDS: f"one of {labels.size} classes for each word",
     }
     names = "" if labels.names is None else f": {listed(labels.names, 8)}"
     return f"{kinds[labels.learned]}{names}"
+
+
+def _numbers(size: int) -> str:
+    return "a number" if size == 1 else f"{size} numbers"
 
 
 def _rows(path: str, where: str, text_field: str, label_field: str) -> Iterator[_LabelledRow]:
@@ -234,7 +238,8 @@ def _rows(path: str, where: str, text_field: str, label_field: str) -> Iterator[
             row = record.row
             if row is None:
                 what = f"{file} holds no rows, and so no labels"
-                fix = 'write lines of {"text": "…", "label": "…"}, as .jsonl, .parquet or .arrow'
+                fix = 'write lines of {"text": "…", "label": "…"}'
+                fix += ", as .jsonl, .csv, .parquet or .arrow"
                 raise UsageError(what, where=where, fix=fix)
             for key, name in (("text_field", text_field), ("label_field", label_field)):
                 if row.get(name) is None:
@@ -254,8 +259,8 @@ def labels_in(rows: Sequence[_LabelledRow], classes: Sequence[str] | None) -> La
     """Return what the labels of rows are; a UsageError if they are of several kinds."""
     kinds = [(_kind(row), row) for row in rows]
     learned, first = kinds[0]
-    if {kind for kind, _ in kinds} == {Learned.CLASS, Learned.NUMBER} and all(
-        _is_number(row.label) for row in rows
+    if Learned.NUMBER in {kind for kind, _ in kinds} and all(
+        _are_numbers(row.label) for row in rows
     ):
         learned = Learned.NUMBER  # some of the numbers are whole
     for row in rows:
@@ -264,15 +269,36 @@ def labels_in(rows: Sequence[_LabelledRow], classes: Sequence[str] | None) -> La
         if classes is not None:
             what = "classes are named, and the labels are numbers with fractions"
             raise UsageError(what, where=f"{_WHERE}.classes", fix="leave classes out")
-        return Labels(learned, None, 1)
+        return Labels(learned, None, _count_of_numbers(rows))
     if learned is Learned.CLASSES and _is_number((first.label or [""])[0]):
         return _of_bits(rows, classes)
     return _of_classes(learned, rows, classes)
 
 
+def _count_of_numbers(rows: Sequence[_LabelledRow]) -> int:
+    """Return how many numbers each text has, or raise a UsageError."""
+    if not any(isinstance(each, float) for row in rows for each in _members(row.label)):
+        row = rows[0]
+        what = f"the label of {row.where} is a list of {_shown(row.label)}"
+        why = "no number in the labels has a fraction, so they are not taken for numbers to learn"
+        fix = "write the names of the classes that hold, or 1 and 0 for each class; numbers to"
+        fix += " learn with a point: [1.0, 2.0]"
+        raise UsageError(what, where=row.where, why=why, fix=fix)
+    first = rows[0].label
+    for row in rows:
+        if isinstance(row.label, list) != isinstance(first, list) or len(
+            _members(row.label)
+        ) != len(_members(first)):
+            what = f"the label of {row.where} is {_shown(row.label)}, and that of {rows[0].where}"
+            what += f" {_shown(first)}"
+            fix = "write as many numbers in each row"
+            raise UsageError(what, where=row.where, fix=fix)
+    return len(_members(first))
+
+
 def _require_kind(row: _LabelledRow, learned: Learned, first: _LabelledRow) -> None:
     """Refuse a label of another kind than the first one."""
-    if _kind(row) is learned or (learned is Learned.NUMBER and _is_number(row.label)):
+    if _kind(row) is learned or (learned is Learned.NUMBER and _are_numbers(row.label)):
         return
     what = f"the label of {row.where} is {_shown(row.label)}, and that of {first.where}"
     what += f" {_shown(first.label)}"
@@ -299,8 +325,10 @@ def _kind(row: _LabelledRow) -> Learned:
         of_bits = bool(label) and all(_is_number(each) and each in (0, 1) for each in label)
         if of_names or of_bits:
             return Learned.CLASSES
+        if _are_numbers(label):
+            return Learned.NUMBER
         what = f"the label of {row.where} is a list of {_shown(label)}"
-        fix = "write the names of the classes that hold, or 1 and 0 for each class"
+        fix = "write the names of the classes that hold, 1 and 0 for each class, or numbers"
         raise UsageError(what, where=row.where, fix=fix)
     if isinstance(label, str | bool | int):
         return Learned.CLASS
@@ -365,6 +393,13 @@ def _members(label: Any) -> list[Any]:
     return label if isinstance(label, list) else [label]
 
 
+def _are_numbers(label: Any) -> bool:
+    """Return whether a label is a number, or a list of some."""
+    return bool(_members(label)) and all(
+        _is_number(each) and np.isfinite(each) for each in _members(label)
+    )
+
+
 def _is_number(label: Any) -> bool:
     return isinstance(label, int | float) and not isinstance(label, bool)
 
@@ -383,7 +418,7 @@ def _shown(label: Any) -> str:
 @dataclass(frozen=True)
 class _Encoded:
     tokens: NDArray[np.int64]
-    label: Any  # a number, or an array
+    label: Any  # a number, or several
     is_cut: bool
 
 
@@ -394,7 +429,7 @@ def _encoded(tokenizer: Tokenizer, row: _LabelledRow, labels: Labels, max_length
         what = f"the text of {row.where} has no tokens"
         raise UsageError(what, where=row.where, fix="leave the row out")
     if labels.learned is Learned.NUMBER:
-        return _Encoded(encoded.tokens, float(row.label), encoded.is_cut)
+        return _Encoded(encoded.tokens, row.label, encoded.is_cut)
     if labels.learned is Learned.CLASS:
         return _Encoded(encoded.tokens, labels.number(row.label, row.where), encoded.is_cut)
     if labels.learned is Learned.WORDS:

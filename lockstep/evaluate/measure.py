@@ -240,7 +240,11 @@ def _placed(
     subject: EvaluationSubject, config: Config, data: Data, path: checkpoint.CheckpointPath | None
 ) -> Trainer:
     """Return a trainer that has the weights, and trains nothing."""
-    model = build(config, data)
+    with warnings.catch_warnings():
+        if path is not None or subject.weights is not None:
+            # What the model's folder lacks is in these weights.
+            warnings.filterwarnings("ignore", "the weights in .* drawn at random")
+        model = build(config, data)
     if subject.weights is not None:
         model = in_memory(model)
         _fill(model, subject.weights)

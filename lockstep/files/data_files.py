@@ -6,6 +6,7 @@ braces and keys. So whoever wants text asks here first, and the launcher does be
 Does not import torch.
 """
 
+import csv
 import gzip
 import importlib
 import io
@@ -23,7 +24,7 @@ from typing import IO, Any
 
 import yaml
 
-from lockstep.errors import UsageError, listed
+from lockstep.errors import UsageError, first_line, listed
 from lockstep.files.paths import local_path
 
 HEADER = "tokens.json"  # is in a folder that `lockstep data prepare` made
@@ -80,8 +81,9 @@ _BY_ENDING = {
     ".tsv": Kind.COLUMNS,
     **dict.fromkeys(COMPRESSED, Kind.COMPRESSED),
 }
-# Of these the data set `documents` makes documents.
-READ = (Kind.TEXT, Kind.LINES, Kind.PARQUET, Kind.ARROW, Kind.TOKENS)
+# Kinds of files with rows, and those of which the data set `documents` makes documents.
+ROWS = (Kind.LINES, Kind.PARQUET, Kind.ARROW, Kind.JSON_ARRAY, Kind.COLUMNS)
+READ = (Kind.TEXT, Kind.TOKENS, *ROWS)
 
 
 def kind_of(file: Path) -> Kind:
@@ -231,6 +233,26 @@ def row_of_line(file: Path, number: int, line: bytes, name: str) -> dict[str, An
     return row
 
 
+def rows_of_array(file: Path) -> list[dict[str, Any]]:
+    """Return the objects of a file that is one array of JSON, or raise a UsageError."""
+    try:
+        rows = json.loads(file.read_bytes())
+    except (ValueError, RecursionError) as error:  # UTF-8 that is none is one, too
+        what = f"{file} is not JSON"
+        why = first_line(error)
+        raise UsageError(what, where="data.args", why=why, fix="mend it, or leave it out") from None
+    wrong = next((n for n, row in enumerate(rows) if not isinstance(row, dict)), None)
+    if wrong is not None:
+        what = f"row {wrong} of {file} is a {type(rows[wrong]).__name__}, not an object"
+        raise UsageError(what, where=f"{file}, row {wrong}", fix='write {"text": "…"}')
+    return list(rows)
+
+
+def separator_of(file: Path) -> str:
+    """Return what stands between the columns of a file of them."""
+    return "\t" if file.suffix.lower() == ".tsv" else ","
+
+
 def first_row(file: Path) -> Mapping[str, Any]:
     """Return the first row of a file of records; nothing if it can't be read."""
     kind = kind_of(file)
@@ -240,6 +262,11 @@ def first_row(file: Path) -> Mapping[str, Any]:
                 line = next(line for line in opened if line.strip())
             row = json.loads(line)
             return row if isinstance(row, dict) else {}
+        if kind is Kind.JSON_ARRAY:
+            return dict(rows_of_array(file)[0])
+        if kind is Kind.COLUMNS:
+            with file.open(encoding="utf-8-sig", newline="") as opened:
+                return dict(next(csv.DictReader(opened, delimiter=separator_of(file))))
         if kind is Kind.PARQUET:
             parquet = importlib.import_module("pyarrow.parquet").ParquetFile(file)
             return dict(next(parquet.iter_batches(1)).to_pylist()[0])
@@ -288,27 +315,18 @@ def require_read(file: Path, where: str) -> None:
     if kind in READ:
         return
     fix = "convert it to text, JSON lines or parquet, or move it out of the folder"
-    path = json.dumps(str(file))
-    lines = file.with_suffix(".jsonl")
-    if kind is Kind.JSON_ARRAY:
-        code = f"import json; [print(json.dumps(row)) for row in json.load(open({path}))]"
-        fix = f"write a row on each line: python -c {quote(code)} > {quote(str(lines))}"
-    elif kind is Kind.COLUMNS:
-        read = f"datasets.Dataset.from_csv({path})"
-        code = f"import datasets; {read}.to_json({json.dumps(str(lines))})"
-        fix = f"make JSON lines of it: python -c {quote(code)}"
-    elif kind is Kind.COMPRESSED:
+    if kind is Kind.COMPRESSED:
         fix = "unpack it; compressed files of JSON lines are read, .jsonl.gz and .jsonl.zst"
     elif found := _by_magic(file):
         names = f"{quote(str(file))} {quote(str(file.with_suffix(found)))}"
         fix = f"it is a {found} file: name it so, mv {names}"
     elif file.suffix == ".bin":
         tokens = file.with_suffix(".npy")
-        read = f"np.fromfile({path}, np.uint16)"
+        read = f"np.fromfile({json.dumps(str(file))}, np.uint16)"
         code = f"import numpy as np; np.save({json.dumps(str(tokens))}, {read})"
         fix = f"of tokens in 16 bits make an array, python -c {quote(code)}, and write"
         fix += f" {as_documents(str(tokens))}"
-    raise UsageError(f"{file} holds {kind.value}", where=where, fix=fix + _or_as_text(file, kind))
+    raise UsageError(f"{file} holds {kind.value}", where=where, fix=fix)
 
 
 def _or_as_text(file: Path, kind: Kind) -> str:
@@ -435,9 +453,9 @@ def check_named_files(name: str | None, args: Mapping[str, Any]) -> None:
 def _require_rows(file: Path, where: str) -> None:
     """Refuse a file that holds no rows with a text and its label."""
     kind = kind_of(file)
-    if kind not in (Kind.LINES, Kind.PARQUET, Kind.ARROW):
+    if kind not in ROWS:
         what = f"{file} holds {kind.value}, and no rows with labels"
-        fix = 'write lines of {"text": "…", "label": "…"}, as .jsonl, .parquet or .arrow'
+        fix = 'write lines of {"text": "…", "label": "…"}, as .jsonl, .csv, .parquet or .arrow'
         raise UsageError(what, where=where, fix=fix)
 
 

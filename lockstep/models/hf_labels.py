@@ -62,7 +62,9 @@ def _set(config: Any, labels: Mapping[str, Any], given: Mapping[str, Any]) -> No
     size = labels["size"]
     asked = given.get("num_labels", size)
     if asked < size or (labels["problem_type"] == _NUMBERS and asked != size):
-        outputs = "one number" if labels["problem_type"] == _NUMBERS else f"{size} classes"
+        outputs = f"{size} classes"
+        if labels["problem_type"] == _NUMBERS:
+            outputs = "one number" if size == 1 else f"{size} numbers"
         what = f"num_labels is {asked}, and the data have {outputs}"
         raise UsageError(what, where="model.args.num_labels", fix="leave it out")
     config.num_labels = asked
@@ -79,10 +81,11 @@ def _require_same(config: Any, labels: Mapping[str, Any]) -> None:
     size = labels["size"]
     own = [str(config.id2label[number]) for number in sorted(config.id2label)]
     fix = "name the classes in the head's order, data.args.classes, or a folder without a head"
-    if size > len(own) or (labels["problem_type"] == _NUMBERS and len(own) > 1):
+    if size > len(own) or (labels["problem_type"] == _NUMBERS and len(own) != size):
         what = f"the data have {size} classes, and the head of the model's folder {len(own)}"
         if labels["problem_type"] == _NUMBERS:
-            what = f"the data have numbers to learn, and the folder's head has {len(own)} classes"
+            what = "the data have numbers to learn, and the folder's head has"
+            what += f" {len(own)} classes, not {size}"
         raise UsageError(what, where="model.name, data.args", fix=fix)
     if config.problem_type not in (None, labels["problem_type"]):
         what = f"the head of the model's folder is for {config.problem_type}"

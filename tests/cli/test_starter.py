@@ -163,6 +163,7 @@ def test_what_can_not_be_fine_tuned(here: Path, capsys: pytest.CaptureFixture[st
     (here / "deep.jsonl").write_text("[" * 100_000)
     pair = {"prompt": BOTH[:1], "chosen": BOTH[1:2], "rejected": BOTH[1:2]}
     (here / "pairs.jsonl").write_text(json.dumps(pair) + "\n")
+    (here / "columns.csv").write_text("a,b\n1,2\n")
     (here / "list.jsonl").write_text('\n["messages"]\n')
     (here / "latin.jsonl").write_bytes(b'{"messages": "\xff"}\n')
     (here / "damaged.jsonl.gz").write_bytes(gzip.compress(b"{}" * 99)[:12] + b"\xff" * 40)
@@ -178,6 +179,7 @@ def test_what_can_not_be_fine_tuned(here: Path, capsys: pytest.CaptureFixture[st
         ("model", "nowhere.jsonl", "there is no file nowhere.jsonl"),
         ("model", "text.jsonl", "the first line of text.jsonl has no conversation"),
         ("model", "pairs.jsonl", "pairs.jsonl holds pairs of answers, chosen and rejected"),
+        ("model", "columns.csv", "the first row of columns.csv has no conversation"),
         ("model", "bad.jsonl", "line 1 of bad.jsonl is not JSON"),
         ("model", "deep.jsonl", "line 1 of deep.jsonl is nested too deep"),
         ("model", "list.jsonl", "line 2 of list.jsonl is a list, not an object"),

@@ -242,6 +242,11 @@ def test_trap_39_in_overrides_and_in_files_that_are_extended(tmp_path: Path) -> 
         ("training:\n  max_steps: 1_000\n", ("run.yaml:2", "'1_000'", "write 1000")),
         ("training:\n  compile: 'no'\n", ("run.yaml:2", "true or false", "'no'")),
         ("training: 3\n", ("run.yaml:1", "training should be a mapping, but is 3")),
+        ("precision: bf16\n", ("run.yaml:1", "precision should be a mapping", "its keys are mode")),
+        (
+            "training:\n  precision: bf16\n",
+            ("run.yaml:2", "precision stands beside training, not in it; its keys are mode"),
+        ),
         ("training: [batch_size]\n", ("run.yaml:1", "training should be a mapping, but is a list")),
         (
             "distributed:\n  strategy: fdsp\n",

@@ -164,3 +164,52 @@ def test_a_line_that_is_not_utf8_or_nested_too_deep_is_named(tmp_path: Path) -> 
         file.write_bytes(good + line)
         with pytest.raises(UsageError, match=word):
             list(records_of(file))
+
+
+COLUMNS = 'text,n,note\n12,1,\n"two\nlines, one row",2,x\n,3,"a ""quote"""\n'
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.tsv"])
+def test_columns_of_text_are_rows(name: str, tmp_path: Path) -> None:
+    """A text of digits is a text, other columns may be numbers, and rows have several lines."""
+    pytest.importorskip("pyarrow")
+    file = tmp_path / name
+    comma = "," if name == "a.csv" else "\t"
+    file.write_text(COLUMNS.replace(",", comma), encoding="utf-8-sig")
+    read = list(records_of(file))
+    assert [record.content for record in read if record] == [
+        "12",
+        f"two\nlines{comma} one row",
+        "",
+    ]
+    assert [record.row["n"] for record in read if record and record.row] == [1, 2, 3]
+    rest = list(records_of(file, first=2))
+    assert rest == read[2:]
+
+
+def test_an_array_of_json_has_rows(tmp_path: Path) -> None:
+    file = tmp_path / "a.json"
+    file.write_text(json.dumps([{"text": "a"}, {"body": "b"}, {"text": "c"}]))
+    read = list(records_of(file))
+    assert [record.content for record in read if record] == ["a", "", "c"]
+    assert read[1] is not None
+    assert read[1].fault is not None
+    assert list(records_of(file, first=2)) == read[2:]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("a.json", b'[{"text": "a"}, 3]', "row 1 of .* is a int, not an object"),
+        ("a.json", b'[{"text": "a"},', "a.json is not JSON"),
+        ("a.json", b'[{"text": "\xff"}]', "a.json is not JSON"),
+        ("a.csv", b"text,label\na,b,c\n", "a.csv holds no columns that can be read"),
+        ("a.csv", b"text,label\n\xff,b\n", "a.csv holds no columns that can be read"),
+        ("a.csv", b"", "a.csv holds no columns that can be read"),
+    ],
+)
+def test_rows_that_can_not_be_read(name: str, content: bytes, said: str, tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UsageError, match=said):
+        list(records_of(tmp_path / name))

@@ -48,6 +48,13 @@ def texts(*labels: Any) -> list[dict[str, Any]]:
             None,
             [[1.0, 0.0], [0.0, 0.0], [1.0, 1.0]],
         ),
+        (
+            [[1, 0], [0.5, -2], [1, 3]],
+            "regression",
+            2,
+            None,
+            [[1.0, 0.0], [0.5, -2.0], [1.0, 3.0]],
+        ),
     ],
 )
 def test_what_is_learned_follows_from_the_labels(
@@ -123,6 +130,10 @@ def test_classes_are_in_the_order_in_which_they_are_named(tmp_path: Path) -> Non
         (texts(0, -1), {}, r"the label -1 of .*:2 is not a class"),
         (texts([1, 0], [1]), {}, r"the label of .*:2 is \[1\], and the first has 2 numbers"),
         (texts([1, 2]), {}, r"is a list of \[1, 2\](.|\n)*1 and 0 for each class"),
+        (texts([0.5, 1], [1]), {}, r"the label of .*:2 is \[1\], and that of .*:1 \[0.5, 1\]"),
+        (texts(0.5, [1, 2]), {}, r"the label of .*:2 is \[1, 2\], and that of .*:1 0.5"),
+        (texts([0.5, "a"]), {}, r"is a list of \[0.5, \"a\"\]"),
+        (texts([0.5, 1], ["a"]), {}, r"the label of .*:2 is \[\"a\"\], and that of .*:1"),
         (texts({"a": 1}), {}, r"the label of .*:1 is {\"a\": 1}"),
         (texts("a", "a"), {}, r"all labels are a(.|\n)*nothing to learn"),
         (texts("a", "b"), {"classes": ["a", "c"]}, r"'b' of .*:2 is none of the classes"),
