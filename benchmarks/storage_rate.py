@@ -1,6 +1,6 @@
 """Measures saves and loads in a bucket against its bare client, and on a disk against torch.
 
-    python -m benchmarks.storage_rate [--megabytes 96] [--rounds 3] [--ranks 1,4] [--write]
+    python -m benchmarks.storage_rate [--megabytes 96,400] [--rounds 3] [--ranks 1,4] [--write]
 
 The bucket is on a server of S3's protocol in a process of its own (moto's), on the same cores. The
 bare client puts and gets as many bytes from as many processes, one object each, by obstore's own
@@ -39,12 +39,13 @@ from tests.ranks import run_ranks
 
 TENSORS = 12  # in the bucket
 LIMITS = (
-    "What limits a load from the bucket: every byte is read twice, once for its checksum and once"
-    " for its value, and a file",
-    "is asked for three times before its first byte. Each of the small tensors is an archive of"
-    " torch's own, which",
-    "`torch.save` and `torch.load` are called for one by one, as `torch.distributed.checkpoint`"
-    " has it.",
+    "A load from the bucket takes each byte once, with its checksum. Before the first byte of a"
+    " tensor come three",
+    "requests in turn (the commit, the manifest, what describes the parts), which rank 0 makes"
+    " alone, and four",
+    "exchanges between the ranks: a small checkpoint on many ranks waits for these. Torch makes"
+    " one archive for each",
+    "dtype and shape of small tensors; they are written and read as it would.",
 )
 Seconds = dict[str, list[float]]
 
@@ -177,7 +178,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--megabytes", type=int, default=96, help="of a checkpoint in the bucket")
+    parser.add_argument("--megabytes", default="96,400", help="of checkpoints in the bucket")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--ranks", default="1,4")
     parser.add_argument("--folder", type=Path, help="on the disk to be measured")
@@ -199,9 +200,10 @@ def main() -> None:
     ]
     print(*disk, sep="\n", flush=True)
     rows = []
-    for ranks in map(int, asked.ranks.split(",")):
-        rows.append(bucket_row(ranks, asked.megabytes, asked.rounds))
-        print(rows[-1], flush=True)
+    for megabytes in map(int, asked.megabytes.split(",")):
+        for ranks in map(int, asked.ranks.split(",")):
+            rows.append(bucket_row(ranks, megabytes, asked.rounds))
+            print(rows[-1], flush=True)
     command = f"--megabytes {asked.megabytes} --rounds {asked.rounds} --ranks {asked.ranks}"
     header = "| model | save, s | torch's, s | load, s | torch's, s | of torch's load |"
     text = page(

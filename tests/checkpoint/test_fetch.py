@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from lockstep import checkpoint
-from lockstep.checkpoint import DamagedError, Location, Snapshot
-from lockstep.checkpoint.fetch import Ranges, deal_rest
+from lockstep.checkpoint import DamagedError, Location, Ranks, Snapshot
+from lockstep.checkpoint.fetch import Ranges, deal_rest, fetched
 from lockstep.checkpoint.manifest import Manifest
 from lockstep.checkpoint.posix import PosixStorage
 from lockstep.checkpoint.storage import MARK_BYTES, ChecksumStream, FileInfo
@@ -129,6 +129,7 @@ def test_checkpoints_of_older_versions_have_no_marks(
     without = property(lambda self: FileInfo(info(self).size, info(self).crc32))
     monkeypatch.setattr(ChecksumStream, "info", without)
     far = saved(tmp_path)
+    assert fetched(far, Ranks(), "it could not be loaded") is None, "so that it is read as before"
     assert b"marks" not in (tmp_path / NAME / "manifest.json").read_bytes()
     target = zeros(state())
     checkpoint.load(far, target)
