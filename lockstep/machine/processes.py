@@ -36,8 +36,8 @@ def wait_for_an_end(pids: Iterable[int], seconds: float) -> None:
 
     Where the system can't tell (Linux 5.3 can), for all of them.
     """
+    ends = select.poll()  # of any number of descriptors, where select() takes those below 1,024
     with ExitStack() as stack:
-        running = []
         for pid in pids:
             try:
                 descriptor = os.pidfd_open(pid)
@@ -47,8 +47,8 @@ def wait_for_an_end(pids: Iterable[int], seconds: float) -> None:
                 time.sleep(seconds)
                 return
             stack.callback(os.close, descriptor)
-            running.append(descriptor)
-        if select.select(running, [], [], seconds)[0]:
+            ends.register(descriptor, select.POLLIN)
+        if ends.poll(seconds * 1000):
             time.sleep(_TOGETHER_SECONDS)
 
 
