@@ -28,7 +28,8 @@ PYTEST_WORKER = "tests.pytest_worker"  # the module that such a worker runs
 _started: list[PreparedProcess] = []  # this process's, once it has asked for a fork
 
 
-def _prepared() -> PreparedProcess:
+def prepared_process() -> PreparedProcess:
+    """Return what makes forks for tests in this process; it is started when it is first needed."""
     own = prepared.own_prepared_process()
     if own is not None:
         return own
@@ -98,7 +99,7 @@ class Forked(subprocess.Popen[str]):
                 else (None if umask == -1 else partial(os.umask, umask))
             ),
         )
-        server = _prepared()
+        server = prepared_process()
         if server.why_not(environment) is not None:
             its["preexec_fn"] = request.first
             super()._execute_child(*bound.args)  # type: ignore[misc]

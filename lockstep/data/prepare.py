@@ -318,6 +318,9 @@ def prepare_command(argv: Sequence[str]) -> int:
         what = "--prompt-field and --answer-field belong together"
         fix = "name both: --prompt-field instruction --answer-field output"
         raise UsageError(what, where="the command 'lockstep data'", fix=fix)
+    if args.answer_field is not None and args.messages_field is not None:
+        what = "--answer-field beside --messages-field: a document is one or the other"
+        raise UsageError(what, where="the command 'lockstep data'", fix="leave one of them out")
     field = Field(args.text_field)
     if args.messages_field is not None:
         field = Field(args.messages_field, holds_messages=True)
@@ -383,7 +386,7 @@ def _command_parser() -> "_Parser":
     text = "the one that holds the messages of conversations; --tokenizer has their chat template"
     only.add_argument("--messages-field", metavar="NAME", help=text)
     text = "the one that holds the answer to what is in --prompt-field"
-    only.add_argument("--answer-field", metavar="NAME", help=text)
+    parser.add_argument("--answer-field", metavar="NAME", help=text)
     text = "the one that holds the prompt; several times, if several make it"
     parser.add_argument("--prompt-field", metavar="NAME", action="append", default=[], help=text)
     text = "make the text of a special token in documents that token; else it is text"

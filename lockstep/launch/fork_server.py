@@ -36,6 +36,7 @@ from typing import Any
 from lockstep.launch.prepared import (
     COMES_AGAIN,
     MESSAGE_BYTES,
+    NONE_COMES,
     ForkRequest,
     PreparedProcess,
     adopt_orphans,
@@ -267,9 +268,14 @@ def _serve(channel: socket.socket, reason: str | None = None) -> None:
         message, descriptors, _, _ = socket.recv_fds(channel, MESSAGE_BYTES, 3)
         if not message:
             os._exit(0)  # and so does each fork that is ready
-        if was_idle:
+        if was_idle or message == NONE_COMES:
             was_idle = False
             asked = 0
+        if message == NONE_COMES:
+            for fork in ready:
+                fork.channel.close()
+            ready.clear()
+            continue
         if reason is None:
             asked += message.startswith(COMES_AGAIN)
             given = _give_work(ready, message, descriptors)

@@ -33,6 +33,7 @@ MESSAGE_BYTES = 200_000
 # what a message begins with: the prepared process reads no more of it, for that might import
 COMES_AGAIN = b"+"
 COMES_ONCE = b"-"
+NONE_COMES = b"."  # the whole message: nothing is asked for, and forks that are ready may end
 # of linux/prctl.h: orphans among its descendants become this process's children
 _PR_SET_CHILD_SUBREAPER = 36
 # Variables that Python, the loader and the allocator read when a process starts; a fork takes over
@@ -138,6 +139,11 @@ class PreparedProcess:
             if file != own_file:
                 return f"Python runs {file or own_file} when a process starts"
         return None
+
+    def end_ready_forks(self) -> None:
+        """Let the forks end that are ready: none will be asked for soon."""
+        with self._lock, suppress(OSError):  # the prepared process is gone, and so are they
+            self._channel.send(NONE_COMES)
 
     def close(self) -> None:
         """Let the prepared process end; its forks live on."""

@@ -120,7 +120,10 @@ def rank_starter(
         return
     own = own_prepared_process()
     if own is not None:
-        yield starter(own)
+        try:
+            yield starter(own)
+        finally:
+            own.end_ready_forks()
         return
     try:
         prepared = start()

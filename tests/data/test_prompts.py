@@ -135,7 +135,10 @@ def test_prepared_ones_are_those_of_a_run(tmp_path: Path) -> None:
     command = ["prepare", str(file), "--out", str(tmp_path / "made"), "--tokenizer", str(tmp_path)]
     with pytest.raises(UsageError, match="belong together"):
         prepare_command([*command, "--prompt-field", "prompt"])
-    prepare_command([*command, "--prompt-field", "prompt", "--answer-field", "completion"])
+    pair = ["--prompt-field", "prompt", "--answer-field", "completion"]
+    with pytest.raises(UsageError, match="--answer-field beside --messages-field"):
+        prepare_command([*command, *pair, "--messages-field", "messages"])
+    prepare_command([*command, *pair])
 
     def samples(source: Any) -> list[tuple[list[int], list[int]]]:
         args = {"sources": [source], "sequence_length": 64}

@@ -137,7 +137,7 @@ def test_a_token_for_unknown_words_is_no_typed_one(tmp_path: Path) -> None:
 def test_where_the_key_means_nothing_it_is_refused(tmp_path: Path) -> None:
     file, tokenizer = _files(tmp_path)
     source = {"path": str(file), "messages_field": "messages", "special_tokens": True}
-    with pytest.raises(UsageError, match="special_tokens beside a messages_field"):
+    with pytest.raises(UsageError, match="special_tokens beside messages_field"):
         _data("documents", sources=[source], tokenizer=tokenizer)
     with pytest.raises(UsageError, match="special_tokens is 'yes', which is not true or false"):
         _data("documents", sources=[{"path": str(file), "special_tokens": "yes"}])

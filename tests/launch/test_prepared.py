@@ -12,11 +12,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
-from lockstep.launch import fork_server
+from lockstep.launch import fork_server, prepared
 from lockstep.launch.prepared import ForkRequest, PreparedProcess
-from lockstep.launch.rank_starts import reason_of_script, sets_variables
+from lockstep.launch.rank_starts import rank_starter, reason_of_script, sets_variables
+from tests import forked
 from tests.forked import Forked
 from tests.launch.shared import REPOSITORY, environment, start
 
@@ -163,6 +165,30 @@ if attempt == "0":
     )
     assert {rank["me"] for rank in after} < set(before[0]["children"])
     _until(lambda: not any(_runs(pid) for pid in after[0]["children"]))
+
+
+def test_forks_that_are_ready_end_with_the_ranks_of_a_program_that_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As a notebook, whose own prepared process stays when its ranks have ended."""
+    own = forked.prepared_process()
+    monkeypatch.setattr(prepared, "_own", [own])
+    here = psutil.Process()
+    before = {child.pid for child in here.children()}
+
+    def ready() -> set[int]:
+        """Forks of this process that run; the one that was asked for ends at once."""
+        return {
+            child.pid
+            for child in here.children()
+            if child.pid not in before and child.status() != psutil.STATUS_ZOMBIE
+        }
+
+    with rank_starter(None, print, restarts=True) as starter:
+        command = [sys.executable, "-m", "keyword"]
+        assert starter(command, dict(os.environ), None, None).wait() == 0
+        _until(lambda: len(ready()) == 1)
+    _until(lambda: not ready())
 
 
 def test_a_fork_whose_parent_is_gone_ends() -> None:
