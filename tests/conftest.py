@@ -47,6 +47,14 @@ _TOGETHER = (
     ),
 )
 _FIRST_OF = {file: files[0] for files in _TOGETHER for file in files}
+# Long files whose tests share nothing: each test goes to whichever worker is free.
+_APART = (
+    "tests/verify/test_script.py",
+    "tests/launch/test_hosts.py",
+    "tests/launch/test_hang.py",
+    "tests/launch/test_machines.py",
+    "tests/launch/test_only_some.py",
+)
 # The longest files begin first, so that no worker ends long after the others.
 _LONGEST = (
     "tests/parallel/test_pipeline.py",
@@ -217,12 +225,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Give each worker whole files, those of `_TOGETHER` to one."""
+    """Give each worker whole files, those of `_TOGETHER` to one, and single tests of `_APART`."""
     from xdist.scheduler import LoadFileScheduling
 
     class WholeFiles(LoadFileScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
-            return _work_of(nodeid)
+            work = _work_of(nodeid)
+            return nodeid if work in _APART else work
 
     return WholeFiles(config, log) if config.getvalue("dist") == "loadfile" else None
 
