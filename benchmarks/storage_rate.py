@@ -42,7 +42,7 @@ LIMITS = (
     "A load from the bucket takes each byte once, with its checksum. Before the first byte of a"
     " tensor come three",
     "requests in turn (the commit, the manifest, what describes the parts), which rank 0 makes"
-    " alone, and four",
+    " alone, and",
     "exchanges between the ranks: a small checkpoint on many ranks waits for these. Torch makes"
     " one archive for each",
     "dtype and shape of small tensors; they are written and read as it would.",
