@@ -19,7 +19,7 @@ from collections.abc import Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, BinaryIO, cast
+from typing import BinaryIO, cast
 
 from lockstep.checkpoint.manifest import (
     CONFIG,
@@ -34,6 +34,7 @@ from lockstep.checkpoint.manifest import (
 )
 from lockstep.checkpoint.ranks import Ranks
 from lockstep.checkpoint.storage import MARK_BYTES, FileInfo, FilePiece, Location
+from lockstep.checkpoint.streams import SizedStream
 from lockstep.division import ceil_div
 from lockstep.heartbeat.writer import went_forward
 
@@ -159,37 +160,17 @@ class FetchedLocation(Location):
             return stream.read(limit)
 
 
-class _HeldStream(io.RawIOBase):
+class _HeldStream(SizedStream):
     """A file of a checkpoint far away, read from the bytes that are held here."""
 
     def __init__(self, held: HeldBytes, file: str) -> None:
-        super().__init__()
+        super().__init__(held.size(file))
         self._held = held
         self._file = file
-        self._size = held.size(file)
-        self._at = 0
 
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, to: int, whence: int = io.SEEK_SET) -> int:
-        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
-        self._at = max(0, start + to)
-        return self._at
-
-    def readinto(self, buffer: Any, /) -> int:
-        view = memoryview(buffer).cast("B")
-        if self._at >= self._size or not len(view):
-            return 0
-        data = self._held.at(self._file, self._at)[: len(view)]
+    def fill(self, view: memoryview, position: int) -> int:
+        data = self._held.at(self._file, position)[: len(view)]
         view[: len(data)] = data
-        self._at += len(data)
         return len(data)
 
 

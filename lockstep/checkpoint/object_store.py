@@ -44,6 +44,7 @@ from lockstep.checkpoint.storage import (
     Storage,
     step_of,
 )
+from lockstep.checkpoint.streams import SizedStream
 from lockstep.division import ceil_div, round_up
 from lockstep.errors import LockstepError
 from lockstep.files.object_client import RETRY_SECONDS, ObjectClient
@@ -370,7 +371,7 @@ class _Upload:
         went_forward()
 
 
-class _Reader(io.RawIOBase):
+class _Reader(SizedStream):
     """A file of one or more objects, read by ranges.
 
     Whoever reads from end to end finds the next parts already under way.
@@ -379,36 +380,19 @@ class _Reader(io.RawIOBase):
     def __init__(
         self, client: ObjectClient, pool: ThreadPoolExecutor, parts: list[str], size: int
     ) -> None:
-        super().__init__()
+        super().__init__(size)
         self._client = client
         self._pool = pool
         self._parts = parts
-        self._size = size
-        self._at = 0
+        self._next = 0  # where a reader in order goes on
         self._in_order = 0  # bytes read in order since the last jump
         self._ahead: dict[int, Future[bytes]] = {}  # parts under way
 
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, to: int, whence: int = io.SEEK_SET) -> int:
-        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
-        position = max(0, start + to)
-        if position != self._at:
+    def fill(self, view: memoryview, position: int) -> int:
+        """Read at most to the end of a part."""
+        if position != self._next:
             self._in_order = 0
-        self._at = position
-        return position
-
-    def readinto(self, buffer: Any, /) -> int:
-        """Read into the buffer, at most to the end of a part; return the bytes, 0 at the end."""
-        view = memoryview(buffer).cast("B")
-        number, offset = divmod(self._at, PART_BYTES) if len(self._parts) > 1 else (0, self._at)
+        number, offset = divmod(position, PART_BYTES) if len(self._parts) > 1 else (0, position)
         length = min(len(view), self._length(number) - offset)
         if length <= 0:
             return 0
@@ -417,7 +401,7 @@ class _Reader(io.RawIOBase):
         else:
             view[:length] = self._client.get_range(self._parts[number], offset, length)
         went_forward()
-        self._at += length
+        self._next = position + length
         self._in_order += length
         self._read_ahead(number)
         return length

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from shlex import quote
-from typing import Any, BinaryIO, cast
+from typing import BinaryIO, cast
 
 import torch
 from torch import Tensor
@@ -48,6 +48,7 @@ from lockstep.checkpoint.metadata import StoredAt, StoredPart, check_sizes, pars
 from lockstep.checkpoint.ranks import Ranks, narrow
 from lockstep.checkpoint.snapshot import TensorBlock
 from lockstep.checkpoint.storage import Location, read_all, read_into_buffer
+from lockstep.checkpoint.streams import SizedStream
 from lockstep.errors import LockstepError, UsageError
 from lockstep.heartbeat.writer import went_forward
 from lockstep.models.safetensors_files import tensor_bytes
@@ -328,40 +329,17 @@ def _sole_data(
     return begin_of_data(block, data[0])
 
 
-class _FileSlice(io.RawIOBase):
+class _FileSlice(SizedStream):
+    """A part of a file, as a file: `length` bytes from `offset` on."""
+
     def __init__(self, stream: BinaryIO, offset: int, length: int) -> None:
+        super().__init__(length)
         self._stream = stream
         self._offset = offset
-        self._length = length
-        self._at = 0
 
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, to: int, whence: int = io.SEEK_SET) -> int:
-        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
-        self._at = max(0, start + to)
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def read(self, size: int = -1) -> bytes:
-        remaining = max(0, self._length - self._at)
-        self._stream.seek(self._offset + self._at)
-        data = self._stream.read(remaining if size < 0 else min(size, remaining))
-        self._at += len(data)
-        return data
-
-    def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer).cast("B")[: max(0, self._length - self._at)]
-        self._stream.seek(self._offset + self._at)
-        taken = read_into_buffer(self._stream, view)
-        self._at += taken
-        return taken
+    def fill(self, view: memoryview, position: int) -> int:
+        self._stream.seek(self._offset + position)
+        return read_into_buffer(self._stream, view)
 
 
 @dataclass(frozen=True)

@@ -160,7 +160,7 @@ _Infos = dict[str, TensorInfo]  # by name
 
 @dataclass(frozen=True)
 class _Described:
-    """What one rank holds, and needs of the files."""
+    """The tensors that one rank holds, and the bytes of the files that it needs."""
 
     infos: dict[str, _Infos]  # by part
     aliases: Mapping[str, Sequence[str]]

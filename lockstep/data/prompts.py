@@ -46,7 +46,7 @@ def _prompt(given: Sequence[Any], names: Sequence[str], where: str) -> list[Any]
     if all(isinstance(each, str) for each in given):
         return [{"role": "user", "content": BETWEEN.join(given)}]
     if len(given) == 1 and isinstance(given[0], list):
-        # What is no message is refused with all others.
+        # What is not a message is refused with all others.
         return [
             {**message, "weight": 0} if isinstance(message, Mapping) else message
             for message in given[0]

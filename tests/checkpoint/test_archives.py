@@ -2,7 +2,10 @@
 
 import io
 import zipfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -104,14 +107,13 @@ def test_torch_is_asked_for_forms_not_for_tensors(
     given = tensors()
     forms = {(tensor.dtype, tensor.shape) for tensor in given.values()}
     calls = []
-    for name in ("save", "load"):
-        call = getattr(torch, name)
 
-        def counted(*given: object, call=call, name=name, **more: object) -> object:  # type: ignore[no-untyped-def]
-            calls.append(name)
-            return call(*given, **more)
+    def counted(call: Callable[..., Any], *given: Any, **more: Any) -> Any:
+        calls.append(call.__name__)
+        return call(*given, **more)
 
-        monkeypatch.setattr(torch, name, counted)
+    for call in (torch.save, torch.load):
+        monkeypatch.setattr(torch, call.__name__, partial(counted, call))
     path = checkpoint.save(tmp_path, 1, Snapshot(given), config_yaml="")
     assert calls.count("save") <= len(forms) < 10
     targets = empty(given)

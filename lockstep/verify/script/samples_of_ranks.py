@@ -127,7 +127,7 @@ class _ReadSamples:
 
     @property
     def is_within_epoch(self) -> bool:
-        """Whether all was read in one epoch, as far as it is known, and nothing twice on a rank."""
+        """True if all was read in one epoch, as far as is known, and nothing twice on a rank."""
         in_epoch, _ = self.lengths
         repeats = any(len(set(samples)) < len(samples) for samples in self.samples)
         return not repeats and (not in_epoch or len(self.samples[0]) <= in_epoch)
