@@ -25,6 +25,7 @@ _prefixes = itertools.count()
 _MARK = "LOCKSTEP_TEST_SESSION"  # in the environment of everything that the tests start
 _NO_PROCESSES = "LOCKSTEP_TESTS_START_NO_PROCESSES"  # in the environment under --no-processes
 _PATIENCE_SECONDS = 10.0
+_FIRST_SEEN: dict[int, str] = {}  # the test after which each port of this process was first there
 # The tests are of CPUs: with a GPU, `device: auto` would take it, and two ranks have but one.
 _ACCELERATORS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 
@@ -103,7 +104,8 @@ def left_behind(mark: str, ports_before: set[int]) -> list[str]:
     found = [f"process {p.pid}: {' '.join(p.cmdline())[:200]}" for p in _marked(mark)]
     gc.collect()
     found += [
-        f"port {port} listens in the tests' process" for port in sorted(listening() - ports_before)
+        f"port {port} listens in the tests' process, since {_FIRST_SEEN.get(port, 'this test')}"
+        for port in sorted(listening() - ports_before)
     ]
     names = (
         subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=False).stdout
@@ -124,6 +126,17 @@ def listening() -> set[int]:
         for connection in connections
         if connection.status == psutil.CONN_LISTEN
     }
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, None, None]:
+    """Note which test was the last to run before a port was there."""
+    try:
+        return (yield)
+    finally:
+        seen = {port: _FIRST_SEEN.get(port, item.nodeid) for port in listening()}
+        _FIRST_SEEN.clear()
+        _FIRST_SEEN.update(seen)
 
 
 def _marked(mark: str) -> list[psutil.Process]:

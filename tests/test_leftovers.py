@@ -35,7 +35,7 @@ def test_a_port_is_seen() -> None:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         port = listener.getsockname()[1]
-        assert f"port {port} listens in the tests' process" in left_behind(
+        assert f"port {port} listens in the tests' process, since this test" in left_behind(
             os.environ[_MARK], before
         )
 
