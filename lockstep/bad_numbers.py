@@ -71,10 +71,8 @@ class BadNumbersError(RunError):
         why = "the loss overflowed, or a batch holds values that are not numbers"
         fix = (
             "lower training.learning_rate, lengthen training.warmup_steps, or look at that step's"
-            " samples, which "
-        )
-        fix += (
-            "events.jsonl lists; training.bad_numbers.action: skip or rollback goes on without them"
+            " samples, which events.jsonl lists; training.bad_numbers.action: skip or rollback"
+            " goes on without them"
         )
         if anomaly.no_targets:
             why = ALL_IGNORED

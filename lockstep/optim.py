@@ -291,15 +291,14 @@ def rebind(
         if unknown := [p for p in group["params"] if id(p) not in names]:
             what = f"the optimizer holds {len(unknown)} parameter(s) that are not the model's"
             why = (
-                "it was made for another model, or after this one was wrapped: nothing would train;"
-                " or a loss function "
+                "it was made for another model, or after this one was wrapped: nothing would"
+                " train; or a loss function that is not an nn.Module holds them"
             )
-            why += "that is not an nn.Module holds them"
             fix = (
-                "make it from model.parameters() of the model that you pass, or pass `parameters ->"
-                " optimizer`; write "
+                "make it from model.parameters() of the model that you pass, or pass `parameters"
+                " -> optimizer`; write a loss function with weights as an nn.Module, and pass its"
+                " object as loss_fn"
             )
-            fix += "a loss function with weights as an nn.Module, and pass its object as loss_fn"
             raise UsageError(what, where="the optimizer", why=why, fix=fix)
         group["params"] = [placed[names[id(p)]] for p in group["params"] if names[id(p)] in placed]
     if made_state is not None:

@@ -148,8 +148,10 @@ class Strategy:
         if not self.divides or not fits:
             what = f"{replicas.name} can't be the replicas of {topology}"
             why = f"it has no axes that go with {' and '.join(own) or self.name}"
-            fix = "write ddp:2, fsdp:2 or hybrid:2x2 there, or begin the topology with it; or give"
-            fix += f" it axes, whose goes_with names {' and '.join(own) or 'another'}"
+            fix = (
+                "write ddp:2, fsdp:2 or hybrid:2x2 there, or begin the topology with it; or give"
+                f" it axes, whose goes_with names {' and '.join(own) or 'another'}"
+            )
             raise UsageError(what, where="the topology", why=why, fix=fix)
         made = type(self)()
         made.name = f"{self.name}*{replicas.name}"

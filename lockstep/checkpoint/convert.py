@@ -132,11 +132,8 @@ def _warn_of_own_form(checkpoint: Location) -> None:
     if modules := read_state(checkpoint).get(OWN_FORM):
         text = (
             f"a hook or a method of {listed(modules)} makes the model's state_dict, which is not"
-            " simply its tensors. "
-        )
-        text += (
-            "These are its parameters and buffers; Trainer.state_dict() returns what the model's"
-            " own would"
+            " simply its tensors. These are its parameters and buffers; Trainer.state_dict()"
+            " returns what the model's own would"
         )
         warnings.warn(text, stacklevel=3)
 
@@ -465,9 +462,8 @@ def _pickled(file: Path) -> Weights:
         # a broken pickle can raise nearly any error: IndexError, UnicodeDecodeError, KeyError …
         fix = (
             "save the weights alone, torch.save(model.state_dict(), FILE), or as safetensors;"
-            " objects of other "
+            " objects of other classes in a pickle could run code"
         )
-        fix += "classes in a pickle could run code"
         raise UsageError(
             f"{file} can't be read as weights", why=_first_line(error), fix=fix
         ) from None

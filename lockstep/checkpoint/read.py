@@ -439,9 +439,8 @@ class LocalReader:
         if len(self.by_rank) != ranks.size:
             what = (
                 f"{self._checkpoint} holds the raw shards of {len(self.by_rank)} ranks"
-                " (checkpoint.format: local); "
+                f" (checkpoint.format: local); this run has {ranks.size}"
             )
-            what += f"this run has {ranks.size}"
             raise UsageError(what, fix=fix)
         mine = self.by_rank[ranks.rank]
         for name, block in blocks.items():
@@ -452,9 +451,8 @@ class LocalReader:
             if raw is None or (raw.offset, raw.block) != (block.offset, tuple(block.tensor.shape)):
                 what = (
                     f"{self._checkpoint} holds raw shards (checkpoint.format: local) of a run that"
-                    f" laid {name} over "
+                    f" laid {name} over its ranks otherwise than this one"
                 )
-                what += "its ranks otherwise than this one"
                 raise UsageError(what, fix=fix)
 
 

@@ -331,13 +331,10 @@ def _compare(
     ]:
         fix = (
             "build the model and the optimizer from the config beside the checkpoint's state,"
-            " config.yaml; to start a "
+            " config.yaml; to start a new run there, --resume never (in Python resume='never')"
+            " sets the old checkpoints aside; or choose another --output-dir (in Python"
+            " output_dir=…)"
         )
-        fix += (
-            "new run there, --resume never (in Python resume='never') sets the old checkpoints"
-            " aside; or choose "
-        )
-        fix += "another --output-dir (in Python output_dir=…)"
         fix = _to_import_again(checkpoint, missing, unexpected, ties) or fix
         raise UsageError(f"{checkpoint} does not fit this model", why="; ".join(differing), fix=fix)
 

@@ -142,8 +142,10 @@ def _keys_of_conversations(data: Path) -> dict[str, Any]:
     keys = conversation_keys(row)
     if not keys:
         what = f"the first {'line' if kind is Kind.LINES else 'row'} of {data} has no conversation"
-        fix = 'write {"messages": [{"role": "user", "content": "…"}, …]} on each line, or'
-        fix += ' {"prompt": "…", "completion": "…"}'
+        fix = (
+            'write {"messages": [{"role": "user", "content": "…"}, …]} on each line, or'
+            ' {"prompt": "…", "completion": "…"}'
+        )
         raise UsageError(what, where="--data", why=f"it has {listed(list(row))}", fix=fix)
     return keys
 
@@ -168,8 +170,10 @@ def _refuse_pairs(data: Path, row: Mapping[str, Any]) -> None:
     named = "prompt_field: prompt, answer_field: chosen"
     if "prompt" not in row:
         named = "messages_field: chosen"
-    fix = "to train the chosen answers alone, write this source into a config:"
-    fix += f" {{path: {data}, {named}}}"
+    fix = (
+        f"to train the chosen answers alone, write this source into a config: {{path: {data},"
+        f" {named}}}"
+    )
     raise UsageError(what, where="--data", why=why, fix=fix)
 
 

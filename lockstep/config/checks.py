@@ -117,8 +117,10 @@ def launch_contradictions(
     if config.distributed.on_failure == "continue":
         yield from _continue(config, builds_again, device_type)
     if config.distributed.on_failure == "stop" and max_restarts:
-        what = f"on_failure: stop ends the run when a rank dies, and --max-restarts {max_restarts}"
-        what += " starts the ranks again"
+        what = (
+            f"on_failure: stop ends the run when a rank dies, and --max-restarts {max_restarts}"
+            " starts the ranks again"
+        )
         fix = "leave --max-restarts out, or write on_failure: restart"
         yield Contradiction(("distributed.on_failure", "--max-restarts"), what, fix)
 
@@ -135,26 +137,25 @@ def _continue(config: Config, builds_again: bool, device_type: str) -> Iterator[
     """Yield what keeps ranks from going on when others have died."""
     key = "distributed.on_failure"
     restart = "write on_failure: restart, and start with --max-restarts N"
-    what = "on_failure: continue "
     strategy = config.distributed.strategy
     if not builds_again:
-        what += "is for ranks that build their run again by themselves"
+        what = "on_failure: continue is for ranks that build their run again by themselves"
         fix = f"run the config by `lockstep train`, or {restart}"
         yield Contradiction((key,), what, fix, "here a script builds it, or another launcher runs")
     elif sys.platform != "linux":
-        what += "is for Linux"
+        what = "on_failure: continue is for Linux"
         why = "the connections to a dead rank are found in /proc"
         yield Contradiction((key,), what, restart, why)
     elif device_type != "cpu" or config.distributed.backend not in ("auto", "gloo"):
-        what += "is for gloo, on CPUs"
+        what = "on_failure: continue is for gloo, on CPUs"
         why = "a wait in another backend's collective can't be ended from outside"
         yield Contradiction((key, "distributed.device"), what, restart, why)
     elif not _goes_on(strategy):
-        what += f"is not for strategy {strategy}"
+        what = f"on_failure: continue is not for strategy {strategy}"
         fix = f"write strategy: {' or '.join(filter(_goes_on, STRATEGIES.shipped))}; or {restart}"
         yield Contradiction((key, "distributed.strategy"), what, fix)
     elif config.training.global_batch_size is None:
-        what += "needs training.global_batch_size"
+        what = "on_failure: continue needs training.global_batch_size"
         why = "else a step would have fewer samples on fewer ranks: another training"
         fix = "write the number of samples in a step, over all ranks"
         yield Contradiction((key, "training.global_batch_size"), what, fix, why)

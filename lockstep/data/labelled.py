@@ -238,8 +238,10 @@ def _rows(path: str, where: str, text_field: str, label_field: str) -> Iterator[
             row = record.row
             if row is None:
                 what = f"{file} holds no rows, and so no labels"
-                fix = 'write lines of {"text": "…", "label": "…"}'
-                fix += ", as .jsonl, .csv, .parquet or .arrow"
+                fix = (
+                    'write lines of {"text": "…", "label": "…"}, as .jsonl, .csv, .parquet or'
+                    " .arrow"
+                )
                 raise UsageError(what, where=where, fix=fix)
             for key, name in (("text_field", text_field), ("label_field", label_field)):
                 if row.get(name) is None:
@@ -281,16 +283,20 @@ def _count_of_numbers(rows: Sequence[_LabelledRow]) -> int:
         row = rows[0]
         what = f"the label of {row.where} is a list of {_shown(row.label)}"
         why = "no number in the labels has a fraction, so they are not taken for numbers to learn"
-        fix = "write the names of the classes that hold, or 1 and 0 for each class; numbers to"
-        fix += " learn with a point: [1.0, 2.0]"
+        fix = (
+            "write the names of the classes that hold, or 1 and 0 for each class; numbers to learn"
+            " with a point: [1.0, 2.0]"
+        )
         raise UsageError(what, where=row.where, why=why, fix=fix)
     first = rows[0].label
     for row in rows:
         if isinstance(row.label, list) != isinstance(first, list) or len(
             _members(row.label)
         ) != len(_members(first)):
-            what = f"the label of {row.where} is {_shown(row.label)}, and that of {rows[0].where}"
-            what += f" {_shown(first)}"
+            what = (
+                f"the label of {row.where} is {_shown(row.label)}, and that of {rows[0].where}"
+                f" {_shown(first)}"
+            )
             fix = "write as many numbers in each row"
             raise UsageError(what, where=row.where, fix=fix)
     return len(_members(first))
@@ -300,8 +306,10 @@ def _require_kind(row: _LabelledRow, learned: Learned, first: _LabelledRow) -> N
     """Refuse a label of another kind than the first one."""
     if _kind(row) is learned or (learned is Learned.NUMBER and _are_numbers(row.label)):
         return
-    what = f"the label of {row.where} is {_shown(row.label)}, and that of {first.where}"
-    what += f" {_shown(first.label)}"
+    what = (
+        f"the label of {row.where} is {_shown(row.label)}, and that of {first.where}"
+        f" {_shown(first.label)}"
+    )
     why = "all labels have to be of one kind: texts, numbers, or lists of them"
     raise UsageError(what, where=row.where, why=why, fix="write all labels in one way")
 
@@ -313,8 +321,9 @@ def _kind(row: _LabelledRow) -> Learned:
         is_words = all(isinstance(word, str) for word in row.text)
         if is_words and isinstance(label, list) and len(label) == len(row.text):
             return Learned.WORDS
-        what = f"the text of {row.where} is a list of {len(row.text)}, and its label"
-        what += f" {_shown(label)}"
+        what = (
+            f"the text of {row.where} is a list of {len(row.text)}, and its label {_shown(label)}"
+        )
         fix = "write a list of words, and a list of as many labels"
         raise UsageError(what, where=row.where, fix=fix)
     if not isinstance(row.text, str):
@@ -362,8 +371,10 @@ def _of_classes(
     numbered = [not isinstance(each, str | bool) for each, _ in single]
     if any(numbered) and not all(numbered):
         other = single[numbered.index(not numbered[0])]
-        what = f"labels are texts and numbers: {single[0][0]!r} of {single[0][1]}"
-        what += f", and {other[0]!r} of {other[1]}"
+        what = (
+            f"labels are texts and numbers: {single[0][0]!r} of {single[0][1]}, and {other[0]!r} of"
+            f" {other[1]}"
+        )
         raise UsageError(what, where=other[1], fix="write all labels as texts, or all as numbers")
     if all(numbered) and single:
         wrong = [(each, at) for each, at in single if isinstance(each, float) or each < 0]

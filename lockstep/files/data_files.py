@@ -324,8 +324,10 @@ def require_read(file: Path, where: str) -> None:
         tokens = file.with_suffix(".npy")
         read = f"np.fromfile({json.dumps(str(file))}, np.uint16)"
         code = f"import numpy as np; np.save({json.dumps(str(tokens))}, {read})"
-        fix = f"of tokens in 16 bits make an array, python -c {quote(code)}, and write"
-        fix += f" {as_documents(str(tokens))}"
+        fix = (
+            f"of tokens in 16 bits make an array, python -c {quote(code)}, and write"
+            f" {as_documents(str(tokens))}"
+        )
     raise UsageError(f"{file} holds {kind.value}", where=where, fix=fix)
 
 

@@ -45,11 +45,8 @@ def url_as_path(path: str | os.PathLike[str], where: str) -> Contradiction | Non
     )
     fix = (
         "give a folder that stays when this machine goes, such as a disk of the network or a"
-        " mounted bucket; "
-    )
-    fix += (
-        "`lockstep train CONFIG --output-dir s3://BUCKET/PREFIX` keeps a run in a bucket, and"
-        " checkpoint.storage its checkpoints alone"
+        " mounted bucket; `lockstep train CONFIG --output-dir s3://BUCKET/PREFIX` keeps a run in a"
+        " bucket, and checkpoint.storage its checkpoints alone"
     )
     return Contradiction((where,), f"{scheme}://{rest} is a URL, not a path", fix, why)
 

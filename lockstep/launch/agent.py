@@ -502,7 +502,6 @@ class CrashLoop:
             error = cause.error()
             why = (
                 f"{self._times} times in order, with no checkpoint after step {seen[1]} in between:"
-                " starting again "
+                f" starting again does not help{'; ' + error.why if error.why else ''}"
             )
-            why += f"does not help{'; ' + error.why if error.why else ''}"
             raise RunError(error.what, where=error.where, why=why, fix=error.fix)

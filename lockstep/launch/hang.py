@@ -290,9 +290,8 @@ class HangWatch:
         if kind == _WRITE:
             what = (
                 f"it hangs{_current_call(behind)}: the write of the checkpoint has not gone forward"
-                " for "
+                f" for {waited:.0f} s, where the whole of it usually takes {usual}"
             )
-            what += f"{waited:.0f} s, where the whole of it usually takes {usual}"
         fix = f"if it was only slow, raise distributed.hang.seconds above {self.seconds:g}; "
         return self._failure(
             rank, world_size, what, where=reports.stacks[rank].place, why=why, fix=fix

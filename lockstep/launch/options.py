@@ -156,9 +156,8 @@ class LaunchOptions:
         if most > 1 and self.rdzv_endpoint is None and self.master_addr is None:
             fix = (
                 "on every machine: --rdzv-endpoint HOST:PORT, or --master-addr HOST [--master-port"
-                " PORT] with "
+                " PORT] with --node-rank 0, 1, …; HOST is the first machine"
             )
-            fix += "--node-rank 0, 1, …; HOST is the first machine"
             raise UsageError(
                 f"--nnodes {self.nnodes} needs the address where the machines meet", fix=fix
             )
@@ -315,9 +314,9 @@ def _wait_for_all(registry: Any, options: LaunchOptions, log: Callable[[str], No
         if time.monotonic() > deadline:
             fix = (
                 "start the same command there, with that --node-rank; see that the address and the"
-                " port are the "
+                " port are the same on all machines, and can be reached: `lockstep doctor` on all"
+                " of them"
             )
-            fix += "same on all machines, and can be reached: `lockstep doctor` on all of them"
             where = f"--node-rank {', '.join(map(str, missing))}"
             raise RunError(
                 f"{names} did not come to {endpoint(options)} within {patience:g} s",
@@ -363,11 +362,8 @@ def explain(error: Exception, options: LaunchOptions) -> LockstepError:
     if "Rendezvous" in text or "Dist" in text or "Timeout" in text:
         fix = (
             f"start the same command on all {options.nnodes} machines, check that {where} can be"
-            " reached from each, "
-        )
-        fix += (
-            "and in a container or a network namespace pass --rdzv-conf is_host=1 on the one that"
-            " hosts it"
+            " reached from each, and in a container or a network namespace pass --rdzv-conf"
+            " is_host=1 on the one that hosts it"
         )
         return RunError(
             f"the machines did not meet at {where}", where=socket.gethostname(), why=text, fix=fix

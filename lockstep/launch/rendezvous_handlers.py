@@ -183,9 +183,8 @@ class ElasticRendezvous(ExtensibleRendezvous):
         except api.RendezvousConnectionError as error:
             text = (
                 f"the machine that hosts {endpoint(self._registry.options)}, where the machines"
-                " meet, has gone "
+                f" meet, has gone while {self._registry.name} waited for the others"
             )
-            text += f"while {self._registry.name} waited for the others"
             fix = "see its last output for the reason; start the command again on all machines"
             raise RunError(
                 text, why="its launcher ended, or the link to it is cut", fix=fix
@@ -280,15 +279,13 @@ class MachineRegistry:
 
     def _error(self, here: list[str]) -> RunError:
         text = (
-            f"{len(here)} of {self.options.nnodes} machines came to {endpoint(self.options)}"
-            " within "
+            f"{len(here)} of {self.options.nnodes} machines came to {endpoint(self.options)} within"
+            f" {self.options.patience:g} s"
         )
-        text += f"{self.options.patience:g} s"
         fix = (
             "start the same command on the others; see that the address and the port are the same"
-            " on all machines, "
+            " on all machines, and can be reached: `lockstep doctor` on all of them"
         )
-        fix += "and can be reached: `lockstep doctor` on all of them"
         return RunError(text, where=f"there were {', '.join(here)}", fix=fix)
 
 

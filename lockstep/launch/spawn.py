@@ -192,8 +192,10 @@ def _check_arguments(fn: Any, args: Any, nprocs: Any) -> None:
             "the second argument of spawn is a tuple of the function's arguments, not the number"
             f" {args}"
         )
-        fix = f"lockstep.spawn({name}, nprocs={args}) starts {args} ranks; "
-        fix += f"lockstep.spawn({name}, args=({args},), nprocs=…) calls {name}({args}) on each rank"
+        fix = (
+            f"lockstep.spawn({name}, nprocs={args}) starts {args} ranks; lockstep.spawn({name},"
+            f" args=({args},), nprocs=…) calls {name}({args}) on each rank"
+        )
         raise UsageError(text, where=f"spawn({name}, {args}, …)", fix=fix)
     if not isinstance(args, list | tuple):
         text = f"the function's arguments are a tuple, not a {type(args).__name__}"
@@ -221,12 +223,13 @@ def _check_environment(nprocs: int, nnodes: int, node_rank: int) -> None:
         return
     names = {"torchrun": "RANK and WORLD_SIZE", "srun": "SLURM_PROCID and SLURM_NTASKS"}
     what = (
-        f"the environment says rank {facts.rank} of {facts.world_size}, but spawn would start"
-        " ranks "
+        f"the environment says rank {facts.rank} of {facts.world_size}, but spawn would start ranks"
+        f" {node_rank * nprocs} to {(node_rank + 1) * nprocs - 1} of {nprocs * nnodes}"
     )
-    what += f"{node_rank * nprocs} to {(node_rank + 1) * nprocs - 1} of {nprocs * nnodes}"
-    where = f"{names.get(facts.launcher, 'the variables of mpirun')} in the environment; spawn("
-    where += f"nprocs={nprocs}, nnodes={nnodes}, node_rank={node_rank})"
+    where = (
+        f"{names.get(facts.launcher, 'the variables of mpirun')} in the environment;"
+        f" spawn(nprocs={nprocs}, nnodes={nnodes}, node_rank={node_rank})"
+    )
     why = "each process that calls spawn would make a world of its own, with a model of its own"
     num_machines, rest = divmod(facts.world_size, nprocs)
     index, local_rank = divmod(facts.rank, nprocs)

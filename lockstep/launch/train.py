@@ -206,9 +206,8 @@ def launch_script(
         text = "`lockstep launch` was itself started by a launcher, as one of its ranks"
         fix = (
             f"start the script itself: python {script}; or, with srun or mpirun starting one"
-            " process a machine, "
+            " process a machine, say --nnodes and --nproc-per-node"
         )
-        fix += "say --nnodes and --nproc-per-node"
         raise UsageError(text, where="the environment: it says which rank this is", fix=fix)
     if kind == "file" and not Path(script).is_file():
         raise UsageError(

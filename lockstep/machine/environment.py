@@ -149,9 +149,8 @@ def rank_facts(environ: Mapping[str, str] | None = None) -> RankFacts:
         what = f"{name}={env[name]} is set, but {missing} is not"
         fix = (
             f"unset {name}, and start the ranks by `lockstep launch`, torchrun or lockstep.spawn;"
-            f" or set {missing} "
+            f" or set {missing} too"
         )
-        fix += "too"
         raise UsageError(what, where="the environment", why=why, fix=fix)
     if facts is None and env.keys() >= _OF_ACCELERATE:
         what = "accelerate launch was asked for several processes, and has started one"
@@ -160,9 +159,9 @@ def rank_facts(environ: Mapping[str, str] | None = None) -> RankFacts:
             " --num_processes says"
         )
         fix = (
-            "accelerate launch --multi_gpu --num_processes N, which starts ranks on CPUs, too; or "
+            "accelerate launch --multi_gpu --num_processes N, which starts ranks on CPUs, too; or"
+            " `lockstep launch --nproc-per-node N SCRIPT`"
         )
-        fix += "`lockstep launch --nproc-per-node N SCRIPT`"
         if env["MASTER_ADDR"] not in ("127.0.0.1", "localhost"):
             why += "; of several machines, each would train a model of its own"
             fix += (

@@ -84,8 +84,10 @@ def _require_same(config: Any, labels: Mapping[str, Any]) -> None:
     if size > len(own) or (labels["problem_type"] == _NUMBERS and len(own) != size):
         what = f"the data have {size} classes, and the head of the model's folder {len(own)}"
         if labels["problem_type"] == _NUMBERS:
-            what = "the data have numbers to learn, and the folder's head has"
-            what += f" {len(own)} classes, not {size}"
+            what = (
+                f"the data have numbers to learn, and the folder's head has {len(own)} classes, not"
+                f" {size}"
+            )
         raise UsageError(what, where="model.name, data.args", fix=fix)
     if config.problem_type not in (None, labels["problem_type"]):
         what = f"the head of the model's folder is for {config.problem_type}"

@@ -317,8 +317,10 @@ def set_token_losses(
     )
     if chunks > 1 and not divided:
         what = f"loss_chunks={chunks}: {loss} can't be computed chunk by chunk"
-        why = "only the models that ship, and causal models of hf:, show what their output layer is"
-        why += " given, and have losses of their own that balance no experts in the library"
+        why = (
+            "only the models that ship, and causal models of hf:, show what their output layer is"
+            " given, and have losses of their own that balance no experts in the library"
+        )
         fix = "write loss_chunks: 1, or a smaller batch_size"
         raise UsageError(what, where="training.loss_chunks", why=why, fix=fix)
 

@@ -381,9 +381,9 @@ def apply_experts(
         what = f"{type(facts.model).__name__} does not say which of its modules are experts"
         fix = (
             "give the model experts() -> [(name, module)], each called with (rows, rows of each"
-            " expert), with "
+            " expert), with parameters that are stacked over experts in dim 0; or write"
+            " expert_size: 1"
         )
-        fix += "parameters that are stacked over experts in dim 0; or write expert_size: 1"
         raise UsageError(what, where="distributed.expert_size", fix=fix)
     shapes = {facts.names[id(p)]: p.shape for p in facts.parameters_of_experts}
     placed = PlacedExperts(

@@ -48,9 +48,8 @@ def apply_fp8(model: nn.Module, blocks: Named, kind: str, device: torch.device) 
         what = f"none of the {linears} nn.Linear in {type(model).__name__} can multiply in float8"
         why = (
             f"that takes one inside a repeated block, with both dims multiples of {_MULTIPLE};"
-            " products that a "
+            " products that a model writes out itself are left alone"
         )
-        why += "model writes out itself are left alone"
         fix = "write fp8: none, or choose sizes that are such multiples"
         raise UsageError(what, where="precision.fp8", why=why, fix=fix)
     convert = _conversion(emulate=kind == "emulated")

@@ -78,9 +78,8 @@ def take_hooks(
         )
         fix = (
             "remove it, and let Trainer update; register_hook may change a gradient, Trainer(…,"
-            " after_update=…) "
+            " after_update=…) runs after the update (docs/how_to/teachers.md)"
         )
-        fix += "runs after the update (docs/how_to/teachers.md)"
         raise UsageError(what, why=why, fix=fix)
     hooks: GradientHooks = {
         name: functions for name, p in named.items() if (functions := hooks_of(p))
@@ -109,9 +108,8 @@ def run_hooks(hooks: GradientHooks, parameters: Mapping[str, nn.Parameter]) -> N
         if full.shape != grad.shape:
             what = (
                 f"the gradient hook of {name} returns the shape {list(full.shape)}, and the"
-                " gradient has "
+                f" gradient has {list(grad.shape)}"
             )
-            what += f"{list(grad.shape)}"
             raise UsageError(what, fix="return a tensor of the gradient's shape, or None")
         if isinstance(grad, DTensor):
             everywhere = [Replicate()] * grad.device_mesh.ndim

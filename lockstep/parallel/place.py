@@ -436,9 +436,8 @@ def refuse_parameters(model: nn.Module, *, sharded: bool, reproducible: bool) ->
         why = "gradients are cut and summed there as real numbers"
         fix = (
             "keep it real, with a last dim of 2, and take torch.view_as_complex(…) of it in"
-            " forward; "
+            " forward; or write strategy: ddp and reproducible: false"
         )
-        fix += "or write strategy: ddp and reproducible: false"
         raise UsageError(
             f"the parameter {listed(of_complex)} is complex", where=where, why=why, fix=fix
         )

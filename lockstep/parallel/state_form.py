@@ -183,8 +183,10 @@ def _json_of(name: str, module: nn.Module) -> Any:
         same = False
     if not same:
         what = f"get_extra_state of {name or type(module).__name__} returns what JSON can't hold"
-        fix = "return numbers, strings, lists and dicts of them; register tensors as buffers: "
-        fix += "self.register_buffer('name', tensor)"
+        fix = (
+            "return numbers, strings, lists and dicts of them; register tensors as buffers:"
+            " self.register_buffer('name', tensor)"
+        )
         raise UsageError(
             what, where=listed([type(value).__name__]), why="checkpoints hold it as JSON", fix=fix
         )

@@ -65,14 +65,12 @@ class Cluster:
         if now != then:
             what = (
                 f"this process was rank {then[0]} of {then[1]} when the model was placed, and is"
-                f" rank {now[0]} of "
+                f" rank {now[0]} of {now[1]} now"
             )
-            what += f"{now[1]} now"
             fix = (
-                "call init_process_group before lockstep.setup(), Trainer(…) and lockstep.place(…),"
-                " or not at all:"
+                "call init_process_group before lockstep.setup(), Trainer(…) and"
+                " lockstep.place(…), or not at all: Lockstep makes the group"
             )
-            fix += " Lockstep makes the group"
             raise UsageError(what, why="the process group was made afterwards", fix=fix)
 
 
@@ -188,9 +186,8 @@ def _require_same(config: DistributedConfig, cluster: Cluster) -> None:
     if names := [name for name, differs in differing.items() if differs]:
         what = (
             f"distributed.{names[0]} is {getattr(config, names[0])}, and this process runs"
-            " otherwise since its first"
+            " otherwise since its first lockstep.setup(), Trainer(…) or lockstep.place(…)"
         )
-        what += " lockstep.setup(), Trainer(…) or lockstep.place(…)"
         fix = f"write {names[0]} there, too; or call lockstep.cleanup() between the two"
         raise UsageError(what, where=", ".join(f"distributed.{name}" for name in names), fix=fix)
 
@@ -248,9 +245,8 @@ def _choose_device(wanted: str, facts: RankFacts) -> torch.device:
     if facts.local_rank >= count:
         what = (
             f"local rank {facts.local_rank} has no GPU of its own: {facts.local_world_size} ranks"
-            " on this machine, "
+            f" on this machine, {count} GPU{'s' * (count != 1)} visible"
         )
-        what += f"{count} GPU{'s' * (count != 1)} visible"
         raise UsageError(what, fix=f"--nproc-per-node {count}, or distributed.device: cpu")
     return torch.device(kind, facts.local_rank)
 
@@ -268,8 +264,10 @@ def _require_device(kind: str, facts: RankFacts) -> None:
     if not accelerator.is_available(kind):
         what = f"distributed.device is {kind}, but torch sees no GPU here"
         what += f" of that type: it sees {found}" if found is not None else ""
-        why = "CUDA_VISIBLE_DEVICES is empty, the driver is missing, or this torch is a CPU build"
-        why += f" (torch {torch.__version__})"
+        why = (
+            "CUDA_VISIBLE_DEVICES is empty, the driver is missing, or this torch is a CPU build"
+            f" (torch {torch.__version__})"
+        )
         raise UsageError(
             what,
             why=why,
@@ -342,9 +340,8 @@ def _existing_backend(config: DistributedConfig, device: torch.device) -> str:
         )
         fix = (
             f'write init_process_group("{_beside_gloo(device, _choose_backend("auto", device))}",'
-            " …), or leave the "
+            " …), or leave the call out: Lockstep makes the group"
         )
-        fix += "call out: Lockstep makes the group"
         raise UsageError(what, where="init_process_group, in the script", fix=fix)
     return backend
 
@@ -366,9 +363,8 @@ def _compare_with_group(config: DistributedConfig, group: Any, cluster: Cluster)
         why = "torch reads the switch when a group is made"
         fix = (
             "write torch.distributed.set_debug_level(torch.distributed.DebugLevel.DETAIL) before"
-            " init_process_group, "
+            " init_process_group, or leave that call out: Lockstep makes the group"
         )
-        fix += "or leave that call out: Lockstep makes the group"
         raise UsageError(what, where="distributed.debug", why=why, fix=fix)
     theirs = timeout_of(group, cluster.device)
     if "timeout_seconds" not in config.model_fields_set:

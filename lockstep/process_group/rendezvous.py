@@ -133,11 +133,8 @@ def _tcp_store(
         )
         fix = (
             f"check that all {facts.world_size} ranks were started, that {host} is the machine of"
-            " rank 0 and that "
-        )
-        fix += (
-            "it can be reached from here: on that port for meeting, on any port for the traffic"
-            " between ranks"
+            " rank 0 and that it can be reached from here: on that port for meeting, on any port"
+            " for the traffic between ranks"
         )
         raise RunError(what, why=first_line(error), fix=fix) from error
 
@@ -192,8 +189,6 @@ def _file_store(facts: RankFacts) -> Store:
         fix = (
             "set MASTER_ADDR to the machine of rank 0 and MASTER_PORT to a free port there; under"
             " Slurm:"
-        )
-        fix += (
             ' export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
             " MASTER_PORT=29500"
         )

@@ -55,8 +55,10 @@ def _crashed(run: RunData) -> Iterator[Advice]:
     found = f"The run ended after step {step} without a last event."
     config = quote(str(run.path / "config.yaml"))
     folder = quote(str(run.path))
-    do = f"Look at the end of {run.path / 'logs' / 'rank-0.log'}; resume with "
-    do += f"`lockstep train {config} --output-dir {folder} --resume auto`."
+    do = (
+        f"Look at the end of {run.path / 'logs' / 'rank-0.log'}; resume with `lockstep train"
+        f" {config} --output-dir {folder} --resume auto`."
+    )
     yield Advice(
         "bad",
         found,
@@ -73,9 +75,9 @@ def _non_finite_loss(run: RunData) -> Iterator[Advice]:
             " of that step."
         )
         evidence = (
-            f"{len(run.not_numbers)} logged step(s) have a loss of nan or infinity, the first is "
+            f"{len(run.not_numbers)} logged step(s) have a loss of nan or infinity, the first is"
+            f" {run.not_numbers[0]}."
         )
-        evidence += f"{run.not_numbers[0]}."
         yield Advice("bad", found, do, evidence)
 
 
@@ -184,8 +186,10 @@ def _oversubscribed_hosts(run: RunData) -> dict[str, tuple[int, int]]:
 def _oversubscribed(run: RunData) -> Iterator[Advice]:
     for host, (threads, cores) in list(_oversubscribed_hosts(run).items())[:1]:
         ranks = len(_ranks_by_host(run)[host])
-        found = f"{host} has {cores} core{'s' * (cores != 1)} for {threads} threads of {ranks} "
-        found += f"rank{'s' * (ranks != 1)}: they take turns, and wait for each other."
+        found = (
+            f"{host} has {cores} core{'s' * (cores != 1)} for {threads} threads of {ranks}"
+            f" rank{'s' * (ranks != 1)}: they take turns, and wait for each other."
+        )
         do = (
             f"Set OMP_NUM_THREADS={cores // ranks}."
             if cores >= ranks
@@ -233,18 +237,16 @@ def _pauses(run: RunData) -> Iterator[Advice]:
         do = f"{how}."
         evidence = (
             f"{units.seconds(totals['checkpoint'])} of {units.seconds(wall)},"
-            f" {len(run.of_kind('save'))} "
+            f" {len(run.of_kind('save'))} checkpoints."
         )
-        evidence += "checkpoints."
         yield Advice("warn", found, do, evidence)
     if evaluating > 0.2:
         found = f"Evaluations take {evaluating:.0%} of the time."
         do = "Raise training.eval_steps or training.eval_batch_size."
         evidence = (
             f"{units.seconds(totals['evaluation'])} of {units.seconds(wall)} in"
-            f" {len(run.evaluations)} "
+            f" {len(run.evaluations)} evaluations."
         )
-        evidence += "evaluations."
         yield Advice("info", found, do, evidence)
 
 
@@ -369,9 +371,8 @@ def _utilisation(run: RunData) -> Iterator[Advice]:
         do = "Try training.compile: true, precision.mode: bf16, or a larger training.batch_size."
         evidence = (
             f"mfu {mfu:.3g}; {shares['forward_backward']:.0%} of a step is forward and backward;"
-            " peak: "
+            f" peak: {run.start.get('peak_source')}."
         )
-        evidence += f"{run.start.get('peak_source')}."
         yield Advice("info", found, do, evidence)
 
 

@@ -43,9 +43,8 @@ def check_model(model: Any, where: str, *, has_loss_fn: bool) -> None:
         why = "Lockstep runs forward, computes the loss from its outputs, and takes the step itself"
         fix = (
             "give it forward(self, inputs) with the forward pass, and pass loss_fn=… and the"
-            " optimizer of "
+            " optimizer of configure_optimizers; docs/coming_from/lightning.md has the rest"
         )
-        fix += "configure_optimizers; docs/coming_from/lightning.md has the rest"
         raise UsageError(what, where=where, why=why, fix=fix)
     if not runs and "forward" not in vars(model) and offered(model, "segments") is None:
         what = f"{type(model).__name__} has no forward()"
@@ -59,9 +58,8 @@ def check_model(model: Any, where: str, *, has_loss_fn: bool) -> None:
         what = f"the parameter {on_meta} is on the device meta, without a value"
         fix = (
             "give the model init_weights(self), which fills every parameter and buffer in place, or"
-            " make it without "
+            ' make it without torch.device("meta")'
         )
-        fix += 'torch.device("meta")'
         raise UsageError(what, where=where, fix=fix)
 
 
@@ -100,10 +98,9 @@ def check_loss_fn(loss_fn: Any, where: str) -> None:
         )
     call = loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn
     fix = (
-        "write def loss_fn(outputs, targets), which returns a tensor of one number; the model's own"
-        " loss can be its "
+        "write def loss_fn(outputs, targets), which returns a tensor of one number; the model's"
+        " own loss can be its method loss(outputs, batch)"
     )
-    fix += "method loss(outputs, batch)"
     call = FurtherArguments(loss_fn).filled(call)
     _require_call(call, ("outputs", "targets"), f"loss_fn ({name})", where, fix)
 
@@ -218,9 +215,9 @@ def check_trains(parameters: Mapping[str, nn.Parameter]) -> None:
         return
     what = f"nothing can be trained: all {len(parameters)} parameters of the model are frozen"
     fix = (
-        "set requires_grad_(True) on the parts that are to be trained, before the Trainer is made; "
+        "set requires_grad_(True) on the parts that are to be trained, before the Trainer is made;"
+        " trainer.evaluate(data) and trainer.predict(data) need no training"
     )
-    fix += "trainer.evaluate(data) and trainer.predict(data) need no training"
     why = None
     if any(".lora_" in name for name in parameters):
         why = "peft freezes adapters that it loads, unless it is told that they are trained"

@@ -95,14 +95,13 @@ def another_training(what: str, saved: checkpoint.CheckpointPath) -> UsageError:
     """Return the error for resuming from a checkpoint of another training."""
     why = (
         "samples, their order, random numbers and the model follow from the config and the step"
-        " number, so this "
+        " number, so this would be another training from here on"
     )
-    why += "would be another training from here on"
     fix = (
         "give the former value back; or start afresh with --resume never (in Python:"
-        " resume='never'); or go on "
+        " resume='never'); or go on all the same with --allow-changes (in Python:"
+        " allow_changes=True)"
     )
-    fix += "all the same with --allow-changes (in Python: allow_changes=True)"
     return UsageError(
         f"the run would not go on as it began: {what}",
         where=f"resuming from {saved}",

@@ -367,10 +367,8 @@ def _message(
     (whole, _), (first, n), (second, m) = losses
     what = (
         f"the loss does not add up: {num_samples(cut[0])} samples have {whole:.6g}; their halves"
-        f" have {first:.6g} and "
-    )
-    what += (
-        f"{second:.6g}, which with the counts {n:g} and {m:g} make {_mean_of_halves(losses):.6g}"
+        f" have {first:.6g} and {second:.6g}, which with the counts {n:g} and {m:g} make"
+        f" {_mean_of_halves(losses):.6g}"
     )
     weight = (whole - second) / (first - second) if first != second else -1.0
     return what, fix_for_count(cut[1:], weight, counted=counted, function=function)

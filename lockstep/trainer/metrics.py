@@ -53,9 +53,8 @@ class MetricSet:
             if not (callable(metric) or _is_object(metric)):
                 fix = (
                     "pass a function (outputs, targets) -> values, or an object with update and"
-                    " compute, such as "
+                    " compute, such as torchmetrics has them"
                 )
-                fix += "torchmetrics has them"
                 raise UsageError(
                     f"the metric {name!r} is a {type(metric).__name__}", where="metrics", fix=fix
                 )
@@ -158,9 +157,8 @@ def _without_sync(metric: Any) -> Iterator[None]:
 
 _NEEDED = (
     "a metric takes (outputs, targets): of a model's outputs their `logits`, if they have any, and"
-    " of a batch its "
+    " of a batch its targets (`targets`, `labels`, or the second of a pair)"
 )
-_NEEDED += "targets (`targets`, `labels`, or the second of a pair)"
 
 
 def call_metric(name: str, metric: Callable[..., Any], outputs: Any, targets: Any) -> Any:

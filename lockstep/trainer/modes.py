@@ -130,11 +130,15 @@ def _warn_of_evaluation_mode(name: str, since: int | None) -> None:
     line = f"model.{name}.train()" if name else "model.train()"
     without = "without dropout, and batch normalisation by its running statistics"
     if since is None:
-        text = f"{who} is in evaluation mode, as from_pretrained returns it: it trains {without}"
-        text += f"\n  do: {line} before training"
+        text = (
+            f"{who} is in evaluation mode, as from_pretrained returns it: it trains {without}\n"
+            f"  do: {line} before training"
+        )
     else:
-        text = f"{who} is in evaluation mode since before step {since}: it trains {without}"
-        text += f"\n  do: {line} after the evaluation that called eval()"
+        text = (
+            f"{who} is in evaluation mode since before step {since}: it trains {without}\n"
+            f"  do: {line} after the evaluation that called eval()"
+        )
     warn_at_caller(text)
 
 

@@ -113,9 +113,8 @@ class Results:
                 what = f"{name} is followed, and this evaluation has {listed(sorted(results))}"
                 fix = (
                     f"compute it: evaluate(data, {{'{name.removeprefix('eval_')}': …}}); or write"
-                    " counts=False for "
+                    " counts=False for data that are not to be followed"
                 )
-                fix += "data that are not to be followed"
                 raise UsageError(what, where=where, fix=fix)
 
     def _followed_names(self) -> dict[str, str]:

@@ -182,9 +182,11 @@ def find(output: RunOutput, how: str, where: str = "--resume") -> ChosenCheckpoi
     fix += ", auto or never" if where == "--resume" else ""
     if path.is_file():
         why = "it is a file, and a checkpoint is a folder"
-        fix = "load a file of weights into the model before the Trainer is made: "
-        fix += f"model.load_state_dict(torch.load({how!r})); or make a checkpoint of it: "
-        fix += f"`lockstep checkpoint import {quote(how)}`"
+        fix = (
+            "load a file of weights into the model before the Trainer is made:"
+            f" model.load_state_dict(torch.load({how!r})); or make a checkpoint of it: `lockstep"
+            f" checkpoint import {quote(how)}`"
+        )
     raise UsageError(f"{how} is not a checkpoint", where=where, why=why, fix=fix)
 
 

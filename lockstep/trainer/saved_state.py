@@ -188,8 +188,8 @@ def _optimizer_in(path: checkpoint.Checkpoint) -> str | None:
         what = f"{path} holds the optimizers {listed(names)}, and a Trainer has one"
         fix = (
             "go on with lockstep.place(…).load_checkpoint(path, optimizers); or take the weights"
-            " alone: "
+            " alone: model.load_state_dict(lockstep.checkpoint.weights(path)) before the Trainer"
+            " is made"
         )
-        fix += "model.load_state_dict(lockstep.checkpoint.weights(path)) before the Trainer is made"
         raise UsageError(what, why="a loop over lockstep.place wrote it", fix=fix)
     return names[0] if names else None

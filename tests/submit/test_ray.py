@@ -44,8 +44,10 @@ def test_an_actor_for_each_machine(
     sent = plan["runtime_env"]["working_dir"]["config.yaml"]
     assert sent["training"]["max_steps"] == 7
     # Ray deletes the folder in which its processes start: no path of the run may lie in it
-    first = "python -m lockstep train config.yaml"
-    first += f" --output-dir {tmp_path}/runs/small --nproc-per-node 4 --resume auto --nnodes 2"
+    first = (
+        f"python -m lockstep train config.yaml --output-dir {tmp_path}/runs/small --nproc-per-node"
+        " 4 --resume auto --nnodes 2"
+    )
     assert plan["machines"] == [
         f"{first} --node-rank {number} --master-addr ADDRESS-OF-MACHINE-0 --master-port PORT"
         for number in (0, 1)

@@ -50,10 +50,14 @@ class ReplicateAxis(Axis):
         level = dist.get_debug_level()  # type: ignore[attr-defined]  # torch's stubs lack it
         several = layout is not None and layout.world_size > 1
         if several and torch.__version__.startswith("2.13.") and level.name == "DETAIL":
-            what = "torch 2.13 dies of a segmentation fault in DistributedDataParallel under "
-            what += "TORCH_DISTRIBUTED_DEBUG=DETAIL"
-            fix = "write debug: info, or unset TORCH_DISTRIBUTED_DEBUG; or strategy: fsdp with "
-            fix += "fsdp.sharding_strategy: no_shard, which replicates as well"
+            what = (
+                "torch 2.13 dies of a segmentation fault in DistributedDataParallel under"
+                " TORCH_DISTRIBUTED_DEBUG=DETAIL"
+            )
+            fix = (
+                "write debug: info, or unset TORCH_DISTRIBUTED_DEBUG; or strategy: fsdp with"
+                " fsdp.sharding_strategy: no_shard, which replicates as well"
+            )
             yield Contradiction(("distributed.debug: detail",), what, fix)
 
     @classmethod

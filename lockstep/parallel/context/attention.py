@@ -177,9 +177,8 @@ def cut_attention(module: Attend, context: SequenceCut) -> None:
         if q.shape[dim] % ranks or k.shape[dim] % ranks:
             what = (
                 f"{q.shape[dim]} heads of queries and {k.shape[dim]} of keys and values can't be"
-                " exchanged between "
+                f" exchanged between {ranks} ranks along the axis context"
             )
-            what += f"{ranks} ranks along the axis context"
             fix = "write context_method: gathered, or a context_size that divides both numbers"
             raise UsageError(
                 what, where="distributed.context_method", why="each rank gets whole heads", fix=fix

@@ -241,8 +241,10 @@ def _by_chunks(
         " chunk"
     )
     why = "under reproducible the gradient of each parameter is a sum over chunks of sequences"
-    fix = "put its parameters into nn.Linear, nn.Embedding, nn.RMSNorm or nn.LayerNorm, or give it "
-    fix += "product(x, weight), which its forward pass calls; or write reproducible: false"
+    fix = (
+        "put its parameters into nn.Linear, nn.Embedding, nn.RMSNorm or nn.LayerNorm, or give it"
+        " product(x, weight), which its forward pass calls; or write reproducible: false"
+    )
     raise UsageError(what, where="distributed.context_blocks", why=why, fix=fix)
 
 

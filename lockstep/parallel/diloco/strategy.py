@@ -48,8 +48,10 @@ class DiLoCo(Strategy):
         if workers % ranks:
             each, rest = divmod(workers, ranks)
             fewer = next(n for n in range(min(workers, ranks), 0, -1) if workers % n == 0)
-            what = f"{workers} workers can't be shared out evenly among {ranks} ranks: "
-            what += f"{workers} = {each} × {ranks} + {rest}"
+            what = (
+                f"{workers} workers can't be shared out evenly among {ranks} ranks: {workers} ="
+                f" {each} × {ranks} + {rest}"
+            )
             fix = f"start {fewer} ranks, or set workers to {(each + 1) * ranks}"
             raise UsageError(what, where="distributed.diloco.workers", fix=fix)
         sizes = {"replicate": config.replicate_size or ranks}

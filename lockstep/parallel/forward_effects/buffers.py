@@ -50,9 +50,9 @@ def refuse_synchronised(model: nn.Module) -> None:
             )
             fix = (
                 "use BatchNorm, and training.batch_norm_samples to say over how many samples it"
-                " normalises; unset, "
+                " normalises; unset, these are the batch_size samples of a micro-batch, on any"
+                " number of ranks"
             )
-            fix += "these are the batch_size samples of a micro-batch, on any number of ranks"
             raise UsageError(f"{name or type(model).__name__} is a SyncBatchNorm", why=why, fix=fix)
 
 

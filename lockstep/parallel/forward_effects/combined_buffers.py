@@ -255,14 +255,14 @@ class CombinedBuffers:
             if after.shape != before.shape:
                 what = (
                     f"{KEY}: the forward pass changes the shape of {place.name},"
-                    f" {list(before.shape)} → "
+                    f" {list(before.shape)} → {list(after.shape)}, and results are combined element"
+                    " by element"
                 )
-                what += f"{list(after.shape)}, and results are combined element by element"
                 fix = (
                     "register it with its last shape; one that is shaped by the first forward pass"
-                    " has it once the "
+                    " has it once the model was called before it is handed over: model(*inputs of"
+                    " one batch)"
                 )
-                fix += "model was called before it is handed over: model(*inputs of one batch)"
                 raise UsageError(what, where=KEY, fix=fix)
             if not self._looked and bool(differs(before, after).any()):
                 self._ways.mark_written(place.name)

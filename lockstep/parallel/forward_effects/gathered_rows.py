@@ -264,8 +264,10 @@ class GatheredRows:
                 "a queue is written from where the pointer was to where it then stands, round"
                 " the end"
             )
-            fix = "write it so; register a memory bank in a module without a pointer; "
-            fix += f"or write {queue.name}: mean, or rank0"
+            fix = (
+                "write it so; register a memory bank in a module without a pointer; or write"
+                f" {queue.name}: mean, or rank0"
+            )
             raise UsageError(what, where=KEY, why=why, fix=fix)
         totals = counts.sum(0).tolist()
         # others are written all over
@@ -298,14 +300,12 @@ class GatheredRows:
             )
             why = (
                 "each starts from the buffers that the step began with, and its module has no"
-                " pointer that is "
+                " pointer that is gathered, too"
             )
-            why += "gathered, too"
             fix = (
-                "keep the position in a buffer of one whole number of the same module, and name it,"
-                " too: "
+                "keep the position in a buffer of one whole number of the same module, and name"
+                f" it, too: {bank.attribute}_ptr: gather; or write {bank.name}: mean, or rank0"
             )
-            fix += f"{bank.attribute}_ptr: gather; or write {bank.name}: mean, or rank0"
             raise UsageError(what, where=KEY, why=why, fix=fix)
         flat[positions] = values
         buffer.copy_(flat.view_as(buffer))

@@ -366,10 +366,9 @@ class _Watch:
             " ranks"
         )
         fix = (
-            "give the state to the model with the batch, or begin each forward pass with a new one;"
-            " or register it "
+            "give the state to the model with the batch, or begin each forward pass with a new"
+            " one; or register it as a buffer, and say in distributed.buffers how it combines"
         )
-        fix += "as a buffer, and say in distributed.buffers how it combines"
         if state and self.placed.reproducible:
             what = f"the forward pass goes on from {listed(state)}, which the one before it left"
             fix += "; or set distributed.reproducible: false"

@@ -226,9 +226,9 @@ class UnexplainedBuffers:
     def _error(self, names: list[str]) -> UsageError:
         fix = (
             f"say how the results of micro-batches combine, {KEY}: {{{names[0]}: mean}} (or gather,"
-            " rank0); "
+            " rank0); or compute it outside of the forward pass, or set distributed.reproducible:"
+            " false"
         )
-        fix += "or compute it outside of the forward pass, or set distributed.reproducible: false"
         return UsageError(
             self._description(names), where="distributed.reproducible", why=_WHY, fix=fix
         )

@@ -443,15 +443,17 @@ class UnitOrder:
             f"the data of some ranks leave out a call of {self._units[position].name}, which others"
             " make, or make it in another order"
         )
-        why = "FSDP gathers a unit from all ranks at once; "
         if self._joins:
-            why += (
-                "a rank can join in for a unit that is called once in a pass, outside of"
-                " checkpoints that are "
+            why = (
+                "FSDP gathers a unit from all ranks at once; a rank can join in for a unit that is"
+                " called once in a pass, outside of checkpoints that are reentrant, and has no"
+                " units inside"
             )
-            why += "reentrant, and has no units inside"
         else:
-            why += "in a stage of a pipeline, whose passes overlap, a rank can't join in for it"
+            why = (
+                "FSDP gathers a unit from all ranks at once; in a stage of a pipeline, whose passes"
+                " overlap, a rank can't join in for it"
+            )
         return self._error(what, why)
 
     def _too_old(self, position: int) -> UsageError:
@@ -472,18 +474,16 @@ class UnitOrder:
         name = self._units[position].name
         what = (
             f"a checkpoint of the model's own recomputes {name} in the backward pass, and the data"
-            " of some ranks "
+            " of some ranks leave out a call of that checkpoint's"
         )
-        what += "leave out a call of that checkpoint's"
         why = (
             "FSDP gathers all units of a checkpoint over several units once more, from all ranks at"
             " once"
         )
         fix = (
             "recompute one unit at a time, checkpoint(unit, x, use_reentrant=False), or let"
-            " Lockstep do it: write "
+            f" Lockstep do it: write training.gradient_checkpointing: full; or {_FIX}"
         )
-        fix += f"training.gradient_checkpointing: full; or {_FIX}"
         return UsageError(what, where="distributed.strategy: fsdp", why=why, fix=fix)
 
     def _unexpected(self, position: int) -> UsageError:
@@ -518,8 +518,10 @@ class _Attached(torch.autograd.Function):
         return gradients[0], gradients[0].new_zeros(1, dtype=torch.float32)
 
 
-_FIX = "call it on every rank, in one order, and multiply by 0 what is not wanted; or write "
-_FIX += "strategy: ddp and ddp.find_unused_parameters: true"
+_FIX = (
+    "call it on every rank, in one order, and multiply by 0 what is not wanted; or write strategy:"
+    " ddp and ddp.find_unused_parameters: true"
+)
 
 
 def _in(inner: str, outer: str) -> bool:

@@ -66,9 +66,8 @@ def used_elsewhere() -> UsageError:
     why = "FSDP2 gathers the parameters of a block only while that block's own forward pass runs"
     fix = (
         "use it through its module; let a teacher follow its student in Trainer(…,"
-        " after_update=function) "
+        " after_update=function) (docs/how_to/teachers.md); or use ddp"
     )
-    fix += "(docs/how_to/teachers.md); or use ddp"
     return UsageError(what, where="the model's forward pass", why=why, fix=fix)
 
 
@@ -307,9 +306,9 @@ class UnitUsage:
         why = "FSDP gathers the parameters of a unit when the unit itself is called"
         fix = (
             f"gather what is called: auto_wrap_policy: [{', '.join(inside)}]; let a teacher follow"
-            " its student in "
+            " its student in Trainer(…, after_update=function) (docs/how_to/teachers.md); or write"
+            " strategy: ddp"
         )
-        fix += "Trainer(…, after_update=function) (docs/how_to/teachers.md); or write strategy: ddp"
         return UsageError(what, where="distributed.fsdp.auto_wrap_policy", why=why, fix=fix)
 
 

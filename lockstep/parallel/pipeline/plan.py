@@ -50,8 +50,10 @@ def partition(
     """
     wanted = ranks * stages_per_rank
     if len(names) < wanted:
-        what = f"{ranks} pipeline ranks × {stages_per_rank} stages_per_rank = {wanted} stages, "
-        what += f"but the model is a chain of {len(names)} segments"
+        what = (
+            f"{ranks} pipeline ranks × {stages_per_rank} stages_per_rank = {wanted} stages, but the"
+            f" model is a chain of {len(names)} segments"
+        )
         why = f"a stage holds at least one of {', '.join(names)}"
         fix = "use fewer pipeline ranks or stages, or a deeper model"
         raise UsageError(what, where=f"{KEY}.stages_per_rank", why=why, fix=fix)
@@ -60,9 +62,8 @@ def partition(
         sizes = [b - a for a, b in pairwise([0, *cuts, len(names)])]
         what = (
             f"{len(cuts)} cut{'s' * (len(cuts) != 1)} + 1 = {len(cuts) + 1} stages, but {ranks}"
-            " pipeline ranks × "
+            f" pipeline ranks × {stages_per_rank} stages_per_rank = {wanted}"
         )
-        what += f"{stages_per_rank} stages_per_rank = {wanted}"
         why = f"the cuts make stages of {', '.join(map(str, sizes))} segments"
         fix = (
             f"make {wanted - 1} cut{'s' * (wanted != 2)}, or leave split_spec out and the chain is"

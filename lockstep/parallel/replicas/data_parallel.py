@@ -156,9 +156,10 @@ def refuse_mean_losses(model: nn.Module, objective: Objective, gpus: int) -> Non
             "each GPU returns the mean over its own part of a micro-batch, and nothing tells over"
             " how many targets"
         )
-        fix = "write strategy: ddp, which is faster as well; or let the model return a sum, with "
-        fix += (
-            'loss_reduction = "sum"; or pass a loss_fn, which gets the outputs of all GPUs together'
+        fix = (
+            "write strategy: ddp, which is faster as well; or let the model return a sum, with"
+            ' loss_reduction = "sum"; or pass a loss_fn, which gets the outputs of all GPUs'
+            " together"
         )
         raise UsageError(what, where="distributed.strategy", why=why, fix=fix)
 

@@ -117,9 +117,9 @@ class DDPSync(AroundMicroBatch):
         )
         fix = (
             "write checkpoint(…, use_reentrant=False); transformers takes it in"
-            " gradient_checkpointing_enable("
+            ' gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant":'
+            " False}); or write strategy: fsdp"
         )
-        fix += 'gradient_checkpointing_kwargs={"use_reentrant": False}); or write strategy: fsdp'
         return UsageError(what, where="the model's forward pass", why=why, fix=fix)
 
     def after(self, passing: MicroBatchPass) -> None:
@@ -140,9 +140,9 @@ class DDPSync(AroundMicroBatch):
                 raise RunError("DDP did not finish reducing the gradients", why=why) from None
             missing = [self._names[int(number)] for number in re.findall(r"\d+", numbers[1])]
             what = (
-                f"{len(missing)} parameter(s) got no gradient in the last micro-batch of the step: "
+                f"{len(missing)} parameter(s) got no gradient in the last micro-batch of the step:"
+                f" {listed(missing, 8)}"
             )
-            what += f"{listed(missing, 8)}"
             why = "the loss does not depend on them, so DDP waits for their gradients in vain"
             fix = (
                 "set distributed.ddp.find_unused_parameters: true, or freeze them"

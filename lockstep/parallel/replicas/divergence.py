@@ -171,9 +171,8 @@ def _diverged(
     where = sorted({host for rank, host in zip(ranks, hosts, strict=True) if rank in involved})
     why = (
         "the gradients of these parameters were not reduced in some step (used outside of"
-        " forward?), or one rank "
+        " forward?), or one rank alone has written them"
     )
-    why += "alone has written them"
     fix = "`lockstep verify` finds what is not synchronised; go on from the last checkpoint"
     if few:
         why = "a bit has flipped in memory, for the same gradients would leave no other trace"

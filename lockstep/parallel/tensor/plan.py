@@ -148,8 +148,8 @@ def _planned(model: nn.Module, own: OwnPlan | None) -> Iterator[Planned]:
         fix = (
             'give the model tensor_plan() -> {"layers.*.attention.query": "heads",'
             ' "layers.*.attention.out": "row"}'
+            f"; the ways are {', '.join(WAYS)}"
         )
-        fix += f"; the ways are {', '.join(WAYS)}"
         fix = advice_for_object(model, "tensor") or fix
         raise UsageError(what, where="distributed.tensor_size", fix=fix)
     modules = dict(model.named_modules())
