@@ -235,7 +235,7 @@ def strange(reduction: str) -> nn.Module:
 
 def refuse(what: Any) -> Callable[[], Any]:
     def run() -> Any:
-        from lockstep.parallel.place import refuse_wrapped
+        from lockstep.parallel.refusals import refuse_wrapped
 
         return refuse_wrapped(what())
 

@@ -8,7 +8,7 @@ Tests: tests/parallel/test_executor.py, tests/parity/test_law_one.py
 
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -18,11 +18,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lockstep.data.batches import MicroBatch
-from lockstep.errors import UsageError, listed
 from lockstep.layout import Layout
 from lockstep.machine import accelerator
 from lockstep.models.objective import Objective
@@ -34,6 +33,7 @@ from lockstep.parallel.execution.passes import (
     ForwardBackward,
     RunMicroBatch,
 )
+from lockstep.parallel.gradient_hooks import GradientHooks, run_hooks
 from lockstep.parallel.loss_accumulator import (
     CarriedFigures,
     CarriedLossAccumulator,
@@ -47,77 +47,6 @@ from lockstep.parallel.state_form import StateForm
 from lockstep.randomness import RandomState
 from lockstep.tensors import local
 from lockstep.torch_compat import foreach
-from lockstep.torch_compat.gradient_hooks import (
-    has_hooks_after_accumulation,
-    hooks_of,
-    remove_hooks,
-)
-
-# parameter → what its gradient goes through, in order
-GradientHooks = dict[str, list[Callable[[Tensor], Any]]]
-
-
-def take_hooks(
-    model: nn.Module, further: Mapping[str, nn.Parameter] | None = None, *, workers: bool = False
-) -> GradientHooks:
-    """Remove and return the gradient hooks of a model that is about to be placed.
-
-    Hooks are registered by `parameter.register_hook(function)`.
-
-    A hook expects the whole gradient of the loss, and in a distributed backward pass would see one
-    micro-batch's, or none. So `run_hooks` calls them once a step, on the gradient of the step's
-    mean loss, before it is clipped. `further` parameters are a loss function's. If `workers` train
-    by themselves on them, there is no gradient of a step, and hooks are refused.
-    """
-    named = dict(model.named_parameters()) | dict(further or {})
-    if early := [name for name, p in named.items() if has_hooks_after_accumulation(p)]:
-        what = f"the parameter {listed(early)} has a hook from register_post_accumulate_grad_hook"
-        why = (
-            "it would run on a rank's own micro-batches before gradients are reduced, and never"
-            " under FSDP"
-        )
-        fix = (
-            "remove it, and let Trainer update; register_hook may change a gradient, Trainer(…,"
-            " after_update=…) runs after the update (docs/how_to/teachers.md)"
-        )
-        raise UsageError(what, why=why, fix=fix)
-    hooks: GradientHooks = {
-        name: functions for name, p in named.items() if (functions := hooks_of(p))
-    }
-    if hooks and workers:
-        what = f"the parameter {listed(list(hooks))} has a gradient hook"
-        why = "under diloco each worker makes an update from a gradient of its own"
-        raise UsageError(what, why=why, fix="remove the hook, or use ddp or fsdp")
-    for name in hooks:
-        remove_hooks(named[name])
-    return hooks
-
-
-@torch.no_grad()
-def run_hooks(hooks: GradientHooks, parameters: Mapping[str, nn.Parameter]) -> None:
-    """Let gradients, of the mean loss, go through their hooks, whole; all ranks call it."""
-    for name, functions in hooks.items():
-        parameter = parameters.get(name)
-        if parameter is None or parameter.grad is None:
-            continue
-        grad = parameter.grad
-        full = grad.full_tensor() if isinstance(grad, DTensor) else grad
-        for function in functions:
-            result = function(full)
-            full = full if result is None else result
-        if full.shape != grad.shape:
-            what = (
-                f"the gradient hook of {name} returns the shape {list(full.shape)}, and the"
-                f" gradient has {list(grad.shape)}"
-            )
-            raise UsageError(what, fix="return a tensor of the gradient's shape, or None")
-        if isinstance(grad, DTensor):
-            everywhere = [Replicate()] * grad.device_mesh.ndim
-            same = DTensor.from_local(full, grad.device_mesh, everywhere, run_check=False)
-            grad.to_local().copy_(same.redistribute(grad.device_mesh, grad.placements).to_local())
-        elif full is not grad:
-            grad.copy_(full)
-
 
 if TYPE_CHECKING:
     from lockstep.parallel.diloco.workers import LocalWorkers

@@ -1,7 +1,11 @@
 """`place` makes a `ParallelModel` of a model's facts and a layout, in one ordered list of steps.
 
-checks → the model prepared (strides, keyed randomness, float8, activation checkpointing, compiled
-blocks) → each axis of the strategy asked → what watches the placed model
+    refuse_unplaceable   what this layout can't have, before anything is changed
+    prepare              strides, keyed random numbers, float8, activation checkpointing, compiled
+                         blocks; equal values on all ranks; each axis of the strategy asked
+    place_on_ranks       the model on its device: as stages, cut, or as a replica
+    Axis.trained         what each axis adds to the end of a step
+    watch                checks of replicas, and of side effects, while it trains
 
 Each file that one of these steps is in is handed the model once (`python -m benchmarks.hops
 --place`): what several of them need of it is read before, into its facts.
@@ -18,15 +22,13 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
-from torch.nn.parameter import is_lazy
 
 from lockstep.config import StepConfig
 from lockstep.config.checks import step_contradictions
 from lockstep.drawless import is_run_by_torch
 from lockstep.errors import UsageError, listed, refuse
 from lockstep.layout import Layout
-from lockstep.models.hf_cache import switch_cache_off, without_cache
+from lockstep.models.hf_cache import switch_cache_off
 from lockstep.models.hf_decoder import is_known_decoder
 from lockstep.models.loss_modules import refuse_shared
 from lockstep.parallel.axes.axis import axes_named
@@ -42,11 +44,18 @@ from lockstep.parallel.forward_effects.combined_buffers import (
 )
 from lockstep.parallel.fp8 import apply_fp8
 from lockstep.parallel.fsdp.units import Unit, units_of
+from lockstep.parallel.gradient_hooks import take_hooks
 from lockstep.parallel.initial import FirstValues, broadcast_values, to_empty
 from lockstep.parallel.loss_weights import LossWeights
-from lockstep.parallel.parallel_model import ParallelModel, take_hooks
+from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parallel.pipeline.chain_check import check_chain
 from lockstep.parallel.placement import place_whole
+from lockstep.parallel.refusals import (
+    refuse_hooks_outside_segments,
+    refuse_parameters,
+    refuse_scripted,
+    refuse_wrapped,
+)
 from lockstep.parallel.replicas import divergence
 from lockstep.parallel.reproducible.determinism import join_uses_of_inputs, switch_on
 from lockstep.parallel.site import DryRun, Site
@@ -56,7 +65,6 @@ from lockstep.process_group.mesh import device_mesh, replica_group
 from lockstep.randomness import RandomState, key_segments
 from lockstep.registry import BY_SIZE
 from lockstep.strategy import SINGLE, strategy_named
-from lockstep.torch_compat.module_hooks import has_hooks
 
 
 def place(
@@ -70,50 +78,48 @@ def place(
 ) -> ParallelModel:
     """Place a model on this rank, by the axes of the strategy that the layout names.
 
-    A UsageError if it can't be.
+    Args:
+        facts: of an unwrapped model, which is real, or on meta with `init_weights()`.
+        layout: the number of ranks along each axis.
+        config: the sections that say how a step is made.
+        device: of this rank.
+        precision: of the forward pass.
+        dry_run: the model has no values and gets none, for `lockstep plan`, under a fake process
+            group.
 
-    The model is unwrapped; real, or on meta with `init_weights()`. In a `dry_run` it has no values
-    and gets none: for `lockstep plan`, under a fake process group.
+    Raises:
+        UsageError: the model, or the config, can't be had on this layout.
     """
-    model = facts.model
-    in_stages = _in_stages(layout)
     device_type = device.type if dry_run is None else dry_run.device_type
     refuse_unplaceable(facts, layout, config, device_type)
     loss = loss_weights_of(facts, layout, config)
     switch_tf32(config.precision.tf32)
     loss_parameters = {} if loss is None else loss.own
-    hooks = take_hooks(model, loss_parameters, workers=layout.workers > 0)
-    loss_attributes = {name: dict(vars(p)) for name, p in loss_parameters.items()}
-    attributes = {**facts.attributes, **loss_attributes}
-    if in_stages:
-        refuse_hooks_outside_segments(facts)
+    hooks = take_hooks(facts.model, loss_parameters, workers=layout.workers > 0)
 
     random_state = RandomState(config.training.seed, device)
-    site = prepared(Site(facts, layout, config, precision, random_state, loss, dry_run))
-    placed = placed_on(site)
+    site = prepare(Site(facts, layout, config, precision, random_state, loss, dry_run))
+    placed = place_on_ranks(site)
     for axis in site.axes.values():
         placed = axis.trained(placed)
 
     num_parameters = facts.num_parameters + sum(p.numel() for p in loss_parameters.values())
-    if not in_stages:  # a rank of a pipeline holds some of them
+    loss_attributes = {name: dict(vars(p)) for name, p in loss_parameters.items()}
+    attributes = {**facts.attributes, **loss_attributes}
+    if not _in_stages(layout):  # a rank of a pipeline holds some of them
         held = sum(p.numel() for p in placed.parameters.values())
         assert num_parameters == held, "placement changed the number of parameters"
         assert set(placed.parameters) == set(attributes), "placement changed names of parameters"
     keep_attributes(placed, attributes)
-    evaluate = placed.evaluate
-    kept_buffers = [buffers for buffers in site.running if buffers.any]
-    if dry_run is None and kept_buffers:
-        evaluate = keeping(kept_buffers, evaluate, apart=bool(site.ways.patterns))
     placed = replace(
         placed,
-        root=model,
+        root=facts.model,
         aliases=facts.aliases,
         num_parameters=num_parameters,
         gradient_hooks=hooks,
         form=facts.form,
-        evaluate=evaluate,
     )
-    return watched(placed, site) if dry_run is None else placed
+    return watch(placed, site) if dry_run is None else placed
 
 
 def refuse_unplaceable(
@@ -125,6 +131,8 @@ def refuse_unplaceable(
     refuse(step_contradictions(config, layout, device_type))
     refuse_parameters(facts.model, sharded=sharded, reproducible=config.distributed.reproducible)
     refuse_scripted(facts, sharded=sharded)
+    if _in_stages(layout):
+        refuse_hooks_outside_segments(facts)
 
 
 def loss_weights_of(facts: ModelFacts, layout: Layout, config: StepConfig) -> LossWeights | None:
@@ -140,123 +148,14 @@ def loss_weights_of(facts: ModelFacts, layout: Layout, config: StepConfig) -> Lo
     return LossWeights(facts.loss, reproducible=exact)
 
 
-def watched(placed: ParallelModel, site: Site) -> ParallelModel:
-    """Add to a placed model the checks that look at it while it trains.
-
-    Replicas are compared, and side effects of forward passes that a layout would lose are found.
-    """
-    config = site.config
-    same = [each for axis in site.axes.values() for each in axis.replicas(placed)]
-    if placed.local_training is None:
-        placed = replace(placed, replicas=[*same, *along_replicate(site)])
-    divergence.guard_replicas(placed, config, site.mesh, same, site.spread)
-    every = config.distributed.divergence_check_steps or 100
-    side_effects.watch(placed, compiled=config.training.compile, looks_every=every)
-    if site.ways.patterns:
-        warn_of_unwritten(placed, site.ways)
-    return placed
+# ---- prepare: alike on all ranks ----
 
 
-def placed_on(site: Site) -> ParallelModel:
-    """Return the model on the ranks: the first axis that holds it has placed it.
+def prepare(site: Site) -> Site:
+    """Transform the model, alike on all ranks, and return its site with the axes on it.
 
-    Else the strategy's own `place` has, or each rank holds all of it.
-    """
-    for axis in site.axes.values():
-        placed: ParallelModel | None = axis.place()
-        if placed is not None:
-            require_placed(placed, site)
-            return placed
-
-    strategy = strategy_named(site.layout.strategy)
-    if strategy.places_by_itself and not site.layout.is_one_group:
-        placed = strategy.place(site)
-        require_placed(placed, site)
-        return placed
-
-    if site.layout.world_size == 1 and strategy.name != SINGLE:
-        site.log_lines.append(f"{strategy.name} on one rank: nothing to synchronise or to shard")
-    return place_whole(site)
-
-
-def along_replicate(site: Site) -> list[tuple[dist.ProcessGroup, AbstractSet[str]]]:
-    """Return the group of this rank's replicas, and what they do not hold alike, if there are any.
-
-    Gradients are summed over them, so that they also make the same updates.
-    """
-    group = replica_group(site.mesh)
-    return [] if group is None else [(group, site.spread)]
-
-
-def buffer_ways(facts: ModelFacts, loss: LossWeights | None, config: StepConfig) -> BufferWays:
-    """Return how the buffers that forward passes write are combined, by `distributed.buffers`."""
-    model = facts.model
-    of_loss = {} if loss is None else loss.buffers
-    kept = {id(buffer) for name, buffer in model.named_buffers() if name in facts.persistent}
-    kept |= {id(buffer) for buffer in of_loss.values()}
-    module = None if loss is None else loss.module
-    return ways_of(config.distributed.buffers, model, module, set(of_loss), kept)
-
-
-def keep_attributes(placed: ParallelModel, attributes: Mapping[str, Mapping[str, Any]]) -> None:
-    """Copy attributes of the model's parameters to the placed ones, by name.
-
-    Optimizer groups are chosen by these attributes.
-    """
-    for name, parameter in placed.parameters.items():
-        for attribute, value in attributes[name].items():
-            if attribute not in vars(parameter):
-                setattr(parameter, attribute, value)
-
-
-def prepare_loss(loss: LossWeights, site: Site) -> list[str]:
-    """Bring a loss function to the device, with the same values on all ranks.
-
-    Returns lines to log.
-    """
-    loss.module.to(site.device)
-    if site.layout.world_size > 1:
-        refuse_synchronised(loss.module)
-        if not broadcast_values(loss.module):
-            return ["the loss function's values differed between ranks: all took rank 0's"]
-    return []
-
-
-_COMPILED: WeakSet[nn.Module] = WeakSet()
-
-
-def compiled_blocks(parts: Iterable[nn.Module]) -> Iterator[nn.Module]:
-    """Yield the modules within `parts` that `place` has compiled."""
-    return (module for part in parts for module in part.modules() if module in _COMPILED)
-
-
-def require_placed(placed: object, placement: Site) -> None:
-    """Reject what a strategy of a user returned, if it is not a placed model with values."""
-    place = f"place of strategy {placement.layout.strategy}"
-    if not isinstance(placed, ParallelModel):
-        what = f"{place} returned a {type(placed).__name__}, not a ParallelModel"
-        fix = (
-            "end it with return placed_in_order(placement, AppliedStrategy(…)), of"
-            " lockstep.parallel.placement"
-        )
-        raise UsageError(what, where="distributed.strategy", fix=fix)
-    if placement.dry_run is not None:
-        return  # a plan has no values
-    without_values = [name for name, p in placed.parameters.items() if p.is_meta]
-    if without_values:
-        what = f"{place} left {listed(without_values)} without values"
-        fix = (
-            "call placement.materialise(), which brings the model to its device, before the"
-            " parameters are used"
-        )
-        raise UsageError(what, where="distributed.strategy", fix=fix)
-
-
-def prepared(site: Site) -> Site:
-    """Return the site of a model that is transformed, alike on all ranks.
-
-    The model is keyed, in float8, checkpointed and compiled, as the config asks for, has the values
-    that all ranks have, and its axes have changed its layers.
+    Then the model is keyed, in float8, checkpointed and compiled, as the config asks for; it has
+    the values that all ranks have, and the axes have changed its layers.
     """
     layout = site.layout
     in_stages = _in_stages(layout)
@@ -281,7 +180,7 @@ def prepared(site: Site) -> Site:
     if layout.world_size > 1:
         take_equal_values(site, first)
 
-    site = on_mesh(replace(site, first=first, units=units))
+    site = with_mesh(replace(site, first=first, units=units))
     ask_axes(site)
     if first is not None:
         pieces = [axis.piece for axis in site.axes.values()]
@@ -294,70 +193,22 @@ def prepared(site: Site) -> Site:
     return site
 
 
-def units_before_axes(site: Site) -> Sequence[Unit]:
-    """Return the units of a model, for FSDP2 and for trees; ready to be summed exactly, if asked.
+def key_model(facts: ModelFacts, random_state: RandomState, *, cut: bool = False) -> None:
+    """Key random numbers by segment.
 
-    They are read before axes cut layers, so that they are the same ones on any topology, but not
-    before float8, which puts linears of its own in place of some that a wrap policy may pick.
+    A model that names none is one segment, which can't be `cut` into stages.
     """
-    layout = site.layout
-    if not (site.reproducible or _cuts(layout) or _in_stages(layout)):
-        return ()
-    units = units_of(site.facts, site.config.distributed.fsdp)
-    if site.reproducible:
-        join_uses_of_inputs(unit.module for unit in units[:-1])
-        site.log_lines.extend(switch_on(site.device))
-    return units
-
-
-def take_equal_values(site: Site, first: FirstValues | None) -> None:
-    """Give all ranks rank 0's values, if the model has some; refuse layers that synchronise."""
-    has_values = first is None and site.dry_run is None
-    if has_values and not broadcast_values(site.model):
-        site.log_lines.append(
-            "the model's values differed between ranks: all took rank 0's (seed ranks alike before"
-            " the model is made)"
-        )
-    refuse_synchronised(site.model)
-
-
-def on_mesh(site: Site) -> Site:
-    """Return the site with what axes need: the mesh, and how buffers are combined."""
-    layout = site.layout
-    facts = site.facts
-    dry_run = site.dry_run
-    if dry_run is not None:
-        mesh = dry_run.mesh
+    segments = facts.required_chain() if cut else facts.segments
+    if segments is not None:
+        # The stages of a pipeline run the segments themselves, each some of them.
+        is_sequential = not cut and is_run_by_torch(facts.model)
+        key_segments(random_state, segments, chain=True, is_sequential=is_sequential)
     else:
-        mesh = device_mesh(layout, site.device.type) if layout.world_size > 1 else None
-    if dry_run is not None and layout.tensor * layout.expert > 1 and facts.on_meta:
-        # a parameter on meta can't become a piece that is a fake tensor
-        to_empty(site.model, torch.device("cpu"))
-        facts = facts.after_new_parameters()
-
-    ways = site.ways
-    if site.config.distributed.buffers:
-        ways = buffer_ways(facts, site.loss, site.config)
-    return replace(site, facts=facts, mesh=mesh, ways=ways)
+        key_segments(random_state, [("", facts.model)], chain=True)
+        key_segments(random_state, facts.blocks, chain=False)
 
 
-def _in_stages(layout: Layout) -> bool:
-    return strategy_named(layout.strategy).in_stages and not layout.is_one_group
-
-
-def _cuts(layout: Layout) -> bool:
-    return strategy_named(layout.strategy).cuts_parameters(layout) and not layout.is_one_group
-
-
-def ask_axes(site: Site) -> None:
-    """Fill a site with the axes that do something on it; each has changed the model's layers."""
-    strategy = strategy_named(site.layout.strategy)
-    for kind in axes_named((*(strategy.axes or ()), *BY_SIZE)):
-        axis = kind.on(site)
-        if axis is not None:
-            site.axes[kind.name] = axis
-    for axis in site.axes.values():
-        axis.after_others()
+_COMPILED: WeakSet[nn.Module] = WeakSet()  # modules that `transform` has compiled
 
 
 def transform(facts: ModelFacts, config: StepConfig, random_state: RandomState) -> list[str]:
@@ -389,102 +240,187 @@ def transform(facts: ModelFacts, config: StepConfig, random_state: RandomState) 
     return log_lines
 
 
-def key_model(facts: ModelFacts, random_state: RandomState, *, cut: bool = False) -> None:
-    """Key random numbers by segment.
+def compiled_blocks(parts: Iterable[nn.Module]) -> Iterator[nn.Module]:
+    """Yield the modules within `parts` that `place` has compiled."""
+    return (module for part in parts for module in part.modules() if module in _COMPILED)
 
-    A model that names none is one segment, which can't be `cut` into stages.
+
+def units_before_axes(site: Site) -> Sequence[Unit]:
+    """Return the units of a model, for FSDP2 and for trees; ready to be summed exactly, if asked.
+
+    They are read before axes cut layers, so that they are the same ones on any topology, but not
+    before float8, which puts linears of its own in place of some that a wrap policy may pick.
     """
-    segments = facts.required_chain() if cut else facts.segments
-    if segments is not None:
-        # The stages of a pipeline run the segments themselves, each some of them.
-        is_sequential = not cut and is_run_by_torch(facts.model)
-        key_segments(random_state, segments, chain=True, is_sequential=is_sequential)
+    layout = site.layout
+    if not (site.reproducible or _cuts(layout) or _in_stages(layout)):
+        return ()
+    units = units_of(site.facts, site.config.distributed.fsdp)
+    if site.reproducible:
+        join_uses_of_inputs(unit.module for unit in units[:-1])
+        site.log_lines.extend(switch_on(site.device))
+    return units
+
+
+def take_equal_values(site: Site, first: FirstValues | None) -> None:
+    """Give all ranks rank 0's values, if the model has some; refuse layers that synchronise."""
+    has_values = first is None and site.dry_run is None
+    if has_values and not broadcast_values(site.model):
+        site.log_lines.append(
+            "the model's values differed between ranks: all took rank 0's (seed ranks alike before"
+            " the model is made)"
+        )
+    refuse_synchronised(site.model)
+
+
+def with_mesh(site: Site) -> Site:
+    """Return the site with what axes need: the mesh, and how buffers are combined."""
+    layout = site.layout
+    facts = site.facts
+    dry_run = site.dry_run
+    if dry_run is not None:
+        mesh = dry_run.mesh
     else:
-        key_segments(random_state, [("", facts.model)], chain=True)
-        key_segments(random_state, facts.blocks, chain=False)
+        mesh = device_mesh(layout, site.device.type) if layout.world_size > 1 else None
+    if dry_run is not None and layout.tensor * layout.expert > 1 and facts.on_meta:
+        # a parameter on meta can't become a piece that is a fake tensor
+        to_empty(site.model, torch.device("cpu"))
+        facts = facts.after_new_parameters()
+
+    ways = site.ways
+    if site.config.distributed.buffers:
+        ways = buffer_ways(facts, site.loss, site.config)
+    return replace(site, facts=facts, mesh=mesh, ways=ways)
 
 
-def refuse_parameters(model: nn.Module, *, sharded: bool, reproducible: bool) -> None:
-    """Refuse parameters that do not exist yet, and gradients that this layout can't sum."""
-    parameters = dict(model.named_parameters())
-    lazy = [name for name, parameter in parameters.items() if is_lazy(parameter)]
-    if lazy:
-        what = (
-            f"{listed(lazy)} has no shape yet: a lazy module makes its parameters at its first"
-            " forward pass"
-        )
-        why = "they are laid over the ranks before that"
-        raise UsageError(
-            what,
-            why=why,
-            fix="call the model once before it is handed over: model(*inputs of one batch)",
-        )
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-            what = f"{name or type(model).__name__} makes sparse gradients"
-            why = "gradients are summed over micro-batches and ranks, and clipped, as dense tensors"
-            raise UsageError(what, why=why, fix=f"write {type(module).__name__}(…, sparse=False)")
-    empty = [name for name, parameter in parameters.items() if not parameter.numel()]
-    if sharded and empty:
-        what = f"the parameter {listed(empty)} has no elements, so FSDP can't cut it"
-        raise UsageError(
-            what, where="distributed.strategy: fsdp", fix="leave it out, or write strategy: ddp"
-        )
-    of_complex = [name for name, parameter in parameters.items() if parameter.is_complex()]
-    if of_complex and (sharded or reproducible):
-        where = "distributed.strategy: fsdp" if sharded else "distributed.reproducible"
-        why = "gradients are cut and summed there as real numbers"
-        fix = (
-            "keep it real, with a last dim of 2, and take torch.view_as_complex(…) of it in"
-            " forward; or write strategy: ddp and reproducible: false"
-        )
-        raise UsageError(
-            f"the parameter {listed(of_complex)} is complex", where=where, why=why, fix=fix
-        )
-
-
-def refuse_hooks_outside_segments(facts: ModelFacts) -> None:
-    """Refuse hooks on modules that a pipeline does not call.
-
-    It runs the model's segments one by one.
-    """
+def buffer_ways(facts: ModelFacts, loss: LossWeights | None, config: StepConfig) -> BufferWays:
+    """Return how the buffers that forward passes write are combined, by `distributed.buffers`."""
     model = facts.model
-    called = {id(module) for _, segment in facts.required_chain() for module in segment.modules()}
-    hooked = [
-        name or type(model).__name__
-        for name, module in model.named_modules()
-        if id(module) not in called and has_hooks(module, but=without_cache)
-    ]
-    if hooked:
-        what = f"{listed(hooked)} has a hook that a pipeline does not call"
-        why = "its stages run the model's segments one by one, not the modules that hold them"
-        fix = "register it on a segment, or on a module inside of one; or use ddp or fsdp"
-        raise UsageError(what, where="distributed.strategy: pipeline", why=why, fix=fix)
+    of_loss = {} if loss is None else loss.buffers
+    kept = {id(buffer) for name, buffer in model.named_buffers() if name in facts.persistent}
+    kept |= {id(buffer) for buffer in of_loss.values()}
+    module = None if loss is None else loss.module
+    return ways_of(config.distributed.buffers, model, module, set(of_loss), kept)
 
 
-def refuse_scripted(facts: ModelFacts, *, sharded: bool) -> None:
-    """Refuse TorchScript in modules that get hooks.
+def ask_axes(site: Site) -> None:
+    """Fill a site with the axes that do something on it; each has changed the model's layers."""
+    strategy = strategy_named(site.layout.strategy)
+    for kind in axes_named((*(strategy.axes or ()), *BY_SIZE)):
+        axis = kind.on(site)
+        if axis is not None:
+            site.axes[kind.name] = axis
+    for axis in site.axes.values():
+        axis.after_others()
 
-    These are the model, its blocks and segments, its loss function, and on FSDP all of its modules.
+
+def prepare_loss(loss: LossWeights, site: Site) -> list[str]:
+    """Bring a loss function to the device, with the same values on all ranks.
+
+    Returns lines to log.
     """
-    hooked = [("", facts.model), *facts.blocks, *(facts.segments or ())]
-    looked_at = list(facts.model.named_modules()) if sharded else hooked
-    if facts.loss is not None:
-        looked_at.append(("the loss function", facts.loss.module))
-    scripted = [name for name, module in looked_at if isinstance(module, torch.jit.ScriptModule)]
-    if scripted:
-        what = f"{scripted[0] or 'the model'} is TorchScript (torch.jit.script or trace)"
-        why = "it takes no hooks, which key random numbers and gather parameters"
-        fix = "give the module as it was before, and training.compile: true for speed"
-        raise UsageError(what, why=why, fix=fix + ("; or write strategy: ddp" if sharded else ""))
+    loss.module.to(site.device)
+    if site.layout.world_size > 1:
+        refuse_synchronised(loss.module)
+        if not broadcast_values(loss.module):
+            return ["the loss function's values differed between ranks: all took rank 0's"]
+    return []
 
 
-def refuse_wrapped(model: nn.Module) -> None:
-    """Refuse a model that is wrapped already: its gradients would be reduced twice."""
-    if isinstance(model, DistributedDataParallel | DataParallel):
-        name = type(model).__name__
-        what = f"the model is already wrapped in {name}"
-        why = "Lockstep places it, and would synchronise it twice"
-        raise UsageError(
-            what, why=why, fix=f"delete the line model = {name}(model, …) and pass the model itself"
+# ---- place on ranks ----
+
+
+def place_on_ranks(site: Site) -> ParallelModel:
+    """Bring the model to the ranks: by the first axis that holds it.
+
+    Without one, by the strategy's own `place`; without that, each rank holds all of it.
+    """
+    for axis in site.axes.values():
+        placed: ParallelModel | None = axis.place()
+        if placed is not None:
+            require_placed(placed, site)
+            return placed
+
+    strategy = strategy_named(site.layout.strategy)
+    if strategy.places_by_itself and not site.layout.is_one_group:
+        placed = strategy.place(site)
+        require_placed(placed, site)
+        return placed
+
+    if site.layout.world_size == 1 and strategy.name != SINGLE:
+        site.log_lines.append(f"{strategy.name} on one rank: nothing to synchronise or to shard")
+    return place_whole(site)
+
+
+def require_placed(placed: object, placement: Site) -> None:
+    """Reject what a strategy of a user returned, if it is not a placed model with values."""
+    place = f"place of strategy {placement.layout.strategy}"
+    if not isinstance(placed, ParallelModel):
+        what = f"{place} returned a {type(placed).__name__}, not a ParallelModel"
+        fix = (
+            "end it with return placed_in_order(placement, AppliedStrategy(…)), of"
+            " lockstep.parallel.placement"
         )
+        raise UsageError(what, where="distributed.strategy", fix=fix)
+    if placement.dry_run is not None:
+        return  # a plan has no values
+    without_values = [name for name, p in placed.parameters.items() if p.is_meta]
+    if without_values:
+        what = f"{place} left {listed(without_values)} without values"
+        fix = (
+            "call placement.materialise(), which brings the model to its device, before the"
+            " parameters are used"
+        )
+        raise UsageError(what, where="distributed.strategy", fix=fix)
+
+
+def keep_attributes(placed: ParallelModel, attributes: Mapping[str, Mapping[str, Any]]) -> None:
+    """Copy attributes of the model's parameters to the placed ones, by name.
+
+    Optimizer groups are chosen by these attributes.
+    """
+    for name, parameter in placed.parameters.items():
+        for attribute, value in attributes[name].items():
+            if attribute not in vars(parameter):
+                setattr(parameter, attribute, value)
+
+
+# ---- watch ----
+
+
+def watch(placed: ParallelModel, site: Site) -> ParallelModel:
+    """Return a placed model with what looks at it while it trains.
+
+    Evaluations keep its buffers, replicas are compared, and side effects of forward passes that a
+    layout would lose are found.
+    """
+    config = site.config
+    kept_buffers = [buffers for buffers in site.running if buffers.any]
+    if kept_buffers:
+        apart = bool(site.ways.patterns)
+        placed = replace(placed, evaluate=keeping(kept_buffers, placed.evaluate, apart=apart))
+    same = [each for axis in site.axes.values() for each in axis.replicas(placed)]
+    if placed.local_training is None:
+        placed = replace(placed, replicas=[*same, *along_replicate(site)])
+    divergence.guard_replicas(placed, config, site.mesh, same, site.spread)
+    every = config.distributed.divergence_check_steps or 100
+    side_effects.watch(placed, compiled=config.training.compile, looks_every=every)
+    if site.ways.patterns:
+        warn_of_unwritten(placed, site.ways)
+    return placed
+
+
+def along_replicate(site: Site) -> list[tuple[dist.ProcessGroup, AbstractSet[str]]]:
+    """Return the group of this rank's replicas, and what they do not hold alike, if there are any.
+
+    Gradients are summed over them, so that they also make the same updates.
+    """
+    group = replica_group(site.mesh)
+    return [] if group is None else [(group, site.spread)]
+
+
+def _in_stages(layout: Layout) -> bool:
+    return strategy_named(layout.strategy).in_stages and not layout.is_one_group
+
+
+def _cuts(layout: Layout) -> bool:
+    return strategy_named(layout.strategy).cuts_parameters(layout) and not layout.is_one_group

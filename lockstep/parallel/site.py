@@ -62,7 +62,7 @@ class Site:
     dry_run: DryRun | None = None  # set where the model has no values, and gets none
     log_lines: list[str] = field(default_factory=list)  # logged at start; axes add theirs
 
-    # What `prepared` adds.
+    # What `prepare` adds.
     mesh: DeviceMesh | None = None  # the ranks; None on one
     first: FirstValues | None = None  # makes the first values; None where the model has them
     # What FSDP2 gathers at once, inner ones first, the root last; read where it is needed.

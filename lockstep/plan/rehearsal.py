@@ -29,7 +29,7 @@ from lockstep.optim import build_optimizer
 from lockstep.parallel.facts import ModelFacts, Named
 from lockstep.parallel.loss_accumulator import LossAccumulator
 from lockstep.parallel.parallel_model import ParallelModel
-from lockstep.parallel.place import place, prepared
+from lockstep.parallel.place import place, prepare
 from lockstep.parallel.site import DryRun, Site
 from lockstep.plan.tracker import (
     INDEX_OF_KIND,
@@ -223,7 +223,7 @@ def prepared_site(facts: ModelFacts, layout: Layout, config: Config, dry_run: Dr
     """Return the site of a model that is to be cut into stages, prepared as for training."""
     step = planned(config.step)
     random_state = RandomState(step.training.seed, CPU)
-    return prepared(Site(facts, layout, step, precision_of(config), random_state, dry_run=dry_run))
+    return prepare(Site(facts, layout, step, precision_of(config), random_state, dry_run=dry_run))
 
 
 def _place_model(

@@ -32,9 +32,10 @@ from lockstep.files.paths import local_path
 from lockstep.heartbeat.writer import called_by_all_ranks, write_limits
 from lockstep.models.loss_modules import hidden_parameters
 from lockstep.parallel.facts import facts_of
+from lockstep.parallel.gradient_hooks import run_hooks
 from lockstep.parallel.loss_accumulator import at_most, divisor_of, mean_of, tensor_of
 from lockstep.parallel.loss_weights import refuse_hidden
-from lockstep.parallel.parallel_model import ParallelModel, run_hooks
+from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parallel.place import place as place_over
 from lockstep.precision import Precision, resolve_mode
 from lockstep.process_group import cluster

@@ -18,7 +18,7 @@ from lockstep.parallel.axes.axis import Axis, PartOfModel, require_axis
 from lockstep.parallel.axes.context import ContextAxis
 from lockstep.parallel.axes.tensor import TensorAxis
 from lockstep.parallel.facts import facts_of
-from lockstep.parallel.place import ask_axes, placed_on
+from lockstep.parallel.place import ask_axes, place_on_ranks
 from lockstep.parallel.site import Site
 from lockstep.precision import Precision
 from lockstep.randomness import RandomState
@@ -139,7 +139,7 @@ def test_what_an_axis_returns_in_place_of_a_placed_model_is_refused() -> None:
     site = site_of(nn.Linear(2, 2), {})
     site.axes["wraps"] = Wraps(site)
     with pytest.raises(UsageError, match="returned a Linear, not a ParallelModel"):
-        placed_on(site)
+        place_on_ranks(site)
 
 
 def test_an_axis_that_writes_nothing_but_on_changes_nothing() -> None:

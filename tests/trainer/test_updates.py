@@ -11,7 +11,7 @@ from torch import nn
 
 from lockstep import Trainer, WeightAverage
 from lockstep.errors import UsageError
-from lockstep.parallel.parallel_model import take_hooks
+from lockstep.parallel.gradient_hooks import take_hooks
 from tests.ranks import run_ranks
 from tests.sampled import chosen, quick_and_full
 from tests.trainer import habits
