@@ -31,7 +31,8 @@ from lockstep.models.protocol import blocks_of
 from lockstep.parallel.axes.expert import ExpertAxis
 from lockstep.parallel.execution.executor import Executor, Stage
 from lockstep.parallel.execution.passes import MicroBatchPass
-from lockstep.parallel.execution.transport import Message, Meta, Metas, Rehearsed, Tensors
+from lockstep.parallel.execution.programs import Message
+from lockstep.parallel.execution.transport import Meta, Metas, Rehearsed, Tensors
 from lockstep.parallel.expert import PlacedExperts
 from lockstep.parallel.facts import facts_of
 from lockstep.parallel.loss_accumulator import Loss

@@ -10,19 +10,16 @@ import torch
 import torch.distributed as dist
 
 from lockstep.costs.steps import ScheduledPass
-from lockstep.parallel.execution.transport import (
-    Described,
+from lockstep.parallel.execution.programs import (
     Instruction,
-    KnownMessages,
     Message,
-    Meta,
-    PeerToPeer,
     Receive,
     Send,
     made_by,
     needed_by,
     programs,
 )
+from lockstep.parallel.execution.transport import Described, KnownMessages, Meta, PeerToPeer
 from lockstep.parallel.pipeline.schedules import SCHEDULES, actions, forward_program_of, holders
 from lockstep.process_group.collectives import message_device
 from tests.ranks import run_ranks

@@ -2,7 +2,7 @@
 
 A rank without a pipeline is a pipeline of one stage: it runs F0 B0 F1 B1 …, a micro-batch after the
 other. Under a pipeline a rank runs the program of its schedule
-(`lockstep.parallel.execution.transport`): passes, with sends and receives between them. What one
+(`lockstep.parallel.execution.programs`): passes, with sends and receives between them. What one
 pass makes for a later one is kept here, by stage and by position of the micro-batch in the run:
 
     F of stage s    takes the activations of stage s-1; keeps its inputs and outputs; leaves
@@ -32,16 +32,8 @@ from lockstep.heartbeat.writer import recorder_of_work
 from lockstep.models.objective import Objective
 from lockstep.parallel.execution.backward import Gradients, backward, first_half, whole_second_half
 from lockstep.parallel.execution.passes import AroundMicroBatch, MicroBatchPass
-from lockstep.parallel.execution.transport import (
-    KnownMessages,
-    Message,
-    Program,
-    Receive,
-    Rehearsed,
-    Send,
-    Tensors,
-    Transport,
-)
+from lockstep.parallel.execution.programs import Message, Program, Receive, Send
+from lockstep.parallel.execution.transport import KnownMessages, Rehearsed, Tensors, Transport
 from lockstep.parallel.loss_accumulator import Loss, LossAccumulator
 from lockstep.precision import Precision
 from lockstep.randomness import RandomState
@@ -112,7 +104,8 @@ def stage_of_model(
 def _own_methods(around: Sequence[AroundMicroBatch], name: str) -> list[Any]:
     """Return the method `name` of each object that overrides it; empty methods are not called."""
     inherited = getattr(AroundMicroBatch, name)
-    return [getattr(each, name) for each in around if getattr(type(each), name) is not inherited]
+    overriding = [step for step in around if getattr(type(step), name) is not inherited]
+    return [getattr(step, name) for step in overriding]
 
 
 class Executor:
@@ -169,22 +162,25 @@ class Executor:
         """
         self._transport.begin(known)
         per_step = accumulator.micro_batches_per_step
-        end = len(micro_batches) - 1
         try:
-            for each in program:
-                if not isinstance(each, ScheduledPass):
-                    self._exchange(each)
-                elif each.kind == "F":
-                    micro_batch = micro_batches[each.micro_batch]
-                    is_last = last and each.micro_batch == end
+            for instruction in program:
+                if not isinstance(instruction, ScheduledPass):
+                    self._exchange(instruction)
+                    continue
+                if instruction.kind == "F":
+                    position = instruction.micro_batch
                     passing = MicroBatchPass(
-                        micro_batch, per_step, factor, is_last, [], each.stage, each.micro_batch
+                        micro_batches[position],
+                        per_step,
+                        factor,
+                        last=last and position == len(micro_batches) - 1,
+                        stage=instruction.stage,
+                        position=position,
                     )
                     self.forward(passing, accumulator)
-                    self._record_progress()
                 else:
-                    self.backward(each)
-                    self._record_progress()
+                    self.backward(instruction)
+                self._record_progress()
             self._transport.finish()
             if last:
                 self.after_step(per_step)
@@ -205,35 +201,33 @@ class Executor:
         """
         self._transport.begin(known)
         try:
-            for each in program:
-                if not isinstance(each, ScheduledPass):
-                    self._exchange(each)
+            for instruction in program:
+                if not isinstance(instruction, ScheduledPass):
+                    self._exchange(instruction)
+                    continue
+                stage = self.stages[instruction.stage]
+                position = instruction.micro_batch
+                micro_batch = micro_batches[position]
+                inputs = () if stage.is_first else self._take(Message("F", stage.index, position))
+                self._random_state.at(micro_batch.index, stage.earlier)
+                outputs = stage.forward(micro_batch, inputs)
+                if stage.is_last:
+                    done(micro_batch, outputs)
                 else:
-                    stage = self.stages[each.stage]
-                    micro_batch = micro_batches[each.micro_batch]
-                    inputs = (
-                        ()
-                        if stage.is_first
-                        else self._take(Message("F", each.stage, each.micro_batch))
-                    )
-                    self._random_state.at(micro_batch.index, stage.earlier)
-                    outputs = stage.forward(micro_batch, inputs)
-                    if stage.is_last:
-                        done(micro_batch, outputs)
-                    else:
-                        self._outgoing[Message("F", each.stage + 1, each.micro_batch)] = outputs
-                    self._record_progress()
+                    self._outgoing[Message("F", stage.index + 1, position)] = outputs
+                self._record_progress()
             self._transport.finish()
         except BaseException:
             self._clear()
             raise
 
-    def _exchange(self, each: Send | Receive) -> None:
+    def _exchange(self, instruction: Send | Receive) -> None:
         """Start to send what a pass has made, or to receive what one will need."""
-        if isinstance(each, Send):
-            self._transport.send(each.message, each.peer, self._outgoing.pop(each.message))
+        message, peer = instruction
+        if isinstance(instruction, Send):
+            self._transport.send(message, peer, self._outgoing.pop(message))
         else:
-            self._transport.receive(each.message, each.peer)
+            self._transport.receive(message, peer)
 
     def _record_progress(self) -> None:
         """Record that a pass has run, where a launcher or other ranks look for hangs."""
@@ -294,7 +288,9 @@ class Executor:
         passing.inputs = inputs
         if not stage.is_last:
             passing.outputs = outputs
-            leaves = tuple(each.detach().requires_grad_(each.requires_grad) for each in outputs)
+            leaves = tuple(
+                output.detach().requires_grad_(output.requires_grad) for output in outputs
+            )
             self._outgoing[Message("F", stage.index + 1, passing.position)] = leaves
             return None
         loss: Loss = outputs
@@ -406,7 +402,7 @@ class Executor:
     def _fail(self, error: BaseException) -> None:
         """Let what stands around the passes clean up; raise a clearer error, if there is one."""
         explanations = [
-            each.failed(error) for stage in self.stages.values() for each in stage.around[::-1]
+            around.failed(error) for stage in self.stages.values() for around in stage.around[::-1]
         ]
         self._clear()
         clearer = next((each for each in explanations if each is not None), None)

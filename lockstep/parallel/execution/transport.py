@@ -1,28 +1,11 @@
-"""Carries activations and gradients between pipeline stages, and orders sends and receives.
+"""Carries activations and gradients between pipeline stages, as a rank's program says when.
 
-A rank's *program* is the list of its passes in the order of the schedule, with sends and receives
-between them. All messages of a run have one order over all ranks: that in which they are ready in a
-simulated run of the schedule, in which F takes one unit of time, B two, I and W one each. With two
-stages on two ranks and 1F1B of two micro-batches:
+A `Transport` starts a send after the pass that has made the message, and a receive before the pass
+that needs it (`lockstep.parallel.execution.programs` has their order). Three of them:
 
-    time     0        1        2        3        4        5        6        7
-    rank 0   F0.0     F0.1     ·        ·        B0.0     B0.0     B0.1     B0.1
-    rank 1   ·        F1.0     B1.0     B1.0     F1.1     B1.1     B1.1     ·
-    ready             a0       a1                g0                         g1
-
-(`F0.1`: forward pass of stage 0, micro-batch 1; a: activations, for stage 1; g: gradients, for
-stage 0.) Each rank starts its sends and receives in that order: a send after the pass that makes
-the message, a receive no later than the pass during which the message becomes ready:
-
-    rank 0   F0.0 send a0 · F0.1 send a1 · receive g0 · B0.0 · receive g1 · B0.1
-    rank 1   receive a0 · F1.0 · receive a1 · B1.0 · send g0 · F1.1 · B1.1 · send g1
-
-So nothing can wait for ever, whatever serialises messages (one communicator for all of them, one
-for each pair of ranks, one queue a rank, sends that wait for their receiver): take the first
-message of the order that is not through. All earlier ones are, so it is the next one of both its
-ranks; and the pass that makes it needs earlier ones alone. The order must be the same on all ranks,
-so the units are fixed, and nothing else may be started on the process group while a run is under
-way.
+    PeerToPeer   messages of known shapes, into buffers that wait for them: training
+    Described    messages of any shapes, each after its description: the first batch of a new shape
+    Rehearsed    no messages: a dry run, or a rank without a pipeline
 
 What is sent is contiguous: gloo refuses other tensors, and the peer would wait for ever. What
 arrives gets the strides that it had, on which the bits of the next kernel may depend. Those of
@@ -36,25 +19,20 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.costs.steps import ScheduledPass, pipeline
 from lockstep.errors import RunError
+from lockstep.parallel.execution.programs import Message
 from lockstep.parallel.strides import laid_out
 from lockstep.process_group.collectives import message_device
 
 Tensors = tuple[Tensor, ...]
 
 _CPU = torch.device("cpu")
-
-# What passes take, in forward passes of a stage: a backward pass computes gradients of inputs and
-# of weights. The order of messages follows from it, so it is the same for all ranks, whatever a
-# model takes.
-UNITS: Mapping[str, float] = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
 
 
 @dataclass(frozen=True)
@@ -92,14 +70,6 @@ class Meta:
 Metas = tuple[Meta, ...]
 
 
-class Message(NamedTuple):
-    """The tensors that a pass makes for a pass of the neighbouring stage."""
-
-    kind: str  # F: activations, for the next stage; B: gradients, for the previous one
-    stage: int  # that receives it
-    micro_batch: int  # position in the run
-
-
 @dataclass(frozen=True)
 class KnownMessages:
     """Describes the messages of a run that a rank knows before they are sent."""
@@ -108,109 +78,6 @@ class KnownMessages:
     leaving: Mapping[Message, Metas] = field(default_factory=dict)  # those of activations
     # Messages that bring the strides of their tensors; both ranks of a message know it.
     with_strides: AbstractSet[Message] = frozenset()
-
-
-class Send(NamedTuple):
-    """Start to send a message."""
-
-    message: Message
-    peer: int  # pipeline rank
-
-
-class Receive(NamedTuple):
-    """Start to receive a message."""
-
-    message: Message
-    peer: int  # pipeline rank
-
-
-Instruction = ScheduledPass | Send | Receive
-Program = Sequence[Instruction]
-
-
-def made_by(scheduled: ScheduledPass, stages: int) -> Message | None:
-    """Return the message that a pass makes; None if no other stage waits for it."""
-    if scheduled.kind == "F" and scheduled.stage + 1 < stages:
-        return Message("F", scheduled.stage + 1, scheduled.micro_batch)
-    if scheduled.kind in ("B", "I") and scheduled.stage > 0:
-        return Message("B", scheduled.stage - 1, scheduled.micro_batch)
-    return None
-
-
-def needed_by(scheduled: ScheduledPass, stages: int) -> Message | None:
-    """Return the message that a pass needs.
-
-    None for one that starts from a batch, a loss, or its own first half.
-    """
-    if scheduled.kind == "F" and scheduled.stage > 0:
-        return Message("F", scheduled.stage, scheduled.micro_batch)
-    if scheduled.kind in ("B", "I") and scheduled.stage + 1 < stages:
-        return Message("B", scheduled.stage, scheduled.micro_batch)
-    return None
-
-
-class _Ready(NamedTuple):
-    """A message between ranks; sorts by the time at which it is ready in the simulated run."""
-
-    time: float
-    message: Message
-    source: int  # pipeline rank
-    target: int  # pipeline rank
-
-
-def programs(
-    orders: Sequence[Sequence[ScheduledPass]], rank_of: Sequence[int]
-) -> list[list[Instruction]]:
-    """Return each rank's program; the same result on every rank.
-
-    Args:
-        orders: each rank's passes in the order of the schedule.
-        rank_of: of each stage, its pipeline rank.
-    """
-    stages = len(rank_of)
-    ranks = len(orders)
-    seconds = {(kind, stage): cost for kind, cost in UNITS.items() for stage in range(stages)}
-    line = pipeline(orders, seconds, [0.0] * stages, rank_of=list(rank_of))
-    ends = [
-        [task.end for task in line.tasks if task.stream == ("compute", rank)]
-        for rank in range(ranks)
-    ]
-    ready = []
-    for rank, order in enumerate(orders):
-        for scheduled, end in zip(order, ends[rank], strict=True):
-            # Neighbouring stages of one rank, in schedules that give it several, need no message.
-            message = made_by(scheduled, stages)
-            if message is not None and rank_of[message.stage] != rank:
-                ready.append(_Ready(end, message, rank, rank_of[message.stage]))
-    ready.sort()
-    return [_program(rank, order, ends[rank], ready) for rank, order in enumerate(orders)]
-
-
-def _program(
-    rank: int, order: Sequence[ScheduledPass], ends: Sequence[float], ready: Sequence[_Ready]
-) -> list[Instruction]:
-    """Put a rank's messages between its passes.
-
-    Those that are ready by the end of a pass come before it.
-    """
-    program: list[Instruction] = []
-    waiting = [each for each in ready if rank in (each.source, each.target)]
-    done = 0
-    for scheduled, end in zip(order, ends, strict=True):
-        # A message that is ready when this pass ends is not among them: it may be made by it.
-        while done < len(waiting) and waiting[done].time < end:
-            program.append(_instruction(waiting[done], rank))
-            done += 1
-        program.append(scheduled)
-    return program + [_instruction(each, rank) for each in waiting[done:]]
-
-
-def _instruction(each: _Ready, rank: int) -> Instruction:
-    return (
-        Send(each.message, each.target)
-        if each.source == rank
-        else Receive(each.message, each.source)
-    )
 
 
 class Transport(Protocol):

@@ -25,14 +25,8 @@ from lockstep.models.objective import Objective
 from lockstep.models.observed import LossCalls
 from lockstep.parallel.execution.executor import Executor, Stage
 from lockstep.parallel.execution.passes import AroundMicroBatch
-from lockstep.parallel.execution.transport import (
-    Described,
-    Meta,
-    PeerToPeer,
-    Program,
-    Tensors,
-    Transport,
-)
+from lockstep.parallel.execution.programs import Program
+from lockstep.parallel.execution.transport import Described, Meta, PeerToPeer, Transport
 from lockstep.parallel.forward_effects.buffers import restored
 from lockstep.parallel.loss_accumulator import Loss, LossAccumulator
 from lockstep.parallel.pipeline.shapes import Agreement, RunDescriptions, Shapes
@@ -41,6 +35,9 @@ from lockstep.parallel.pipeline.trees import StageTrees
 from lockstep.randomness import RandomState
 from lockstep.torch_compat.fsdp_state import reduce_gradients
 from lockstep.torch_compat.pytree import tree_leaves, tree_map
+
+# (module, micro-batch, activations of the stage before) → activations, or the last one's result
+RunStage = Callable[[StageModule, MicroBatch, Sequence[Tensor]], Any]
 
 
 @dataclass
@@ -81,33 +78,34 @@ class Runner:
             with_strides=self.trees is not None,
         )
         self._known = PeerToPeer(self.group, self.device)
-        stages = [
-            Stage(
-                partial(self._call, part),
-                self.around[part.index],
-                part.index,
-                len(self.rank_of),
-                part.earlier,
-            )
-            for part in self.parts
-        ]
-        self._training = Executor(
-            stages, self.random_state, self._known, carrier=self.trees, halves=self.halves
-        )
         self._described = Described(self.group, self.device, self.objects_on)
+        self._training = Executor(
+            self._stages(self._call, self.around),
+            self.random_state,
+            self._known,
+            carrier=self.trees,
+            halves=self.halves,
+        )
         self._evaluation = self._forward_only(self._call, self._known)
 
-    def _forward_only(self, run: Callable[..., Any], transport: Transport) -> Executor:
-        stages = [
+    def _stages(
+        self, run: RunStage, around: Mapping[int, Sequence[AroundMicroBatch]] | None = None
+    ) -> list[Stage]:
+        """Return this rank's stages, whose forward pass is `run`."""
+        return [
             Stage(
                 partial(run, part),
+                around=() if around is None else around[part.index],
                 index=part.index,
                 count=len(self.rank_of),
                 earlier=part.earlier,
             )
             for part in self.parts
         ]
-        return Executor(stages, self.random_state, transport)
+
+    def _forward_only(self, run: RunStage, transport: Transport) -> Executor:
+        """Return what runs forward passes alone, with nothing around them."""
+        return Executor(self._stages(run), self.random_state, transport)
 
     # ---- training ----
 
@@ -116,8 +114,7 @@ class Runner:
     ) -> None:
         """Run the micro-batches of a step (`ForwardBackward`)."""
         runs = cut_into_runs(micro_batches, self.per_run, self.padded)
-        agreement = self._learn_shapes(micro_batches)
-        self._note_shapes(micro_batches, agreement)
+        self._learn_shapes(micro_batches)
         if self.shared_unit is not None:
             _unshard(self.shared_unit)
         if self.trees is not None:
@@ -152,11 +149,9 @@ class Runner:
 
     # ---- shapes ----
 
-    def _learn_shapes(self, micro_batches: Sequence[MicroBatch]) -> Agreement:
+    def _learn_shapes(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Send each new shape of batch through the stages once; the last stage sends nothing."""
-        agreement = self.shapes.agree(
-            [self._inputs_of(micro_batch) for micro_batch in micro_batches], training=True
-        )
+        agreement = self._agree(micro_batches, training=True)
         if agreement.anyone:
             with self._gathered(keep=True), restored(self.parts):
                 for position in agreement.new:
@@ -166,11 +161,20 @@ class Runner:
                         lambda *_: None,
                         to_last=False,
                     )
-        return agreement
 
-    def _note_shapes(self, micro_batches: Sequence[MicroBatch], agreement: Agreement) -> None:
-        both = zip(micro_batches, agreement.signatures, strict=True)
-        self._key_of = {micro_batch.index: key for micro_batch, key in both}
+    def _agree(self, micro_batches: Sequence[MicroBatch], *, training: bool) -> Agreement:
+        """Exchange the signatures of micro-batches, and keep this pipeline's.
+
+        A micro-batch is signed by what its first stage is called with, on the rank that has it.
+        """
+        signed = [
+            self.objective.arguments(micro_batch.batch) if self.parts[0].is_first else None
+            for micro_batch in micro_batches
+        ]
+        agreement = self.shapes.agree(signed, training=training)
+        pairs = zip(micro_batches, agreement.signatures, strict=True)
+        self._key_of = {micro_batch.index: key for micro_batch, key in pairs}
+        return agreement
 
     def _learn(
         self,
@@ -182,13 +186,10 @@ class Runner:
     ) -> None:
         """Send a micro-batch of a new shape through the stages; note what each takes and sends."""
 
-        def learn(part: StageModule, micro_batch: MicroBatch, received: Tensors) -> Any:
+        def learn(part: StageModule, micro_batch: MicroBatch, received: Sequence[Tensor]) -> Any:
             """Run a stage, and note the shapes that it takes and sends."""
             metas = tuple(map(Meta.of, received))
-            inputs = [
-                v.detach().requires_grad_(meta.requires_grad)
-                for v, meta in zip(received, metas, strict=True)
-            ]
+            inputs = [value.detach().requires_grad_(value.requires_grad) for value in received]
             # before it runs: the ranks count these shapes as known, even if it fails
             if part.is_last:
                 self.shapes.learn(key, part.index, metas, ())
@@ -201,20 +202,16 @@ class Runner:
             self.forward_program(1), [micro_batch], done
         )
 
-    def _inputs_of(self, micro_batch: MicroBatch) -> Any:
-        return self.objective.inputs(micro_batch.batch) if self.parts[0].is_first else None
-
     # ---- forward passes alone ----
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[MicroBatch], accumulator: LossAccumulator) -> None:
         """Run forward passes (`Evaluate`)."""
-        agreement = self.shapes.agree(
-            [self._inputs_of(micro_batch) for micro_batch in micro_batches], training=False
-        )
-        self._note_shapes(micro_batches, agreement)
+        agreement = self._agree(micro_batches, training=False)
         known = [
-            each for position, each in enumerate(micro_batches) if position not in agreement.new
+            micro_batch
+            for position, micro_batch in enumerate(micro_batches)
+            if position not in agreement.new
         ]
         with self._gathered(keep=False):
             for position in agreement.new:
@@ -242,7 +239,7 @@ class Runner:
         call = StageCall((args, kwargs), lambda outputs, _calls: outputs)
         results: list[Any] = [None]  # by ranks that do not hold the last stage
 
-        def run(part: StageModule, _micro_batch: MicroBatch, received: Tensors) -> Any:
+        def run(part: StageModule, _micro_batch: MicroBatch, received: Sequence[Tensor]) -> Any:
             return part(call, *received)
 
         with self._gathered(keep=False):
@@ -255,21 +252,21 @@ class Runner:
 
     def _share_result(self, result: Any) -> Any:
         """Broadcast the last stage's result, and return it on all ranks of the pipeline."""
+
+        def described(leaf: Any) -> Any:
+            return Meta.of(leaf) if isinstance(leaf, Tensor) else leaf
+
+        def buffer(leaf: Any) -> Any:
+            return leaf.empty(self.device) if isinstance(leaf, Meta) else leaf
+
+        def contiguous(leaf: Any) -> Any:
+            return leaf.contiguous() if isinstance(leaf, Tensor) else leaf
+
         source = self.rank_of[-1]
         holds = dist.get_rank(self.group) == source
-        box: list[Any] = [None]
-        if holds:
-            box = [
-                tree_map(lambda leaf: Meta.of(leaf) if isinstance(leaf, Tensor) else leaf, result)
-            ]
+        box: list[Any] = [tree_map(described, result) if holds else None]
         dist.broadcast_object_list(box, group_src=source, group=self.group, device=self.objects_on)
-        if not holds:
-            result = tree_map(
-                lambda leaf: leaf.empty(self.device) if isinstance(leaf, Meta) else leaf, box[0]
-            )
-        result = tree_map(
-            lambda leaf: leaf.contiguous() if isinstance(leaf, Tensor) else leaf, result
-        )
+        result = tree_map(contiguous, result) if holds else tree_map(buffer, box[0])
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
                 dist.broadcast(leaf, group_src=source, group=self.group)
@@ -283,10 +280,9 @@ class Runner:
 
         `keep` leaves the parameters gathered: a run of the schedule follows.
         """
-        roots: list[nn.Module] = [
-            *self.parts,
-            *([self.shared_unit] if self.shared_unit is not None else []),
-        ]
+        roots: list[nn.Module] = list(self.parts)
+        if self.shared_unit is not None:
+            roots.append(self.shared_unit)
         sharded = [root for root in roots if isinstance(root, FSDPModule)]
         for root in sharded:
             _unshard(root)

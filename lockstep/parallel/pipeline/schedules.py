@@ -23,7 +23,7 @@ from lockstep.config import StepConfig, require_equation
 from lockstep.costs.steps import ScheduledPass, pipeline
 from lockstep.division import round_up
 from lockstep.errors import UsageError
-from lockstep.parallel.execution.transport import UNITS, Program, programs
+from lockstep.parallel.execution.programs import UNITS, Program, programs
 from lockstep.strategy import AUTO, resolve, strategy_named
 
 

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.parallel.execution.transport import KnownMessages, Message, Metas, replace_strides
+from lockstep.parallel.execution.programs import Message
+from lockstep.parallel.execution.transport import KnownMessages, Metas, replace_strides
 from lockstep.torch_compat.pytree import tree_flatten
 
 
