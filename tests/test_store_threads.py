@@ -72,7 +72,7 @@ def test_a_process_whose_threads_talk_to_a_store_ends_with_its_own_code(kind: st
 # The files that start a plain thread, and what it does: it waits in Python or C.
 _PLAIN = {
     "process_group/caught_errors.py": "looks at the other ranks' heartbeats",
-    "checkpoint/commit.py": "writes a checkpoint; Python waits for it before it ends",
+    "checkpoint/background.py": "writes a checkpoint; Python waits for it before it ends",
     "checkpoint/host_disk.py": "answers other hosts, from a disk",
     "launch/spawn.py": "waits for another process",
     "launch/survivor.py": "reads a file, and shuts sockets down",

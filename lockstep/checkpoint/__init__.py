@@ -19,7 +19,8 @@ folder of checkpoints may be given as a path or a `Storage`, a checkpoint as a p
 Tests: tests/checkpoint/test_round_trip.py, tests/checkpoint/test_room.py
 """
 
-from lockstep.checkpoint.commit import AsyncSaver, SaveOptions, is_shared, save
+from lockstep.checkpoint.background import AsyncSaver
+from lockstep.checkpoint.commit import SaveOptions, is_shared, save
 from lockstep.checkpoint.convert import (
     digest,
     digest_tensors,

@@ -1,13 +1,21 @@
-"""Save a checkpoint: before the commit there is no new one, after it a whole one.
+"""Save a checkpoint: before the commit there is no new one, after it a complete one.
 
-Older ones are never touched.
+    every rank   stage      its tensors become blocks (`snapshot.py`)
+                 describe   what it has, without values
+    rank 0       decide     who writes what; begin a draft, which no reader sees
+    every rank   write      its share of the files, into the draft (`write.py`)
+    rank 0       commit     the files beside the tensors, and the manifest: the draft is visible
+
+Older checkpoints are never touched. An error on one rank is raised on all (`ranks.py`), and the
+draft is deleted.
+
+Tests: tests/checkpoint/test_commit.py, tests/checkpoint/test_ranks.py
 """
 
 import itertools
 import json
 import logging
 import platform
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -31,10 +39,8 @@ from lockstep.checkpoint.ranks import Ranks
 from lockstep.checkpoint.snapshot import (
     CheckpointPlan,
     Description,
-    Part,
     Snapshot,
     Staged,
-    TensorBlock,
     describe,
     merge,
     stage,
@@ -51,9 +57,7 @@ from lockstep.checkpoint.storage import (
 )
 from lockstep.checkpoint.write import Format, WrittenFiles, writer_of
 from lockstep.errors import RunError, UsageError
-from lockstep.heartbeat.writer import own_heartbeat, went_forward
-from lockstep.machine import accelerator
-from lockstep.process_group.collectives import create_once, new_group
+from lockstep.heartbeat.writer import went_forward
 
 _log = logging.getLogger(__name__)
 
@@ -98,7 +102,7 @@ def save(
     """
     ranks = Ranks(group)
     target = Location(storage_at(directory), step_name(step))
-    staged = ranks.run(_failure(step), lambda: stage(snapshot))
+    staged = ranks.run(failure_of(step), lambda: stage(snapshot))
     write_staged(target, step, staged, config_yaml, options or SaveOptions(), ranks)
     return target.path
 
@@ -140,7 +144,7 @@ def write_once(
     Rank 0 decides who writes what and begins a draft; every rank writes its share into it; rank 0
     adds the files beside the tensors and makes the checkpoint visible.
     """
-    failure = _failure(step)
+    failure = failure_of(step)
     writer = writer_of(options.format, staged, ranks, failure)
     decided: list[tuple[CheckpointPlan, Location]] = []  # on rank 0
     with ExitStack() as stack:
@@ -234,7 +238,8 @@ def is_shared(directory: Directory) -> bool:
             storage.delete(draft)
 
 
-def _failure(step: int) -> str:
+def failure_of(step: int) -> str:
+    """Return what to say of a step whose checkpoint could not be written."""
     return f"the checkpoint of step {step} was not written"
 
 
@@ -260,160 +265,3 @@ def _within_limit(file: str, data: bytes) -> bytes:
             what, fix="keep large data in tensors, in `extra`, or in a file of your own"
         )
     return data
-
-
-class AsyncSaver:
-    """Writes checkpoints in the background.
-
-    Every rank has one, and calls its methods at the same points.
-
-    `save` copies the state and returns; a thread writes the copy and commits it, with process
-    groups of its own, so that its collectives never mix with those of training. One save is in
-    flight at a time; the next waits for it. An error in the background is raised on every rank by
-    the same later call: `poll`, `wait` or `save`. Call `wait` before another saver of the same
-    `use` is created, because these share groups, and before the process group is destroyed. Rank 0
-    calls `then`, in the background, after each commit; its error counts as an error of the save.
-    """
-
-    def __init__(
-        self, then: Callable[[CheckpointPath], object] | None = None, *, use: str = "checkpoint"
-    ) -> None:
-        self._use = use
-        self._groups: tuple[Ranks, Ranks] | None = None
-        self._then = then
-        self._save: tuple[Location, int, threading.Thread] | None = None  # with its step
-        self._error: BaseException | None = None  # of the save in flight
-        self._buffers: dict[tuple[str, str], torch.Tensor] = {}
-
-    def save(
-        self,
-        directory: Directory,
-        step: int,
-        snapshot: Snapshot,
-        *,
-        config_yaml: str,
-        options: SaveOptions | None = None,
-    ) -> CheckpointPath | None:
-        """Start a save, after the previous one has ended.
-
-        Returns the checkpoint of the previous save, if no call has returned it yet.
-
-        The tensors may be changed as soon as this returns. On an accelerator the copy runs on the
-        current stream into pinned memory, and the host does not wait for it.
-        """
-        previous = self.wait()
-        control, writing = self._meet()
-        staged, copied = control.run(_failure(step), lambda: self._copy(stage(snapshot)))
-        target = Location(storage_at(directory), step_name(step))
-        self._error = None
-
-        def work() -> None:
-            """Write the staged data in a thread of its own; `wait` raises what goes wrong."""
-            try:
-                if copied is not None:
-                    accelerator.select(copied[0])  # a new thread begins with device 0
-                    copied[1].synchronize()  # host waits for the copy, in this thread
-                with own_heartbeat().background_write():
-                    write_staged(
-                        target, step, staged, config_yaml, options or SaveOptions(), writing
-                    )
-                    if self._then is not None and writing.is_main:
-                        self._then(target.path)
-            except BaseException as error:  # `wait` raises it in the rank's own thread
-                self._error = error
-
-        # The thread is not a daemon: a run that ends or fails lets it finish.
-        self._save = (target, step, threading.Thread(target=work, name=f"checkpoint-{step}"))
-        self._save[2].start()
-        return previous
-
-    def _meet(self) -> tuple[Ranks, Ranks]:
-        """Return the ranks for control and for writing; the first save makes their groups.
-
-        There are two, because `poll` may run beside the thread's collectives. They are groups of
-        Gloo, because they send Python objects. Ranks that start, or start again, don't wait for
-        them.
-        """
-        if self._groups is None:
-            connected = dist.is_available() and dist.is_initialized()
-            groups = [
-                gloo_group(f"{self._use}: {purpose}") if connected else None
-                for purpose in ("control", "writing")
-            ]
-            self._groups = Ranks(groups[0]), Ranks(groups[1])
-        return self._groups
-
-    def poll(self) -> CheckpointPath | None:
-        """Return the checkpoint of the save in flight once it is done.
-
-        None while it runs, or if there is none.
-        """
-        if self._save is None:
-            return None
-        running = self._save[2].is_alive()
-        return (
-            None
-            if self._meet()[0].all_reduce("the background save", lambda: running, any)
-            else self.wait()
-        )
-
-    def wait(self) -> CheckpointPath | None:
-        """Wait for the save in flight, and return its checkpoint; None if there is none."""
-        if self._save is None:
-            return None
-        target, step, thread = self._save
-        self._save = None
-
-        def result() -> None:
-            thread.join()
-            if self._error is not None:
-                raise self._error
-
-        with own_heartbeat().awaiting_write():
-            self._meet()[0].run(_failure(step), result)
-        return target.path
-
-    def finish_alone(self) -> None:
-        """Wait for the save in flight without a collective, on a rank that ends with an error.
-
-        Other ranks write on.
-        """
-        if self._save is not None:
-            with own_heartbeat().awaiting_write():
-                self._save[2].join()
-
-    def _copy(self, staged: Staged) -> tuple[Staged, tuple[torch.device, torch.Event] | None]:
-        """Copy the tensors to host memory; return them, and the event that ends the copying."""
-        device: torch.device | None = None
-
-        def copied(part: str, name: str, block: TensorBlock) -> TensorBlock:
-            """Copy one block into the buffer that the save before used for it."""
-            nonlocal device
-            source = block.tensor
-            key = (part, name)
-            device = source.device if source.device.type not in ("cpu", "meta") else device
-            buffer = self._buffers.get(key)
-            if buffer is None or buffer.shape != source.shape or buffer.dtype != source.dtype:
-                pins = accelerator.pins_memory(source.device)
-                buffer = torch.empty(source.shape, dtype=source.dtype, pin_memory=pins)
-                # kept for the next save, because pinning memory is slow
-                self._buffers[key] = buffer
-            buffer.copy_(source, non_blocking=True)
-            return block.with_tensor(buffer)
-
-        parts = {
-            part: Part(
-                {name: copied(part, name, block) for name, block in p.blocks.items()}, p.aliases
-            )
-            for part, p in staged.parts.items()
-        }
-        event = None if device is None else (device, accelerator.record_event(device))
-        return Staged(parts, staged.state, staged.groups), event
-
-
-def gloo_group(use: str) -> dist.ProcessGroup | None:
-    """Return the group of all ranks for one use, on Gloo; every rank asks for it."""
-    group: dist.ProcessGroup | None = create_once(
-        f"saver of {use}", partial(new_group, None, backend="gloo")
-    )
-    return group

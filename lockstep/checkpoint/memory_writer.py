@@ -35,7 +35,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.checkpoint.commit import gloo_group
 from lockstep.checkpoint.manifest import (
     CONFIG,
     GROUPS_KEY,
@@ -156,8 +155,7 @@ class MemoryWriter:
     """
 
     def __init__(self, storage: MemoryStorage) -> None:
-        connected = dist.is_available() and dist.is_initialized()
-        self._ranks = Ranks(gloo_group("memory: copies") if connected else None)
+        self._ranks = Ranks.on_gloo("memory: copies")
         self._storage = storage
         self._versions = {"torch": torch.__version__, "python": platform.python_version()}
         self._facts: _Facts | None = None  # of the copies that are in the folders

@@ -11,6 +11,7 @@ import errno
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor
 from lockstep.checkpoint.snapshot import Part, TensorBlock, part_of
 from lockstep.errors import LockstepError, RunError, UsageError, listed
 from lockstep.heartbeat.writer import went_forward
+from lockstep.process_group.collectives import create_once, new_group
 from lockstep.process_group.objects import (
     all_gather_objects,
     broadcast_object,
@@ -42,6 +44,13 @@ class Ranks:
         self.connected = not alone and dist.is_available() and dist.is_initialized()
         self.rank: int = dist.get_rank(group) if self.connected else 0
         self.size: int = dist.get_world_size(group) if self.connected else 1
+
+    @classmethod
+    def on_gloo(cls, use: str) -> "Ranks":
+        """Return all ranks, in a group of Gloo for one use of it; every rank asks for it."""
+        connected = dist.is_available() and dist.is_initialized()
+        make = partial(new_group, None, backend="gloo")
+        return cls(create_once(f"saver of {use}", make) if connected else None)
 
     @property
     def is_main(self) -> bool:

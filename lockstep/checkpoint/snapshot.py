@@ -251,43 +251,64 @@ def merge(ranks: Sequence[Description]) -> CheckpointPlan:
     parts = sorted(
         {part for rank in ranks for part in rank.tensors}, key=lambda part: (part != MODEL, part)
     )
-    infos: dict[str, dict[str, TensorInfo]] = {part: {} for part in parts}
+    infos = {part: _tensors_of_all(ranks, part) for part in parts}
+    of_model = infos.get(MODEL, {})
+    aliases = _aliases_of_all(ranks, of_model)
+    parameters = {
+        name: ParameterInfo(*info, aliases.get(name, ())) for name, info in of_model.items()
+    }
+    return CheckpointPlan(parts, parameters, _groups_of_all(ranks))
+
+
+def _tensors_of_all(ranks: Sequence[Description], part: str) -> dict[str, TensorInfo]:
+    """Return the tensors of a part that any rank has; those of one name have to be alike."""
+    infos: dict[str, TensorInfo] = {}
     for rank in ranks:
-        for part, tensors in rank.tensors.items():
-            for name, info in tensors.items():
-                first = infos[part].setdefault(name, info)
-                if first != info:
-                    here, there = (f"{dtype}{list(shape)}" for shape, dtype in (first, info))
-                    what = f"ranks disagree about {name}: {here} on one, {there} on another"
-                    raise UsageError(what, why="a name means one tensor, whichever ranks hold it")
+        for name, info in rank.tensors.get(part, {}).items():
+            first = infos.setdefault(name, info)
+            if first != info:
+                here, there = (f"{dtype}{list(shape)}" for shape, dtype in (first, info))
+                what = f"ranks disagree about {name}: {here} on one, {there} on another"
+                raise UsageError(what, why="a name means one tensor, whichever ranks hold it")
+    return infos
+
+
+def _aliases_of_all(
+    ranks: Sequence[Description], tensors: Mapping[str, TensorInfo]
+) -> dict[str, tuple[str, ...]]:
+    """Return canonical name → further names on any rank, none of which is a tensor of its own."""
     aliases: dict[str, tuple[str, ...]] = {}
     for rank in ranks:
         for name, others in rank.aliases.items():
             aliases[name] = tuple(dict.fromkeys((*aliases.get(name, ()), *others)))
     for name, others in aliases.items():
-        if both := [other for other in others if other in infos[MODEL]]:
+        if both := [other for other in others if other in tensors]:
             what = f"{name} and {both[0]} are one parameter on one rank and two on another"
             raise UsageError(
                 what, fix="give every rank's snapshot aliases={canonical name: (further names,)}"
             )
-    parameters = {
-        name: ParameterInfo(*info, aliases.get(name, ())) for name, info in infos[MODEL].items()
-    }
-    # the groups of each optimizer; ranks may hold different parameters of one
+    return aliases
+
+
+def _groups_of_all(ranks: Sequence[Description]) -> dict[str, dict[str, Any]]:
+    """Return the parameter groups of each optimizer; ranks may hold different parameters of one."""
     merged: dict[str, dict[str, Any]] = {}
     for name, mine in (item for rank in ranks for item in rank.groups.items()):
         all_groups = merged.setdefault(name, {"groups": [], "values": {}})
         all_groups["values"] |= mine["values"]
-        for i, group in enumerate(mine["groups"]):
-            if i == len(all_groups["groups"]):
+        for number, group in enumerate(mine["groups"]):
+            if number == len(all_groups["groups"]):
                 all_groups["groups"].append({"params": [], "options": group["options"]})
-            if all_groups["groups"][i]["options"] != group["options"]:
-                what = f"group {i} of optimizer {name!r} has different options on different ranks"
+            known = all_groups["groups"][number]
+            if known["options"] != group["options"]:
+                what = (
+                    f"group {number} of optimizer {name!r} has different options on different ranks"
+                )
                 fix = "make the optimizer alike on every rank: options must not depend on the rank"
                 raise UsageError(what, fix=fix)
-            known = all_groups["groups"][i]["params"]
-            known += [param for param in group["params"] if param not in set(known)]
-    return CheckpointPlan(parts, parameters, merged)
+            seen = set(known["params"])
+            known["params"] += [param for param in group["params"] if param not in seen]
+    return merged
 
 
 def local_plan(part: Part) -> SavePlan:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep import bad_numbers, checkpoint
-from lockstep.checkpoint.commit import AsyncSaver
+from lockstep.checkpoint.background import AsyncSaver
 from lockstep.data.batches import MicroBatch
 from lockstep.machine import accelerator
 from lockstep.parallel.execution import activation
