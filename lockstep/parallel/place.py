@@ -58,8 +58,8 @@ from lockstep.parallel.refusals import (
 )
 from lockstep.parallel.replicas import divergence
 from lockstep.parallel.reproducible.determinism import join_uses_of_inputs, switch_on
+from lockstep.parallel.row_by_row import lay_out
 from lockstep.parallel.site import DryRun, Site
-from lockstep.parallel.strides import lay_out
 from lockstep.precision import Precision, switch_tf32
 from lockstep.process_group.mesh import device_mesh, replica_group
 from lockstep.randomness import RandomState, key_segments

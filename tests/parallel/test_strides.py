@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import UsageError
+from lockstep.parallel.row_by_row import lay_out
 from lockstep.parallel.strides import (
     copied_to,
     laid_out,
     lay_gradients,
-    lay_out,
     lay_states,
     lies_row_by_row,
 )
