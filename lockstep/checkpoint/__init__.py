@@ -31,10 +31,12 @@ from lockstep.checkpoint.convert import (
     read_weights,
     weights,
 )
+from lockstep.checkpoint.fetch import fetched
 from lockstep.checkpoint.host_disks import HostDisks
 from lockstep.checkpoint.keep import (
     copy_to_hosts,
     list_checkpoints,
+    load_newest,
     newest,
     resume_point,
     rotate,
@@ -104,6 +106,7 @@ __all__ = [
     "digest_tensors",
     "export_hugging_face",
     "export_safetensors",
+    "fetched",
     "gather",
     "import_weights",
     "in_bucket",
@@ -111,6 +114,7 @@ __all__ = [
     "leads_host",
     "list_checkpoints",
     "load",
+    "load_newest",
     "loss_weights",
     "newest",
     "optimizer_state",

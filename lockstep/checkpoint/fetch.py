@@ -31,9 +31,18 @@ from lockstep.checkpoint.manifest import (
     damaged_error,
     parse_manifest,
     read_manifest_bytes,
+    unreadable_error,
 )
+from lockstep.checkpoint.posix import locate
 from lockstep.checkpoint.ranks import Ranks
-from lockstep.checkpoint.storage import MARK_BYTES, FileInfo, FilePiece, Location
+from lockstep.checkpoint.storage import (
+    MANIFEST,
+    MARK_BYTES,
+    Checkpoint,
+    FileInfo,
+    FilePiece,
+    Location,
+)
 from lockstep.checkpoint.streams import SizedStream
 from lockstep.division import ceil_div
 from lockstep.heartbeat.writer import went_forward
@@ -85,7 +94,7 @@ class HeldBytes:
                     return piece[inside:]
             problems = self.fetch({file: [(position, position + 1)]}) if attempt == "held" else []
             if problems:
-                raise damaged_error(self._source, problems)
+                raise unreadable_error(str(self._source), problems[0])
         raise AssertionError("a fetched range is held")
 
     def size(self, file: str) -> int:
@@ -103,6 +112,8 @@ class HeldBytes:
             ]
             pieces = self._source.storage.read_pieces(self._source.name, wanted)
             try:
+                if not info.size:
+                    _require_empty(self._source.size(file))
                 yield from _verified(pieces, info)
             except _OtherBytesError:
                 problems.append(f"{file}: its checksum is not that of what was written")
@@ -116,6 +127,11 @@ class HeldBytes:
 
 class _OtherBytesError(Exception):
     """Raised for bytes that are not those that were written."""
+
+
+def _require_empty(size: int) -> None:
+    if size:
+        raise OSError(f"{size} bytes, where 0 were written")
 
 
 def _verified(
@@ -147,6 +163,9 @@ class FetchedLocation(Location):
     def is_remote(self) -> bool:
         return False
 
+    def pinned(self) -> Location:
+        return self
+
     @contextmanager
     def open(self, file: str) -> Generator[BinaryIO, None, None]:
         if file in self.held.files:
@@ -174,27 +193,52 @@ class _HeldStream(SizedStream):
         return len(data)
 
 
-def fetched(checkpoint: Location, ranks: Ranks, failure: str) -> FetchedLocation | None:
-    """Return a checkpoint that is far away, with the files that describe it; every rank calls it.
+@dataclass(frozen=True)
+class DescribingFiles:
+    """What describes a checkpoint far away: the manifest, and each file that holds no tensors."""
 
-    None, on every rank, if it has no marks: an older version of Lockstep wrote it.
+    pinned: str  # the name of the checkpoint's files, which means these alone
+    files: Mapping[str, bytes]
+
+
+def describe(checkpoint: Location) -> DescribingFiles:
+    """Read what describes a checkpoint, and compare the checksums; one rank does it for all.
 
     Raise a DamagedError if a description is not what was written, and what `read_manifest` raises.
     """
-
-    def describe() -> tuple[str, bytes, dict[str, bytes]]:
-        """Read the manifest, and what else describes the checkpoint; on rank 0."""
-        data = read_manifest_bytes(checkpoint)
-        manifest = parse_manifest(checkpoint, data)
-        name = checkpoint.storage.pinned(checkpoint.name)
-        return name, data, _descriptions(checkpoint, manifest, Location(checkpoint.storage, name))
-
-    name, data, files = ranks.broadcast(failure, describe)
+    pinned, data = read_manifest_bytes(checkpoint)
     manifest = parse_manifest(checkpoint, data)
+    source = Location(checkpoint.storage, pinned)
+    return DescribingFiles(pinned, {MANIFEST: data, **_descriptions(checkpoint, manifest, source)})
+
+
+def with_description(checkpoint: Location, description: DescribingFiles) -> FetchedLocation | None:
+    """Return a checkpoint far away whose bytes are verified as they arrive; no rank waits.
+
+    None if it has no marks: an older version of Lockstep wrote it.
+    """
+    manifest = parse_manifest(checkpoint, description.files[MANIFEST])
     if not all(info.is_marked for info in manifest.files.values()):
         return None
-    held = HeldBytes(Location(checkpoint.storage, name), manifest, files)
+    source = Location(checkpoint.storage, description.pinned)
+    held = HeldBytes(source, manifest, description.files)
     return FetchedLocation(checkpoint.storage, checkpoint.name, held)
+
+
+def fetched(path: Checkpoint) -> Location:
+    """Return a checkpoint, if it is far away with the files that describe it.
+
+    Rank 0 reads them, and every rank calls it. A checkpoint that is near, or that an older version
+    of Lockstep wrote without marks, is returned as it is.
+
+    Raise a DamagedError if a description is not what was written, and what `read_manifest` raises.
+    """
+    checkpoint = locate(path)
+    if not checkpoint.is_remote:
+        return checkpoint
+    failure = f"the checkpoint {checkpoint} could not be loaded"
+    description = Ranks().broadcast(failure, lambda: describe(checkpoint))
+    return with_description(checkpoint, description) or checkpoint
 
 
 def _descriptions(checkpoint: Location, manifest: Manifest, source: Location) -> dict[str, bytes]:
@@ -241,6 +285,9 @@ def deal_rest(
         if file in set(described):
             continue
         everywhere = [span for ranges in needed for span in ranges.get(file, ())]
+        if not info.size:  # that it is there, and has nothing in it
+            shares[dealt % len(shares)][file] = []
+            dealt += 1
         position = 0
         for begin, end in [*_to_marks(everywhere, info.size), (info.size, info.size)]:
             while position < begin:

@@ -6,9 +6,16 @@ import socket
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import partial
+from typing import TypeVar
 
 from lockstep.checkpoint.commit import new_draft
-from lockstep.checkpoint.manifest import DamagedError, problems_of_files, read_manifest
+from lockstep.checkpoint.fetch import DescribingFiles, describe, with_description
+from lockstep.checkpoint.manifest import (
+    DamagedError,
+    DamagedFilesError,
+    problems_of_files,
+    read_manifest,
+)
 from lockstep.checkpoint.posix import locate, storage_at
 from lockstep.checkpoint.ranks import Ranks
 from lockstep.checkpoint.restore import verify_together
@@ -22,6 +29,8 @@ from lockstep.checkpoint.storage import (
     step_of,
 )
 from lockstep.errors import RunError
+
+T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
@@ -63,24 +72,77 @@ def resume_point(directory: Directory) -> CheckpointPath | None:
     Every rank reads a share, and rank 0 warns.
     """
     ranks = Ranks()
+    found = _take_newest(directory, ranks, lambda checkpoint, _: verify_together(checkpoint, ranks))
+    return None if found is None else found[0].path
+
+
+def load_newest(
+    directory: Directory, load: Callable[[Location, bool], T]
+) -> tuple[CheckpointPath, T] | None:
+    """Load the newest checkpoint with correct checksums; every rank calls it, and rank 0 warns.
+
+    Of a storage far away each byte is sent once: `load` compares the checksums as it reads, before
+    it changes anything, and where they differ the next older checkpoint is loaded.
+
+    Args:
+        directory: of the checkpoints.
+        load: loads a checkpoint by `restore.load`, with the `is_verified` that it is given. What it
+            does before is done again for an older checkpoint.
+
+    Returns:
+        the checkpoint, and what `load` returned; None if there is none.
+    """
+    ranks = Ranks()
+
+    def verify_or_fetch(checkpoint: Location, description: DescribingFiles | None) -> T:
+        near = None if description is None else with_description(checkpoint, description)
+        if near is not None:
+            return load(near, False)
+        verify_together(checkpoint, ranks)
+        return load(checkpoint, True)
+
+    found = _take_newest(directory, ranks, verify_or_fetch)
+    return None if found is None else (found[0].path, found[1])
+
+
+def _take_newest(
+    directory: Directory, ranks: Ranks, take: Callable[[Location, DescribingFiles | None], T]
+) -> tuple[Location, T] | None:
+    """Return the newest checkpoint that can be taken, and what `take` returned for it.
+
+    A checkpoint that is damaged at a glance is passed over, and one for which `take` raises a
+    DamagedFilesError, on all ranks. Of a checkpoint far away it is given what describes it.
+    """
     storage = storage_at(directory)
     damaged: dict[str, str] = {}
     warned: set[str] = set()
+    described: dict[str, DescribingFiles] = {}
 
-    def choose() -> str | None:
-        chosen = _choose(
-            storage, lambda it: damaged.get(it.name) or _damage(it, thorough=False), warned
-        )
-        return None if chosen is None else chosen.name
+    def damage(checkpoint: Location) -> str | None:
+        """Return why a checkpoint is not whole, as far as is known; read what describes it."""
+        if checkpoint.name in damaged:
+            return damaged[checkpoint.name]
+        if not checkpoint.is_remote:
+            return _damage(checkpoint, thorough=False)
+        try:
+            described[checkpoint.name] = describe(checkpoint)
+        except DamagedFilesError as error:
+            return error.why
+        except DamagedError as error:
+            return _reason(error)
+        return None
 
-    while (
-        name := ranks.broadcast(f"no checkpoint in {storage} could be chosen", choose)
-    ) is not None:
+    def choose() -> tuple[str, DescribingFiles | None] | None:
+        chosen = _choose(storage, damage, warned)
+        return None if chosen is None else (chosen.name, described.get(chosen.name))
+
+    failure = f"no checkpoint in {storage} could be chosen"
+    while (chosen := ranks.broadcast(failure, choose)) is not None:
+        name, files = chosen
         checkpoint = Location(storage, name)
         try:
-            verify_together(checkpoint, ranks)
-            return checkpoint.path
-        except DamagedError as error:
+            return checkpoint, take(checkpoint, files)
+        except DamagedFilesError as error:
             damaged[name] = error.why or error.what
     return None
 
@@ -119,8 +181,12 @@ def _damage(checkpoint: Location, *, thorough: bool) -> str | None:
     try:
         problems = problems_of_files(checkpoint, read_manifest(checkpoint), thorough=thorough)
     except DamagedError as error:
-        return error.what + (f": {error.why}" if error.why else "")
+        return _reason(error)
     return "; ".join(problems[:4]) or None
+
+
+def _reason(error: DamagedError) -> str:
+    return error.what + (f": {error.why}" if error.why else "")
 
 
 def rotate(

@@ -97,16 +97,20 @@ class DamagedError(RunError):
     """Raised when a checkpoint, or a file of it, is not what was written."""
 
 
+class DamagedFilesError(DamagedError):
+    """Raised when files are not those that the manifest lists, before any of it is loaded."""
+
+
 def unreadable_error(where: str, why: object) -> DamagedError:
     """Return the error for a file that exists but is not what was written."""
     return DamagedError("a checkpoint can't be read", where=where, why=str(why))
 
 
-def damaged_error(checkpoint: Location, problems: Sequence[str]) -> DamagedError:
+def damaged_error(checkpoint: Location, problems: Sequence[str]) -> DamagedFilesError:
     """Return the error for a checkpoint with problems, a line for each."""
     fix = "resume from an older one: `lockstep checkpoint verify RUN` shows which are whole"
     why = listed(sorted(problems))
-    return DamagedError(f"the checkpoint {checkpoint} is damaged", why=why, fix=fix)
+    return DamagedFilesError(f"the checkpoint {checkpoint} is damaged", why=why, fix=fix)
 
 
 def raw_file(part: str, rank: int) -> str:
@@ -278,13 +282,18 @@ def read_manifest(path: Checkpoint) -> Manifest:
     a damaged manifest.
     """
     checkpoint = locate(path)
-    return parse_manifest(checkpoint, read_manifest_bytes(checkpoint))
+    _, data = read_manifest_bytes(checkpoint)
+    return parse_manifest(checkpoint, data)
 
 
-def read_manifest_bytes(checkpoint: Location) -> bytes:
-    """Return the manifest as it is stored; raise as `read_manifest` if there is none."""
+def read_manifest_bytes(checkpoint: Location) -> tuple[str, bytes]:
+    """Return the name that means the checkpoint's files alone, and the manifest as it is stored.
+
+    Raise as `read_manifest` if there is none.
+    """
     try:
-        return checkpoint.read(MANIFEST, JSON_LIMIT)
+        pinned = checkpoint.pinned()
+        return pinned.name, pinned.read(MANIFEST, JSON_LIMIT)
     except (FileNotFoundError, NotADirectoryError) as error:
         if isinstance(error, NotADirectoryError) or not checkpoint.storage.exists(checkpoint.name):
             fix = "give a folder checkpoints/step-…; `lockstep checkpoint list RUN_DIR` names them"

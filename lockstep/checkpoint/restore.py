@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.checkpoint.fetch import Ranges, deal_rest, fetched
+from lockstep.checkpoint.fetch import FetchedLocation, Ranges, deal_rest, fetched
 from lockstep.checkpoint.manifest import (
     GROUPS_KEY,
     LOSS_NAMES,
@@ -67,12 +67,11 @@ def load(
     than the snapshot, and a DamagedError for a file that is not what was written.
     """
     ranks = Ranks()
-    checkpoint = locate(path)
+    checkpoint = fetched(path)
     failure = _FAILURE.format(checkpoint)
-    near = fetched(checkpoint, ranks, failure) if checkpoint.is_remote else None
+    near = checkpoint if isinstance(checkpoint, FetchedLocation) else None
     verified: Manifest | None = None
     if near is not None:
-        checkpoint = near
         verified = near.held.manifest
     elif not is_verified:
         verified = verify_together(checkpoint, ranks)

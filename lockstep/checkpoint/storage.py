@@ -234,6 +234,10 @@ class Location:
         """Return whether each read is a request to a service."""
         return self.storage.is_remote
 
+    def pinned(self) -> "Location":
+        """Return an address that means these files alone, as long as they exist."""
+        return Location(self.storage, self.storage.pinned(self.name))
+
     def read(self, file: str, limit: int) -> bytes:
         """Return the content of a file, or raise a ValueError if it has more than `limit` bytes."""
         data = self.storage.read(self.name, file, limit)

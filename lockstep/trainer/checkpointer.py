@@ -201,9 +201,11 @@ class Checkpointer:
         if not checkpoint.list_checkpoints(run.output.checkpoints):
             monitor.say("there is no checkpoint yet to go back to")
             raise error
-        earlier, is_verified = newest_kept(run.output)
-        assert earlier is not None, "there is one"
-        saved_state.load(run, earlier, is_verified=is_verified)
+        loaded = newest_kept(run.output).load(
+            lambda saved, verified: saved_state.load(run, saved, is_verified=verified)
+        )
+        assert loaded is not None, "there is one"
+        earlier, _ = loaded
         clear_later(run)
         step = run.step.progress.step
         # The number of rollbacks to a step is limited: else a run could repeat them for ever.

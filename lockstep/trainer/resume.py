@@ -2,9 +2,10 @@
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from shlex import quote
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import psutil
 
@@ -20,13 +21,30 @@ from lockstep.trainer.optimizer_options import apply_changed_settings
 from lockstep.trainer.run_output import RunOutput
 from lockstep.trainer.run_state import RunState
 
+T = TypeVar("T")
+
 
 class ChosenCheckpoint(NamedTuple):
     """The checkpoint from which a run goes on, if there is one."""
 
-    path: checkpoint.CheckpointPath | None  # None: nowhere
+    path: checkpoint.CheckpointPath | None  # None: nowhere, or the newest one in a folder
     # whether all ranks have just compared its checksums together, so that `load` need not
     is_verified: bool = False
+    newest_in: checkpoint.Directory | None = None
+
+    def load(
+        self, load: Callable[[checkpoint.Location, bool], T]
+    ) -> tuple[checkpoint.CheckpointPath, T] | None:
+        """Load it by a function that takes `is_verified`, too; all ranks call it.
+
+        Return the checkpoint and what the function returned; None if there is no checkpoint. One
+        that was not named is passed over if its bytes are not those that were written.
+        """
+        if self.newest_in is not None:
+            return checkpoint.load_newest(self.newest_in, load)
+        if self.path is None:
+            return None
+        return self.path, load(checkpoint.fetched(self.path), self.is_verified)
 
 
 def after_restart(output: RunOutput, how: str) -> str:
@@ -67,19 +85,17 @@ def resume(run: RunState, how: str) -> tuple[checkpoint.CheckpointPath | None, l
     started = time.perf_counter()
     directory = run.output.directory
     chosen = find(run.output, how)
-    saved = chosen.path
     come_to = 0
     if directory is not None and run.is_main_process:
         come_to = directory.recorded_step
-    log_lines: list[str] = []
-    if saved is not None:
-        _, log_lines = load(run, saved, is_verified=chosen.is_verified)
+    loaded = chosen.load(lambda saved, verified: load(run, saved, is_verified=verified))
     lost_seconds = clear_later(run)
     step = run.step.progress.step
     if directory is not None and come_to > step and run.is_main_process:
         directory.append_event("lost_steps", step=step, come_to=come_to, seconds=lost_seconds)
-    if saved is None:
+    if loaded is None:
         return None, []
+    saved, (_, log_lines) = loaded
     if come_to > step:
         log_lines.append(
             f"the run had come to step {come_to}: what follows step {step} is trained again"
@@ -196,8 +212,11 @@ def _in_bucket(url: str, where: str) -> ChosenCheckpoint:
     if not isinstance(place, checkpoint.Storage):
         if place.storage.exists(place.name):
             return ChosenCheckpoint(place)
-    elif (newest := checkpoint.resume_point(place)) is not None:
-        return ChosenCheckpoint(newest, is_verified=True)
+    elif checkpoint.Ranks().broadcast(
+        f"no checkpoint in {place} could be chosen",
+        lambda: bool(checkpoint.list_checkpoints(place)),
+    ):
+        return ChosenCheckpoint(None, newest_in=place)
     raise UsageError(
         f"there is no checkpoint in {url}",
         where=where,
@@ -207,12 +226,15 @@ def _in_bucket(url: str, where: str) -> ChosenCheckpoint:
 
 
 def newest_kept(output: RunOutput) -> ChosenCheckpoint:
-    """Return the newest complete one of the run's checkpoints, without the copies in memory."""
+    """Return the newest complete one of the run's checkpoints, without the copies in memory.
+
+    Where all ranks see the folder, it is chosen as it is loaded.
+    """
     folder = output.checkpoints
     if folder is None:
         return ChosenCheckpoint(None)
     if output.is_shared:
-        return ChosenCheckpoint(checkpoint.resume_point(folder), is_verified=True)
+        return ChosenCheckpoint(None, newest_in=folder)
     newest = checkpoint.newest(folder, thorough=True) if is_main_process() else None
     return ChosenCheckpoint(checkpoint.copy_to_hosts(newest))
 

@@ -82,15 +82,17 @@ class RunStart:
 
     def load(self, path: str) -> dict[str, Any]:
         """Load a checkpoint from which the run goes on; return its metadata."""
-        saved, is_verified = resume.find(self._run.output, path, "load_checkpoint")
-        if saved is None:
+        chosen = resume.find(self._run.output, path, "load_checkpoint")
+        loaded = chosen.load(
+            lambda saved, verified: resume.load(self._run, saved, is_verified=verified)
+        )
+        if loaded is None:
             what = f"there is no checkpoint in {path}"
             raise UsageError(
                 what, fix="give a checkpoint, a run directory or its folder checkpoints/"
             )
         self._is_decided = True
-        self._resumed_from = saved
-        metadata, lines = resume.load(self._run, saved, is_verified=is_verified)
+        self._resumed_from, (metadata, lines) = loaded
         self._lines += lines
         return metadata
 

@@ -80,13 +80,14 @@ def load_weights(run: RunState, path: checkpoint.Checkpoint) -> None:
     placed = run.step.placed
     if load_imported(placed, path) is not None:
         return
+    saved = checkpoint.fetched(path)
     with torch.no_grad():
         state = checkpoint.load(
-            path, checkpoint.Snapshot(placed.kept(), aliases=placed.named_aliases), only=["model"]
+            saved, checkpoint.Snapshot(placed.kept(), aliases=placed.named_aliases), only=["model"]
         )
         if state.get("evaluated") == AVERAGE:
             average = checkpoint.Snapshot({}, extra={AVERAGE: dict(placed.parameters)})
-            checkpoint.load(path, average, only=[f"extra/{AVERAGE}"])
+            checkpoint.load(saved, average, only=[f"extra/{AVERAGE}"], is_verified=True)
     load_state_of_model(placed, state)
 
 
@@ -156,8 +157,6 @@ def _fill(step: Step, path: checkpoint.Checkpoint, *, is_verified: bool) -> dict
         named[prefix] = {
             ("" if begins else prefix) + name: p for name, p in placed.parameters.items()
         }
-    if optimizer is not None and local is None:
-        checkpoint.add_missing_groups(step.optimizer, placed.parameters, path, optimizer)
     if optimizer is not None:
         wanted = {name: p for names in named.values() for name, p in names.items()}
         target.optimizers[optimizer] = checkpoint.optimizer_targets(path, optimizer, wanted)
@@ -167,6 +166,8 @@ def _fill(step: Step, path: checkpoint.Checkpoint, *, is_verified: bool) -> dict
         local.begin_from_common()
     if optimizer is None:
         return state
+    if local is None:
+        checkpoint.add_missing_groups(step.optimizer, placed.parameters, path, optimizer)
     for prefix in _prefixes(step):
         names = {id(p): name for name, p in named[prefix].items()}
         tensors = target.optimizers[optimizer]

@@ -1,11 +1,12 @@
 """What is far away is sent once, and nothing of it is loaded before all checksums were compared."""
 
 import io
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,11 +16,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from lockstep import checkpoint
-from lockstep.checkpoint import DamagedError, Location, Ranks, Snapshot
+from lockstep.checkpoint import DamagedError, Location, Snapshot
 from lockstep.checkpoint.fetch import Ranges, deal_rest, fetched
 from lockstep.checkpoint.manifest import Manifest
 from lockstep.checkpoint.posix import PosixStorage
 from lockstep.checkpoint.storage import MARK_BYTES, ChecksumStream, FileInfo
+from lockstep.errors import RunError
 from tests.checkpoint.shared import CONFIG, flip
 from tests.ranks import run_ranks
 
@@ -79,6 +81,19 @@ def saved(root: Path) -> Location:
     return Location(Far(root), NAME)
 
 
+def shifted() -> dict[str, Tensor]:
+    return {name: tensor + 1 for name, tensor in state().model.items()}
+
+
+def loading(target: Snapshot) -> Callable[[Location, bool], int]:
+    """Return what loads into a target, and returns the step."""
+
+    def load(saved: Location, is_verified: bool) -> int:
+        return int(checkpoint.load(saved, target, is_verified=is_verified)["step"])
+
+    return load
+
+
 def assert_loaded(target: Snapshot) -> None:
     for name, tensor in state().model.items():
         assert target.model[name].equal(tensor), name
@@ -121,6 +136,85 @@ def test_damage_anywhere_is_noticed_before_anything_changes(tmp_path: Path, file
             checkpoint.load(far, zeros(state()))
 
 
+def test_a_file_without_bytes_is_looked_for(tmp_path: Path) -> None:
+    """As a rank without a share writes one, under `format: local`."""
+    empty = "model/__9_0.distcp"
+    far = saved(tmp_path)
+    manifest = checkpoint.read_manifest(far)
+    files = {**manifest.files, empty: FileInfo(0, 0)}
+    changed = Manifest(1, files, manifest.parameters, manifest.parts)
+    (tmp_path / NAME / "manifest.json").write_bytes(changed.to_bytes())
+    (tmp_path / NAME / empty).touch()
+    checkpoint.load(far, zeros(state()))
+    (tmp_path / NAME / empty).write_bytes(b"0")
+    with pytest.raises(DamagedError, match=f"{empty}: 1 bytes, where 0 were written"):
+        checkpoint.load(far, zeros(state()))
+    (tmp_path / NAME / empty).unlink()
+    with pytest.raises(DamagedError, match=f"{empty}: missing"):
+        checkpoint.load(far, zeros(state()))
+
+
+def test_the_newest_is_loaded_with_each_byte_read_once(tmp_path: Path) -> None:
+    """It was read to be chosen, and then to be loaded."""
+    far = saved(tmp_path)
+    target = zeros(state())
+    found = checkpoint.load_newest(far.storage, loading(target))
+    assert found is not None
+    assert found[0] == far.path
+    assert_loaded(target)
+    assert isinstance(far.storage, Far)
+    sizes = {file: info.size for file, info in checkpoint.read_manifest(far).files.items()}
+    assert {file: far.storage.read_bytes[file] for file in sizes} == sizes
+    assert checkpoint.load_newest(Far(tmp_path / "nothing"), loading(target)) is None
+
+
+@pytest.mark.parametrize(
+    ("file", "damage"),
+    [
+        (MODEL, "flipped"),
+        (OPTIMIZER, "missing"),
+        ("optimizer/main/.metadata", "cut"),
+        ("state.json", "flipped"),
+        ("manifest.json", "flipped"),
+    ],
+)
+def test_an_older_one_is_loaded_where_the_newest_is_damaged(
+    tmp_path: Path, file: str, damage: str
+) -> None:
+    """What the load finds is told as a look beforehand tells it, and no tensor has changed."""
+    far = saved(tmp_path)
+    checkpoint.save(tmp_path, 2, Snapshot(shifted(), state().optimizers), config_yaml=CONFIG)
+    path = tmp_path / "step-00000002" / file
+    data = path.read_bytes()
+    path.write_bytes(data[:-1])
+    if damage == "flipped":
+        path.write_bytes(data)
+        flip(path, len(data) // 2)
+    if damage == "missing":
+        path.unlink()
+    target = zeros(state())
+    changed: list[bool] = []
+
+    def load(saved: Location, is_verified: bool) -> int:
+        changed.append(any(bool(tensor.any()) for tensor in target.model.values()))
+        return loading(target)(saved, is_verified)
+
+    with patch("lockstep.checkpoint.keep._warn") as warn:
+        found = checkpoint.load_newest(far.storage, load)
+    assert found == (far.path, 1)
+    assert_loaded(target)
+    assert not any(changed)
+    ((told, reason),) = [call.args for call in warn.call_args_list]
+    assert told == tmp_path / "step-00000002"
+    with patch("lockstep.checkpoint.keep._warn") as warn:
+        assert checkpoint.resume_point(tmp_path) == tmp_path / NAME
+    ((_, of_a_folder),) = [call.args for call in warn.call_args_list]
+    assert reason == of_a_folder
+    flip(tmp_path / NAME / MODEL, 0)
+    with pytest.raises(RunError, match="none of the 2 checkpoints"):
+        checkpoint.load_newest(far.storage, loading(target))
+
+
 def test_checkpoints_of_older_versions_have_no_marks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -129,10 +223,14 @@ def test_checkpoints_of_older_versions_have_no_marks(
     without = property(lambda self: FileInfo(info(self).size, info(self).crc32))
     monkeypatch.setattr(ChecksumStream, "info", without)
     far = saved(tmp_path)
-    assert fetched(far, Ranks(), "it could not be loaded") is None, "so that it is read as before"
+    assert fetched(far) is far, "so that it is read as before"
     assert b"marks" not in (tmp_path / NAME / "manifest.json").read_bytes()
     target = zeros(state())
     checkpoint.load(far, target)
+    assert_loaded(target)
+    target = zeros(state())
+    found = checkpoint.load_newest(far.storage, loading(target))
+    assert found == (far.path, 1)
     assert_loaded(target)
     flip(tmp_path / NAME / MODEL, 2 * MARK_BYTES)
     target = zeros(state())
@@ -159,7 +257,7 @@ def test_what_no_rank_needs_is_dealt_out_once() -> None:
         "model/b": FileInfo(200 * mib, 1),
         "state.json": FileInfo(9, 1),
         "model/c": FileInfo(10, 1),
-        "empty": FileInfo(0, 0),
+        "model/empty": FileInfo(0, 0),
     }
     needed: list[Ranges] = [
         {"model/a": [(mib + 3, mib + 5)], "model/c": [(0, 10)]},
@@ -171,6 +269,7 @@ def test_what_no_rank_needs_is_dealt_out_once() -> None:
         for file in {file for share in shares for file in share}
     }
     assert spans.pop("model/a") == [(0, mib), (2 * mib, 3 * mib)]
+    assert spans.pop("model/empty") == [], "it is looked at, once"
     (of_b,) = spans.values()
     assert of_b[0][0] == 0
     assert of_b[-1][1] == 200 * mib
@@ -189,7 +288,10 @@ def here(tensor: Tensor) -> Tensor:
 
 
 def load_as_two(folder: str) -> dict[str, Any]:
-    """Load what one process saved, and then what is damaged on the other rank's half."""
+    """Load what one process saved, and then what is damaged on the other rank's half.
+
+    At last load the newest one: the damaged one is passed over by both, for an older one.
+    """
     far = Location(Far(Path(folder)), NAME)
     target = sharded(0.0)
     checkpoint.load(far, Snapshot(target))
@@ -208,11 +310,16 @@ def load_as_two(folder: str) -> dict[str, Any]:
     except DamagedError as caught:
         error = str(caught)
     changed = any(bool(here(tensor).any()) for tensor in target.values())
-    return {"equal": equal, "read": read, "error": error, "changed": changed}
+    found = checkpoint.load_newest(far.storage, loading(Snapshot(target)))
+    assert found is not None
+    equal &= all(here(tensor).equal(here(expected[name])) for name, tensor in target.items())
+    chosen = (found[0].name, found[1])
+    return {"equal": equal, "read": read, "error": error, "changed": changed, "chosen": chosen}
 
 
 def test_each_rank_reads_its_ranges_and_all_are_told(tmp_path: Path) -> None:
     whole = {"w": torch.arange(1_200_000.0).view(1200, 1000), "plain": torch.arange(9.0)}
+    checkpoint.save(tmp_path, 0, Snapshot(whole, state={"step": 0}), config_yaml="")
     checkpoint.save(tmp_path, 1, Snapshot(whole), config_yaml="")
     size = (tmp_path / NAME / MODEL).stat().st_size
     for rank in run_ranks(load_as_two, 2, str(tmp_path)):
@@ -220,3 +327,4 @@ def test_each_rank_reads_its_ranges_and_all_are_told(tmp_path: Path) -> None:
         assert rank["read"] <= size
         assert "its checksum is not that" in rank["error"]
         assert not rank["changed"]
+        assert rank["chosen"] == ("step-00000000", 0)

@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,59 @@ def test_everything_comes_back_and_nothing_is_overwritten(proxy: Proxy, url: str
         assert stream.read(7) == content[5:12]
     with pytest.raises(FileNotFoundError), again.open("no-such-file"):
         pass
+
+
+def test_a_run_that_resumes_asks_for_each_object_once(
+    bucket_proxy: Proxy, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It asked to choose, and again to load."""
+    proxy = bucket_proxy
+    monkeypatch.chdir(tmp_path)
+    keep = {"storage": {"name": url}, "save_steps": 100}
+    trainer(tmp_path / "first", checkpoint=keep).train(Points())
+    newest = ObjectStorage(url).pinned("step-00000012")
+    named = trainer(tmp_path / "second", checkpoint={"resume": url})
+    resumed = trainer(tmp_path / "first", checkpoint=keep)
+    for resume in (lambda: resumed.resume("auto"), lambda: named.load_checkpoint(url)):
+        proxy.reset()
+        resume()
+        asked = Counter(
+            request.target
+            for request in proxy.requests
+            if f"data/{newest}/" in request.target and request.method in ("GET", "HEAD")
+        )
+        assert len(asked) == 7, "the manifest, and what it lists"
+        assert set(asked.values()) == {1}
+        others = [r.target for r in proxy.requests if r.target not in asked]
+        assert not any("data/step-" in target for target in others)
+    assert resumed.step.progress.step == named.step.progress.step == 12
+
+
+def test_a_run_goes_on_from_an_older_one_where_the_newest_is_damaged(
+    proxy: Proxy,
+    url: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    keep = {"storage": {"name": url}, "save_steps": 10}
+    trainer(tmp_path / "run", checkpoint=keep).train(Points())
+    newest = ObjectStorage(url).pinned("step-00000012")
+    part = next(key for key in keys(url, f"data/{newest}/optimizer") if key.endswith("part-00000"))
+    data = bytearray(ObjectClient(url).get(part))
+    data[100] ^= 1
+    ObjectClient(url).put(part, bytes(data))
+    again = trainer(tmp_path / "run", checkpoint=keep)
+    again.train(Points())
+    file = part.partition(f"{newest}/")[2].removesuffix(".part-00000")
+    said = f"passing over {url}/step-00000012: {file}: its checksum is not that of what was written"
+    assert said in caplog.text
+    assert [e["step"] for e in events(tmp_path / "run", "resume")] == [10]
+    assert [e["checkpoint"][:13] for e in events(tmp_path / "run", "set_aside")] == [
+        "step-00000012"
+    ]
+    assert ObjectStorage(url).names()[-2] == "step-00000012", "it was written again"
 
 
 def test_only_ranges_that_are_needed_are_read(proxy: Proxy, url: str) -> None:
