@@ -102,7 +102,9 @@ if threading.current_thread() is threading.main_thread():
 def left_behind(mark: str, ports_before: set[int]) -> list[str]:
     """Processes, ports of this process, and namespaces that are still there."""
     found = [f"process {p.pid}: {' '.join(p.cmdline())[:200]}" for p in _marked(mark)]
+    gc.unfreeze()  # what was garbage when imports were frozen would stay, with its ports
     gc.collect()
+    gc.freeze()
     found += [
         f"port {port} listens in the tests' process, since {_FIRST_SEEN.get(port, 'this test')}"
         for port in sorted(listening() - ports_before)

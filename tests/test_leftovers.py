@@ -1,5 +1,6 @@
 """The watcher at the end of the session sees what it is there to see."""
 
+import gc
 import os
 import socket
 import subprocess
@@ -38,6 +39,19 @@ def test_a_port_is_seen() -> None:
         assert f"port {port} listens in the tests' process, since this test" in left_behind(
             os.environ[_MARK], before
         )
+
+
+def test_garbage_that_was_frozen_holds_no_port() -> None:
+    """Imports are frozen so that collections pass over them: what was garbage then is, too."""
+    before = listening()
+    listener = socket.create_server(("127.0.0.1", 0))
+    ring = [listener]
+    ring.append(ring)  # type: ignore[arg-type]
+    gc.freeze()
+    del listener
+    del ring
+    assert listening() > before
+    assert not [one for one in left_behind(os.environ[_MARK], before) if one.startswith("port")]
 
 
 @pytest.mark.root

@@ -184,7 +184,7 @@ def _json_of(name: str, module: nn.Module) -> Any:
     if not same:
         what = f"get_extra_state of {name or type(module).__name__} returns what JSON can't hold"
         fix = (
-            "return numbers, strings, lists and dicts of them; register tensors as buffers:"
+            "return numbers, strings, lists and dicts of them; register tensors as buffers, by"
             " self.register_buffer('name', tensor)"
         )
         raise UsageError(
