@@ -31,6 +31,7 @@ from lockstep.checkpoint.manifest import (
     GROUPS_KEY,
     JSON_LIMIT,
     STATE,
+    DamagedError,
     Manifest,
     verify,
 )
@@ -120,7 +121,8 @@ def write_staged(
         try:
             return write_once(target, step, staged, config_yaml, options, ranks)
         except RunError as error:
-            if attempt == options.retries:
+            # what is read as it is written, as `convert` does, is as damaged the next time
+            if attempt == options.retries or isinstance(error, DamagedError):
                 raise
             pause = _FIRST_PAUSE * 2**attempt
             if ranks.is_main:

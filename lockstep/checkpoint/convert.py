@@ -44,11 +44,11 @@ from lockstep.checkpoint.manifest import (
     read_manifest,
     read_state,
     text_of,
-    verified_manifest,
 )
 from lockstep.checkpoint.posix import locate, sync_folder
 from lockstep.checkpoint.ranks import Ranks
 from lockstep.checkpoint.read import check_block, open_part
+from lockstep.checkpoint.read_once import VerifiedSource, verified
 from lockstep.checkpoint.snapshot import Part, Snapshot, Staged, TensorBlock, stage
 from lockstep.checkpoint.storage import MANIFEST, Checkpoint, CheckpointPath, Location
 from lockstep.errors import UsageError, listed
@@ -77,8 +77,8 @@ def digest(path: Checkpoint) -> str:
     little-endian. Tied names count once. A DamagedError is raised for a file that is not what was
     written.
     """
-    checkpoint = locate(path)
-    return digest_tensors(_complete_tensors(checkpoint, verified_manifest(checkpoint, MODEL)))
+    with verified(locate(path), MODEL) as source:
+        return digest_tensors(_complete_tensors(source))
 
 
 def digest_tensors(tensors: Iterable[tuple[str, Tensor]]) -> str:
@@ -103,23 +103,22 @@ def weights(path: Checkpoint) -> dict[str, Tensor]:
 
     A DamagedError is raised where a byte is not as written.
     """
-    checkpoint = locate(_newest_in(path))
-    manifest = verified_manifest(checkpoint, MODEL)
-    _warn_of_own_form(checkpoint)
     model: dict[str, Tensor] = {}
-    with _unread_weights(checkpoint, manifest) as (forms, read):
-        for name in forms:
-            model |= dict.fromkeys((name, *manifest.parameters[name].aliases), read(name))
+    with verified(locate(_newest_in(path)), MODEL) as source:
+        _warn_of_own_form(source.checkpoint)
+        with _unread_weights(source) as (forms, read):
+            for name in forms:
+                aliases = source.manifest.parameters[name].aliases
+                model |= dict.fromkeys((name, *aliases), read(name))
     return model
 
 
 def loss_weights(path: Checkpoint) -> dict[str, Tensor]:
     """Return the tensors of a run's loss function on the CPU, by its own `state_dict` names."""
-    checkpoint = locate(path)
-    manifest = verified_manifest(checkpoint, MODEL)
-    of_model = set(manifest.parameters) - _of_loss(checkpoint)
-    tensors = _complete_tensors(checkpoint, manifest, without=of_model)
-    return {name.removeprefix(PREFIX): tensor for name, tensor in tensors}
+    with verified(locate(path), MODEL) as source:
+        of_model = set(source.manifest.parameters) - _of_loss(source.checkpoint)
+        tensors = _complete_tensors(source, without=of_model)
+        return {name.removeprefix(PREFIX): tensor for name, tensor in tensors}
 
 
 def _of_loss(checkpoint: Location) -> set[str]:
@@ -157,17 +156,17 @@ def export_safetensors(path: Checkpoint, output: str | Path) -> Path:
 
     Its metadata has tied names.
     """
-    checkpoint = locate(path)
     target = local_path(output, "the file to write")
-    manifest = verified_manifest(checkpoint, MODEL)
-    _warn_of_own_form(checkpoint)
-    metadata = {"format": "pt", "step": str(manifest.step)}
-    of_loss = _of_loss(checkpoint)
-    with _unread_weights(checkpoint, manifest) as (forms, read):
-        aliases = {name: of for name, of in _aliases(manifest).items() if name not in of_loss}
-        if aliases:
-            metadata["aliases"] = json.dumps(aliases)
-        return _write_at_once(target, lambda file: write_tensors(file, forms, read, metadata))
+    with verified(locate(path), MODEL) as source:
+        manifest = source.manifest
+        _warn_of_own_form(source.checkpoint)
+        metadata = {"format": "pt", "step": str(manifest.step)}
+        of_loss = _of_loss(source.checkpoint)
+        with _unread_weights(source) as (forms, read):
+            aliases = {name: of for name, of in _aliases(manifest).items() if name not in of_loss}
+            if aliases:
+                metadata["aliases"] = json.dumps(aliases)
+            return _write_at_once(target, lambda file: write_tensors(file, forms, read, metadata))
 
 
 def export_hugging_face(
@@ -192,13 +191,13 @@ def export_hugging_face(
             where="--to",
             fix="run `lockstep checkpoint export PATH`, which writes one safetensors file",
         )
-    manifest = verified_manifest(checkpoint, MODEL)
-    _warn_of_own_form(checkpoint)
-    with _unread_weights(checkpoint, manifest) as (forms, read):
-        home = {alias: name for name, of in _aliases(manifest).items() for alias in of}
-        tied = {alias: forms[name] for alias, name in home.items() if name in forms}
-        unread = UnreadWeights({**forms, **tied}, lambda name: read(home.get(name, name)))
-        return target, write_folder(described, unread, target, adapter=adapter)
+    with verified(checkpoint, MODEL) as source:
+        _warn_of_own_form(source.checkpoint)
+        with _unread_weights(source) as (forms, read):
+            home = {alias: name for name, of in _aliases(source.manifest).items() for alias in of}
+            tied = {alias: forms[name] for alias, name in home.items() if name in forms}
+            unread = UnreadWeights({**forms, **tied}, lambda name: read(home.get(name, name)))
+            return target, write_folder(described, unread, target, adapter=adapter)
 
 
 def export_torch(path: Checkpoint, output: str | Path) -> Path:
@@ -212,18 +211,20 @@ def export_torch(path: Checkpoint, output: str | Path) -> Path:
 
 def rewrite_full(path: Checkpoint, output: Checkpoint) -> CheckpointPath:
     """Write the same checkpoint with one file of full tensors per part, and commit it."""
-    checkpoint = locate(path)
     target = locate(output)
-    manifest = verified_manifest(checkpoint)
-    state = read_state(checkpoint)
-    with progress_of(f"writing {target.name}", manifest.num_bytes) as advance:
-        parts = {part: _unread_part(checkpoint, manifest, part, advance) for part in manifest.parts}
+    with (
+        verified(locate(path)) as source,
+        progress_of(f"writing {target.name}", source.manifest.num_bytes) as advance,
+    ):
+        manifest = source.manifest
+        state = read_state(source.checkpoint)
+        parts = {part: _unread_part(source, part, advance) for part in manifest.parts}
         staged = Staged(parts, state, state.pop(GROUPS_KEY, {}))
         write_staged(
             target,
             manifest.step,
             staged,
-            config_text(checkpoint),
+            config_text(source.checkpoint),
             SaveOptions("full"),
             Ranks(alone=True),
         )
@@ -231,12 +232,13 @@ def rewrite_full(path: Checkpoint, output: Checkpoint) -> CheckpointPath:
 
 
 def _complete_tensors(
-    checkpoint: Location, manifest: Manifest, *, without: Collection[str] = ()
+    source: VerifiedSource, *, without: Collection[str] = ()
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the whole tensors of the model on CPU, one at a time, in the order of the names."""
+    manifest = source.manifest
     size = sum(manifest.files[file].size for file in manifest.files_of(MODEL))
-    with progress_of(f"reading {checkpoint.name}", size) as advance:
-        model = _unread_part(checkpoint, manifest, MODEL, advance)
+    with progress_of(f"reading {source.checkpoint.name}", size) as advance:
+        model = _unread_part(source, MODEL, advance, without=without)
         for name in model.blocks:
             if name not in without:
                 yield name, model.tensor(name)
@@ -244,22 +246,23 @@ def _complete_tensors(
 
 @contextmanager
 def _unread_weights(
-    checkpoint: Location, manifest: Manifest
+    source: VerifiedSource,
 ) -> Iterator[tuple[dict[str, Tensor], Callable[[str], Tensor]]]:
     """Yield the tensors that the run evaluates, on meta and by name, and what reads one of them.
 
     They are the model's, or those of the average of the weights, if the run has one; without those
     of a loss function.
     """
-    of_loss = _of_loss(checkpoint)
+    manifest = source.manifest
+    of_loss = _of_loss(source.checkpoint)
     size = sum(manifest.files[file].size for file in manifest.files_of(MODEL))
-    with progress_of(f"reading {checkpoint.name}", size) as advance:
-        model = _unread_part(checkpoint, manifest, MODEL, advance)
+    with progress_of(f"reading {source.checkpoint.name}", size) as advance:
         average = Part()
-        part = f"extra/{read_state(checkpoint).get('evaluated')}"
+        part = f"extra/{read_state(source.checkpoint).get('evaluated')}"
         if part in manifest.parts:
-            verified_manifest(checkpoint, part)
-            average = _unread_part(checkpoint, manifest, part, advance)
+            source.verify_further(part)
+            average = _unread_part(source, part, advance)
+        model = _unread_part(source, MODEL, advance, without={*of_loss, *average.blocks})
 
         def holder(name: str) -> Part:
             return average if name in average.blocks else model
@@ -269,21 +272,29 @@ def _unread_weights(
         yield forms, lambda name: holder(name).tensor(name)
 
 
-def _unread_part(checkpoint: Location, manifest: Manifest, part: str, advance: Advance) -> Part:
-    """Return a part of whole tensors by name, each of which is read when its values are needed."""
-    reader = open_part(checkpoint, manifest, part)
+def _unread_part(
+    source: VerifiedSource, part: str, advance: Advance, *, without: Collection[str] = ()
+) -> Part:
+    """Return a part of whole tensors by name, each of which is read when its values are needed.
+
+    Those `without` which the caller does are not read.
+    """
+    reader = open_part(source.checkpoint, source.manifest, part)
     tensors = sorted(reader.stored.tensors.items())
     blocks = {
         name: TensorBlock.unread(stored.size, stored.properties.dtype) for name, stored in tensors
     }
+    needs = {name: reader.needed({name: blocks[name]}) for name in blocks if name not in without}
+    source.expect(part, needs)
 
     def read(name: str) -> Tensor:
         full = torch.empty_like(blocks[name].tensor, device="cpu")
-        reader.read_into({name: blocks[name].with_tensor(full)})
+        with source.holding(part, name):
+            reader.read_into({name: blocks[name].with_tensor(full)})
         advance(full.nbytes)
         return full
 
-    return Part(blocks, _aliases(manifest) if part == MODEL else {}, read)
+    return Part(blocks, _aliases(source.manifest) if part == MODEL else {}, read)
 
 
 def _aliases(manifest: Manifest) -> dict[str, tuple[str, ...]]:

@@ -67,7 +67,7 @@ class HeldBytes:
         """Bring ranges of files here; return a line for each problem with them."""
         problems: list[str] = []
         by_file: dict[str, list[tuple[int, memoryview]]] = defaultdict(list)
-        for piece, data in self._read(ranges, problems):
+        for piece, data in self.read(ranges, problems):
             by_file[piece.file].append((piece.begin, data))
         for file, pieces in by_file.items():
             together = [*zip(self._begins[file], self._pieces[file], strict=True), *pieces]
@@ -79,7 +79,7 @@ class HeldBytes:
     def check(self, ranges: Ranges) -> list[str]:
         """Compare the checksums of ranges of files; return a line for each problem."""
         problems: list[str] = []
-        for _ in self._read(ranges, problems):
+        for _ in self.read(ranges, problems):
             pass
         return problems
 
@@ -100,7 +100,7 @@ class HeldBytes:
     def size(self, file: str) -> int:
         return self.manifest.files[file].size
 
-    def _read(
+    def read(
         self, ranges: Ranges, problems: list[str]
     ) -> Generator[tuple[FilePiece, memoryview], None, None]:
         """Yield the bytes of ranges, from mark to mark, whose checksums are right."""
@@ -201,24 +201,36 @@ class DescribingFiles:
     files: Mapping[str, bytes]
 
 
-def describe(checkpoint: Location) -> DescribingFiles:
+def describe(checkpoint: Location, part: str | None = None) -> DescribingFiles:
     """Read what describes a checkpoint, and compare the checksums; one rank does it for all.
+
+    With `part`, what describes that part alone.
 
     Raise a DamagedError if a description is not what was written, and what `read_manifest` raises.
     """
     pinned, data = read_manifest_bytes(checkpoint)
     manifest = parse_manifest(checkpoint, data)
     source = Location(checkpoint.storage, pinned)
-    return DescribingFiles(pinned, {MANIFEST: data, **_descriptions(checkpoint, manifest, source)})
+    limits = {} if part else {STATE: JSON_LIMIT, CONFIG: JSON_LIMIT}
+    if manifest.ranks is None:
+        parts = [part] if part else manifest.parts
+        limits |= {f"{part}/{METADATA}": METADATA_LIMIT for part in parts}
+    files = _descriptions(checkpoint, manifest, source, limits)
+    return DescribingFiles(pinned, {MANIFEST: data, **files})
+
+
+def is_marked(manifest: Manifest) -> bool:
+    """Return whether parts of all files can be verified, which older versions did not prepare."""
+    return all(info.is_marked for info in manifest.files.values())
 
 
 def with_description(checkpoint: Location, description: DescribingFiles) -> FetchedLocation | None:
     """Return a checkpoint far away whose bytes are verified as they arrive; no rank waits.
 
-    None if it has no marks: an older version of Lockstep wrote it.
+    None if it has no marks.
     """
     manifest = parse_manifest(checkpoint, description.files[MANIFEST])
-    if not all(info.is_marked for info in manifest.files.values()):
+    if not is_marked(manifest):
         return None
     source = Location(checkpoint.storage, description.pinned)
     held = HeldBytes(source, manifest, description.files)
@@ -241,11 +253,10 @@ def fetched(path: Checkpoint) -> Location:
     return with_description(checkpoint, description) or checkpoint
 
 
-def _descriptions(checkpoint: Location, manifest: Manifest, source: Location) -> dict[str, bytes]:
-    """Return the files of a checkpoint that hold no tensors, once their checksums are compared."""
-    limits = {STATE: JSON_LIMIT, CONFIG: JSON_LIMIT}
-    if manifest.ranks is None:
-        limits |= {f"{part}/{METADATA}": METADATA_LIMIT for part in manifest.parts}
+def _descriptions(
+    checkpoint: Location, manifest: Manifest, source: Location, limits: Mapping[str, int]
+) -> dict[str, bytes]:
+    """Return files of a checkpoint, each within a limit, once their checksums are compared."""
 
     def content(file: str) -> bytes | str:
         """Return a file, or what is wrong with it."""
