@@ -1,9 +1,9 @@
 """The parity matrix of data-parallel strategies: which cases there are, and how far they may be
 from one process.
 
-`whole=False` is what `make test` runs, a selection in which strategies, models, accumulation and
-checkpointing take turns; `whole=True` is every combination, run by `make test-full` and recorded by
-`python -m tests.parity.record`.
+`whole=True` is every combination, run by `make test-full` and recorded by `python -m
+tests.parity.record`; `whole=False` a selection in which strategies, models, accumulation and
+checkpointing take turns. Of that `make test` runs a sample (`parts_of_make_test`).
 """
 
 from collections.abc import Sequence
@@ -171,20 +171,22 @@ def compiled(*, whole: bool) -> list[Case]:
     ]
 
 
-def parts(*, whole: bool) -> list[Part]:
-    """All of it."""
-    found = [
-        Part("fp32", 1, one_rank(whole=whole)),
-        *(Part("fp32", ranks, exact(ranks, whole=whole)) for ranks in (2, 4)),
-        *(Part("bf16 and fp16", ranks, half(whole=whole)) for ranks in ((2, 4) if whole else (2,))),
-        Part("compiled", 4 if whole else 2, compiled(whole=whole)),
+def parts() -> list[Part]:
+    """Return the whole matrix."""
+    return [
+        Part("fp32", 1, one_rank(whole=True)),
+        *(Part("fp32", ranks, exact(ranks, whole=True)) for ranks in (2, 4)),
+        *(Part("bf16 and fp16", ranks, half(whole=True)) for ranks in (2, 4)),
+        Part("compiled", 4, compiled(whole=True)),
+        Part("fp32, one model", 8, [c for c in exact(8, whole=True) if c.model == "tied"]),
     ]
-    if whole:
-        found.append(
-            Part(
-                "fp32, one model",
-                8,
-                [case for case in exact(8, whole=True) if case.model == "tied"],
-            )
-        )
-    return found
+
+
+def parts_of_make_test() -> list[Part]:
+    """Return what `make test` runs: the tests mark the other cases `full`, by this list."""
+    on_one_rank = [case for case in one_rank(whole=False) if case.model == "transformer"]
+    return [
+        Part("fp32", 1, on_one_rank),
+        Part("fp32", 2, exact(2, whole=False)[::2]),
+        Part("bf16 and fp16", 2, half(whole=False)[::3]),  # both, replicas and shards
+    ]

@@ -89,7 +89,7 @@ def main() -> int:
     output: Path = parser.parse_args().output
     rows: list[Row] = []
     begin = time.perf_counter()
-    for part in parts(whole=True):
+    for part in parts():
         since = time.perf_counter()
         new = rows_of(part.name, part.ranks, part.run(timeout=2400))
         rows += new

@@ -3,8 +3,9 @@
 import pytest
 
 from tests.parity.matrix import Case, run
-from tests.parity.parts import Part, exact, one_rank, outcome, parts
-from tests.sampled import sampled
+from tests.parity.parts import Part, exact, one_rank, outcome, parts, parts_of_make_test
+
+ON_ONE_RANK, ON_TWO_RANKS, _ = parts_of_make_test()
 
 
 def check(part: Part, timeout: float = 900) -> None:
@@ -13,7 +14,17 @@ def check(part: Part, timeout: float = 900) -> None:
     assert not problems, "\n".join(problems)
 
 
-@sampled("cases", exact(2, whole=False), 2)
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param(ON_TWO_RANKS.cases, id="some"),
+        pytest.param(
+            [case for case in exact(2, whole=False) if case not in ON_TWO_RANKS.cases],
+            id="rest",
+            marks=pytest.mark.full,
+        ),
+    ],
+)
 def test_strategies_and_models_in_turn_on_two_ranks(cases: list[Case]) -> None:
     """With accumulation and checkpointing, which take turns, too."""
     check(Part("fp32", 2, cases))
@@ -26,7 +37,7 @@ def test_strategies_and_models_in_turn_on_four_ranks() -> None:
 
 @pytest.mark.full
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("part", parts(whole=True), ids=lambda part: f"{part.name} on {part.ranks}")
+@pytest.mark.parametrize("part", parts(), ids=lambda part: f"{part.name} on {part.ranks}")
 def test_the_whole_matrix(part: Part) -> None:
     """Strategies × models × 1, 2, 4 ranks × accumulation × checkpointing; half precision; compiled;
     8 ranks.
@@ -40,7 +51,7 @@ def test_the_whole_matrix(part: Part) -> None:
         pytest.param(
             case,
             id=f"{case.strategy}, {case.model}",
-            marks=() if case.model == "transformer" else pytest.mark.full,
+            marks=() if case in ON_ONE_RANK.cases else pytest.mark.full,
         )
         for case in one_rank(whole=False)
     ],
