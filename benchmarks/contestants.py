@@ -146,6 +146,21 @@ def hand_written(task: Task) -> None:
         log(step, loss, norm)
 
 
+def settings_of(size: Size) -> dict[str, Any]:
+    """Return the config keys of a training here: a constant rate, clipping, no checkpoints."""
+    return {
+        "training.batch_size": size.batch,
+        "training.max_steps": STEPS,
+        "training.learning_rate": RATE,
+        "training.lr_schedule": "constant",
+        "training.warmup_steps": 0,
+        "training.gradient_clip.value": CLIP,
+        "precision.mode": "fp32",
+        "checkpoint.save_strategy": "none",
+        "monitor.sinks": ["jsonl"],
+    }
+
+
 def lockstep(task: Task) -> None:
     """`Trainer.train` with its defaults: records, phases, the check for bad numbers, the same step
     on any layout.
@@ -153,20 +168,7 @@ def lockstep(task: Task) -> None:
     from lockstep.config import config_from
     from lockstep.trainer import Trainer
 
-    config = config_from(
-        {
-            "training.batch_size": task.size.batch,
-            "training.max_steps": STEPS,
-            "training.learning_rate": RATE,
-            "training.lr_schedule": "constant",
-            "training.warmup_steps": 0,
-            "training.gradient_clip.value": CLIP,
-            "precision.mode": "fp32",
-            "checkpoint.save_strategy": "none",
-            "monitor.log_steps": EVERY,
-            "monitor.sinks": ["jsonl"],
-        }
-    )
+    config = config_from({**settings_of(task.size), "monitor.log_steps": EVERY})
     Trainer(task.model, task.optimizer(), config=config, output_dir=task.folder).train(task.data)
 
 

@@ -33,7 +33,7 @@ from statistics import median
 
 import torch
 
-from benchmarks.contestants import CLIP, RATE, SIZES, STEPS, Net, Rows
+from benchmarks.contestants import RATE, SIZES, Net, Rows, settings_of
 from benchmarks.gate import Gate
 from benchmarks.overhead import Contestant, Found
 from benchmarks.page import RESULTS, machine, page, tell
@@ -67,20 +67,8 @@ def train(size: str, every: int | None, run: Path) -> int:
     gate = Gate(BLOCK)
     passes = itertools.count()
     model.register_forward_pre_hook(lambda *_: gate() if next(passes) >= FIRST else None)
-    config = config_from(
-        {
-            "training.batch_size": SIZES[size].batch,
-            "training.max_steps": STEPS,
-            "training.learning_rate": RATE,
-            "training.lr_schedule": "constant",
-            "training.warmup_steps": 0,
-            "training.gradient_clip.value": CLIP,
-            "precision.mode": "fp32",
-            "checkpoint.save_strategy": "none",
-            "monitor.sinks": ["jsonl"],
-            **({} if every is None else {"checkpoint.memory_steps": every}),
-        }
-    )
+    copies = {} if every is None else {"checkpoint.memory_steps": every}
+    config = config_from({**settings_of(SIZES[size]), **copies})
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, fused=True)
     Trainer(model, optimizer, config=config, output_dir=run).train(Rows(SIZES[size].width))
     return 0

@@ -11,15 +11,30 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tests.forked import Forked
 from tests.hosts import REPOSITORY, Host
 
+T = TypeVar("T")
+
 _PORTS = 12_000
+
+
+def results_or_errors(run: Callable[..., T], cases: Iterable[Sequence[Any]]) -> list[T | str]:
+    """Run cases, whose members are the arguments, one after the other; an error is its case's
+    result, in words.
+    """
+    results: list[T | str] = []
+    for case in cases:
+        try:
+            results.append(run(*case))
+        except Exception as error:
+            results.append(f"{type(error).__name__}: {error}")
+    return results
 
 
 def free_port() -> int:

@@ -170,6 +170,20 @@ def labels_of(batch: Any) -> list[int]:
     return [int(value) for value in values] if isinstance(values, torch.Tensor) else []
 
 
+def _adopted(data: Any, **settings: Any) -> Any:
+    """Return one epoch of data as this rank of two reads it."""
+    return adopt(
+        data,
+        batch_size=2,
+        global_batch_size=4,
+        assign=share(dist.get_rank(), 2),
+        epochs=1,
+        seed=1,
+        device="cpu",
+        **settings,
+    )
+
+
 def agreement() -> dict[str, Any]:
     """What each rank reads of the data that it was given in training and in evaluation, or the
     error.
@@ -178,16 +192,7 @@ def agreement() -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, data in given_data().items():
         for evaluates in (False, True):
-            source = adopt(
-                data,
-                batch_size=2,
-                global_batch_size=4,
-                assign=share(dist.get_rank(), 2),
-                epochs=1,
-                seed=1,
-                device="cpu",
-                for_evaluation=evaluates,
-            )
+            source = _adopted(data, for_evaluation=evaluates)
             try:
                 steps = list(source)
                 read: Any = [
@@ -217,16 +222,7 @@ def unseeded() -> dict[str, str]:
         said: list[str] = []
         with patch("lockstep.data.agreement._warn", said.append):
             try:
-                source = adopt(
-                    data,
-                    batch_size=2,
-                    global_batch_size=4,
-                    assign=share(dist.get_rank(), 2),
-                    epochs=1,
-                    seed=1,
-                    device="cpu",
-                    reproducible=reproducible,
-                )
+                source = _adopted(data, reproducible=reproducible)
                 found[name] = f"{sum(len(row.mine) for row in source)} {said[0]}"
             except UsageError as error:
                 found[name] = str(error)

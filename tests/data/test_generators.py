@@ -178,27 +178,30 @@ def test_reading_leaves_the_generators_as_they_were() -> None:
     assert draw(generator) == draw(np.random.default_rng(0))
 
 
+IN_ONE_PROCESS: Any = {
+    "batch_size": 2,
+    "global_batch_size": 4,
+    "assign": everything,
+    "seed": 1,
+    "device": "cpu",
+}
+
+
 def test_it_is_said_which_generators_are_seeded() -> None:
-    common: Any = {
-        "batch_size": 2,
-        "global_batch_size": 4,
-        "assign": everything,
-        "seed": 1,
-        "device": "cpu",
-    }
-    source = adopt(Noisy(source=random.Random(0)), **common)
+    source = adopt(Noisy(source=random.Random(0)), **IN_ONE_PROCESS)
     assert (
         source.notice == "generators of the data's own (dataset.source) are seeded for each sample"
     )
     unkeyed = Noisy(source=random.SystemRandom())
     assert "warning: the data draw from dataset.source, which can't be seeded" in (
-        adopt(unkeyed, **common).notice or ""
+        adopt(unkeyed, **IN_ONE_PROCESS).notice or ""
     )
     with pytest.raises(UsageError, match="which can't be seeded"):
-        adopt(unkeyed, reproducible=True, **common)
+        adopt(unkeyed, reproducible=True, **IN_ONE_PROCESS)
     assert (
         adopt(
-            list(range(4)) and Noisy(x=1, deterministic=True, source=random.Random()), **common
+            list(range(4)) and Noisy(x=1, deterministic=True, source=random.Random()),
+            **IN_ONE_PROCESS,
         ).notice
         is None
     )
@@ -215,19 +218,12 @@ def test_samples_that_are_others_when_they_are_read_again_are_told_or_refused(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On several ranks, and under `reproducible`."""
-    common: Any = {
-        "batch_size": 2,
-        "global_batch_size": 4,
-        "assign": everything,
-        "seed": 1,
-        "device": "cpu",
-    }
     with monkeypatch.context() as patched:
         patched.setattr(import_module("lockstep.data.adopt"), "several_ranks", lambda: True)
-        next(iter(adopt(MadeAnew(), **common)))
+        next(iter(adopt(MadeAnew(), **IN_ONE_PROCESS)))
     assert "dataset[0] is another when it is read again with the same seeds" in caplog.text
     with pytest.raises(UsageError, match=r"dataset\[0\] is another when it is read again"):
-        next(iter(adopt(MadeAnew(), reproducible=True, **common)))
+        next(iter(adopt(MadeAnew(), reproducible=True, **IN_ONE_PROCESS)))
 
 
 def test_generators_are_found_wherever_they_are_and_global_ones_are_not() -> None:
@@ -254,14 +250,7 @@ def test_a_samplers_own_generator_gives_the_same_order_in_every_pass() -> None:
         return DataLoader(list(range(11)), batch_size=2, sampler=sampler)  # type: ignore[arg-type]
 
     def rows(data: Any, **options: Any) -> list[Any]:
-        common: Any = {
-            "batch_size": 2,
-            "global_batch_size": 4,
-            "assign": everything,
-            "seed": 1,
-            "device": "cpu",
-        }
-        return plain(list(adopt(data, epochs=2, **common, **options)))
+        return plain(list(adopt(data, epochs=2, **IN_ONE_PROCESS, **options)))
 
     data = loader()
     whole = rows(loader())

@@ -16,6 +16,7 @@ from lockstep.trainer import Trainer, build
 from tests.models.decoders import decoder
 from tests.parity.same_bits import digest
 from tests.parity.toy import Tokens
+from tests.ranks import results_or_errors
 
 STEPS = 4
 BATCH = 8
@@ -178,13 +179,7 @@ def reduced(name: str, topologies: list[str]) -> dict[tuple[str, bool], tuple[in
 
 def many(cases: Sequence[tuple[Any, ...]]) -> list[Adapted | str]:
     """`run` of each case; an error that is not a refusal is a case's result."""
-    results: list[Adapted | str] = []
-    for case in cases:
-        try:
-            results.append(run(*case))
-        except Exception as error:
-            results.append(f"{type(error).__name__}: {error}")
-    return results
+    return results_or_errors(run, cases)
 
 
 def own_loop(folder: str) -> list[float]:

@@ -14,6 +14,7 @@ from lockstep.config import config_from
 from lockstep.models import get_model
 from lockstep.trainer import Trainer
 from tests.parity.toy import RECIPE, SAMPLES, VOCAB, Tokens, language_model, unchecked
+from tests.ranks import results_or_errors
 
 STEPS = 5
 
@@ -129,13 +130,7 @@ def run(case: Case, micro_batches: int) -> Result:
 def run_all(cases: list[Case]) -> list[Result | str]:
     """On every rank: all cases, one after the other; an error is that case's result."""
     ranks = torch.distributed.get_world_size()
-    results: list[Result | str] = []
-    for case in cases:
-        try:
-            results.append(run(case, case.micro_batches(ranks)))
-        except Exception as error:
-            results.append(f"{type(error).__name__}: {error}")
-    return results
+    return results_or_errors(run, ((case, case.micro_batches(ranks)) for case in cases))
 
 
 def reference(case: Case, micro_batches: int) -> Result:

@@ -102,6 +102,24 @@ def of_one_process(rest: Sequence[Any]) -> Bits:
     return _of_one_process[key]
 
 
+def go_on(trainer: Trainer, folder: str) -> None:
+    """Load what `hand_over` has saved there last, if there is something."""
+    newest = Path(folder, "newest")
+    if newest.exists():
+        trainer.load_checkpoint(newest.read_text())
+
+
+def hand_over(trainer: Trainer, folder: str) -> None:
+    """Save a run, on all ranks, for the next one that goes on from this folder."""
+    path = trainer.save_checkpoint(Path(folder, f"step-{trainer.step.progress.step:08d}"))
+    if trainer.layout.world_size > 1:
+        torch.distributed.barrier()
+    if trainer.is_main_process:
+        Path(folder, "newest").write_text(str(path))
+    if trainer.layout.world_size > 1:
+        torch.distributed.barrier()
+
+
 def relay(
     folder: str,
     model: str,
@@ -117,20 +135,12 @@ def relay(
         digest and records of this part of the run.
     """
     records = []
-    newest = Path(folder, "newest")
     trainer = None
     for topology in topologies:
         trainer = trainer_for(topology, model, settings, vocab_size=vocabulary)
-        if newest.exists():
-            trainer.load_checkpoint(newest.read_text())
+        go_on(trainer, folder)
         for record in islice(trainer.steps(Tokens()), steps):
             records.append((float(record.loss).hex(), float(record.grad_norm).hex()))
-        path = trainer.save_checkpoint(Path(folder, f"step-{trainer.step.progress.step:08d}"))
-        if trainer.layout.world_size > 1:
-            torch.distributed.barrier()
-        if trainer.is_main_process:
-            newest.write_text(str(path))
-        if trainer.layout.world_size > 1:
-            torch.distributed.barrier()
+        hand_over(trainer, folder)
     assert trainer is not None
     return digest(trainer), records

@@ -22,7 +22,7 @@ from tests.parity.decoders import DECODERS
 from tests.parity.foreign import SAMPLES, Sample, gan, noisy
 from tests.parity.foreign_kinds import MODELS
 from tests.parity.same_bits import digest
-from tests.ranks import run_ranks
+from tests.ranks import results_or_errors, run_ranks
 from tests.sampled import quick_and_full, sampled
 
 pytest.importorskip("transformers")
@@ -144,13 +144,7 @@ def run_gan_by_hand(topology: str) -> Run:
 
 def run_all(cases: Sequence[Case]) -> list[Run | str]:
     """On every rank: all cases; an error that is not a refusal is a case's result."""
-    results: list[Run | str] = []
-    for case in cases:
-        try:
-            results.append(run(*case))
-        except Exception as error:
-            results.append(f"{type(error).__name__}: {error}")
-    return results
+    return results_or_errors(run, cases)
 
 
 @cache

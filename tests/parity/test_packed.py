@@ -18,7 +18,7 @@ from lockstep.models.protocol import objective_of, require_segments
 from lockstep.strategy import parse_topology
 from lockstep.trainer import Trainer
 from tests.data.chats import write_rows, write_tokenizer
-from tests.parity.same_bits import digest, trainer_for
+from tests.parity.same_bits import digest, go_on, hand_over, trainer_for
 from tests.parity.toy import language_model, unchecked
 from tests.ranks import run_ranks
 from tests.sampled import sampled
@@ -335,18 +335,10 @@ def leg(folder: str, topology: str, workers: int, steps: int, packing: str) -> s
     trainer = trainer_for(
         topology, "transformer", settings, block_size=LENGTH, vocab_size=VOCABULARY
     )
-    newest = Path(folder, "newest")
-    if newest.exists():
-        trainer.load_checkpoint(newest.read_text())
+    go_on(trainer, folder)
     for _ in islice(trainer.steps(mixture(folder, packing)), steps):
         pass
-    path = trainer.save_checkpoint(Path(folder, f"step-{trainer.step.progress.step:08d}"))
-    if trainer.layout.world_size > 1:
-        torch.distributed.barrier()
-    if trainer.is_main_process:
-        newest.write_text(str(path))
-    if trainer.layout.world_size > 1:
-        torch.distributed.barrier()
+    hand_over(trainer, folder)
     return digest(trainer)
 
 
