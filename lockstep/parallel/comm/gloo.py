@@ -140,11 +140,16 @@ class AllToAll:
             begin += part.size(1)
 
 
-class _Gather:
-    """FSDP2's all-gather; FSDP2 waits for the returned work before it uses the parameters."""
+class InNewBuffers:
+    """What FSDP2 asks of a collective besides the call: buffers, which are made anew."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return a buffer without values."""
         return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _Gather(InNewBuffers):
+    """FSDP2's all-gather; FSDP2 waits for the returned work before it uses the parameters."""
 
     def __call__(
         self,
@@ -168,15 +173,12 @@ class _Gather:
         )
 
 
-class _ReduceScatter:
+class _ReduceScatter(InNewBuffers):
     """FSDP2's reduce-scatter, which always sums."""
 
     def __init__(self, messages: GlooMessages, parameters: Sequence[nn.Parameter]) -> None:
         self._messages = messages
         self._parameters = parameters
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self,

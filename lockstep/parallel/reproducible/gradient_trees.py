@@ -41,7 +41,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.data.batches import MicroBatch
 from lockstep.errors import UsageError
-from lockstep.parallel.comm.gloo import AllToAll
+from lockstep.parallel.comm.gloo import AllToAll, InNewBuffers
 from lockstep.parallel.execution.passes import AroundMicroBatch, MicroBatchPass
 from lockstep.parallel.reproducible.tree import (
     Node,
@@ -304,16 +304,13 @@ class ShardTree(GradientTree):
         return nodes_of_replicas
 
 
-class _Unit:
+class _Unit(InNewBuffers):
     """One unit's reduce-scatter and all-reduce, as FSDP2 calls them."""
 
     def __init__(self, name: str, tree: ShardTree) -> None:
         self.name = name
         self.partials = Partials(0)
         self._tree = tree
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self,
