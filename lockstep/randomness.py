@@ -2,26 +2,30 @@
 
 A number drawn inside the model is a function of (seed, phase, step, micro-batch, segment, call
 index): before each segment of a forward pass (the code between blocks is one too), the device's
-generator is seeded from that key: that alone, because `torch.manual_seed` seeds every backend, in
-250 µs. A segment that never draws (`lockstep.drawless`) is left out where another one is seeded
-before anything can draw. `HostRandom` does the same for models that draw from Python's or NumPy's
-global generator; a run continues with it after its first step only if a rank has seen a draw.
+generator is seeded from that key. For the first call of a block for micro-batch 5 of step 3, on
+whichever rank and in whichever stage of a pipeline it runs:
+
+    >>> derive_key(0, "train", 3, 5, "layers.2", 0)
+    1373446096332978183
+
+The device's generator alone, because `torch.manual_seed` seeds every backend, in 250 µs. A segment
+that never draws (`lockstep.drawless`) is left out where another one is seeded before anything can
+draw. `HostRandom` does the same for models that draw from Python's or NumPy's global generator; a
+run continues with it after its first step only if a rank has seen a draw.
 
 A segment that runs again inside a backward pass (`torch.utils.checkpoint` in the model, a
 reversible network) is seeded with the key of the call that it repeats. A generator's state holds
 the key that it was last seeded with. Whatever repeats a forward pass restores that state first, so
 the key there says after which call the repetition begins.
 
-What reads samples seeds the generators of Python, NumPy and torch before each of them (`seed_from`,
-`preserve_states`).
+What reads samples seeds the generators of Python, NumPy and torch before each of them
+(`seed_from`), and restores them afterwards (`lockstep.generator_states`).
+
+Tests: tests/test_randomness.py, tests/parallel/test_worked_examples.py
 """
 
-import ctypes
 import hashlib
-import inspect
 import random
-import sys
-from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -33,6 +37,7 @@ import torch
 from torch import nn
 
 from lockstep.drawless import DrawlessModules, never_draws
+from lockstep.generator_states import HostRandom, HostState
 from lockstep.machine.accelerator import default_generator
 from lockstep.torch_compat.backward_pass import graph_task, running_node
 
@@ -69,158 +74,6 @@ def seed_from(*parts: object) -> None:
 def seed_torch_from(*parts: object) -> None:
     """Seed torch's CPU generator as `seed_from` does, and no other."""
     torch.default_generator.manual_seed(derive_key(*parts))
-
-
-def states() -> tuple[Any, Any, torch.Tensor]:
-    """Return the states of the three generators, for `set_states`."""
-    return random.getstate(), np.random.get_state(legacy=False), torch.get_rng_state()
-
-
-def set_states(saved: tuple[Any, Any, torch.Tensor]) -> None:
-    """Restore what `states` returned."""
-    random.setstate(saved[0])
-    np.random.set_state(saved[1])
-    torch.set_rng_state(saved[2])
-
-
-@contextmanager
-def preserve_states() -> Iterator[None]:
-    """Restore the states of the three generators after the block."""
-    saved = states()
-    try:
-        yield
-    finally:
-        set_states(saved)
-
-
-# The state of Python's generator, and that of NumPy's.
-HostGenerators = tuple[Any, Any]
-
-
-def host_generators() -> HostGenerators:
-    """Return the states of Python's and NumPy's generators, for `have_moved`."""
-    return _python_state(), _numpy_state()
-
-
-def have_moved(before: HostGenerators) -> bool:
-    """Return whether Python's or NumPy's generator was used since `host_generators`."""
-    return _python_state() is not before[0] or _numpy_state() is not before[1]
-
-
-def restore_host_generators(before: HostGenerators) -> None:
-    """Set the states that `host_generators` returned."""
-    random.setstate(before[0])
-    np.random.set_state(before[1])
-
-
-# Both generators are MT19937: 624 words, and the position among them. Making a state of these takes
-# some 20 µs, comparing the bytes that lie in memory takes one. So the state that was made last is
-# kept, and is returned again as long as nothing has drawn.
-_MT19937_BYTES = 4 * 625
-# the generator itself, also where an observer has wrapped the functions that are its methods
-_PYTHONS: Any = inspect.unwrap(random.seed).__self__
-_known_python: tuple[bytes, Any] = b"", None  # as bytes, and as `random.getstate` gives it
-_known_numpy: tuple[bytes, Any] = b"", None  # as bytes, and as NumPy gives it
-
-
-def _python_state() -> Any:
-    """Return the state of Python's generator, the same object as long as nothing has drawn."""
-    global _known_python
-    # CPython has the position and the words behind the head that every object begins with.
-    raw = ctypes.string_at(id(_PYTHONS) + object.__basicsize__, _MT19937_BYTES)
-    known_raw, known = _known_python
-    # A normal variate that was kept for the next call is not among the bytes.
-    if raw == known_raw and known[2] == _PYTHONS.gauss_next:
-        return known
-    state = random.getstate()
-    *words, position = state[1]
-    if raw == array("I", [position, *words]).tobytes():
-        _known_python = raw, state
-    return state
-
-
-def _numpy_state() -> Any:
-    """Return the state of NumPy's generator, the same object as long as nothing has drawn."""
-    global _known_numpy
-    generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
-    if not isinstance(generator, np.random.MT19937):
-        return np.random.get_state(legacy=False)
-    raw = ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES)
-    known_raw, known = _known_numpy
-    if raw == known_raw and not known["has_gauss"]:
-        return known
-    state = np.random.get_state(legacy=False)
-    if raw == known_raw and (state["has_gauss"], state["gauss"]) == (1, known["gauss"]):
-        return known
-    words = state["state"]
-    if raw == words["key"].tobytes() + words["pos"].to_bytes(4, sys.byteorder):
-        _known_numpy = raw, state
-    return state
-
-
-HostState = tuple[Any, Any, Any]  # of Python's, NumPy's and torch's generator
-
-
-class HostRandom:
-    """Seeds the global generators of Python and NumPy.
-
-    torch's CPU generator, too, if the model's `device` is another.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._cpu = torch.default_generator if device.type != "cpu" else None
-        self._keyed: list[Any] | None = None  # the states right after a key was set
-        self.drawn = False  # a random number has been drawn since a key was set
-        self.trained = False  # a key was set in a training step
-        self.settled = False  # all ranks have agreed that a rank draws
-
-    def seed(self, key: int) -> None:
-        """Set a key, after checking for a draw since the last one."""
-        self.check_draws()
-        random.seed(key)
-        np.random.seed([key & 0xFFFFFFFF, key >> 32])
-        if self._cpu is not None:
-            self._cpu.manual_seed(key)
-        self._keyed = None if self.drawn else self._states()
-
-    def settle(self) -> None:
-        """Note that all ranks have agreed that the model draws from these generators."""
-        self.settled = True
-
-    def check_draws(self) -> None:
-        """Check whether a random number has been drawn since the last key."""
-        self.drawn = self.drawn or (self._keyed is not None and self._states() != self._keyed)
-
-    def end(self, outer: HostState) -> None:
-        """Check for a draw since the last key.
-
-        The states that `capture` has returned are restored.
-        """
-        self.check_draws()
-        self._keyed = None
-        self.restore(outer)
-
-    def capture(self) -> HostState:
-        """Return the current states."""
-        return random.getstate(), np.random.get_state(), self._cpu and self._cpu.get_state()
-
-    def restore(self, states: HostState) -> None:
-        """Set the states that `capture` has returned."""
-        python, numpy, cpu = states
-        random.setstate(python)
-        np.random.set_state(numpy)
-        if self._cpu is not None:
-            self._cpu.set_state(cpu)
-
-    def _states(self) -> list[Any]:
-        numpy = [
-            part.tobytes() if isinstance(part, np.ndarray) else part
-            for part in np.random.get_state()
-        ]
-        states: list[Any] = [random.getstate(), numpy]
-        if self._cpu is not None:
-            states.append(self._cpu.get_state().numpy().tobytes())
-        return states
 
 
 _running = 0  # blocks of `RandomState.running` that are open, of any state
@@ -301,7 +154,9 @@ class _Calls:
         if key is None:
             if not keys:
                 return None
-            key = keys[(self._repeated.get((micro_batch, segment)) or len(keys)) - 1]
+            # the call before the one that was repeated last; at first the last one
+            later = self._repeated.get((micro_batch, segment)) or len(keys)
+            key = keys[later - 1]
         if key in keys:
             self._repeated[micro_batch, segment] = keys.index(key)
         self._latest = (node, key)
@@ -310,9 +165,9 @@ class _Calls:
 
 @dataclass
 class RandomState:
-    """The micro-batch and step of the current forward pass.
+    """What random numbers depend on now: the seed, and where in the training a pass is.
 
-    The loop sets them, the segments' hooks read them.
+    The loop sets it (`running`, `at`), the segments' hooks make keys of it (`enter`).
     """
 
     seed: int
@@ -390,14 +245,12 @@ class RandomState:
             self.calls[segment] = call + 1
             key = derive_key(self.seed, self.phase, self.step, self.micro_batch, segment, call)
             if self.phase == "train":
-                self._made.following[self._key, segment] = self._made.keys[
-                    self.micro_batch, segment, call
-                ] = key
+                self._made.following[self._key, segment] = key
+                self._made.keys[self.micro_batch, segment, call] = key
             self._key = key
         self._generator.manual_seed(key)
         if self.host is not None:
-            self.host.seed(key)
-            self.host.trained = self.host.trained or self.phase == "train"
+            self.host.seed(key, trains=self.phase == "train")
 
     def _repeated(self, segment: str) -> int | None:
         """Return the key of the call of `segment` that a backward pass repeats.
@@ -405,10 +258,10 @@ class RandomState:
         None if it makes a new one.
         """
         node = running_node()
+        if node is None:
+            return None
         before = self._generator.initial_seed()
-        return (
-            None if node is None else self._made.repeated(before, self.micro_batch, segment, node)
-        )
+        return self._made.repeated(before, self.micro_batch, segment, node)
 
     def capture(self) -> HostState | None:
         """Return the states of the generators on the host, for `recomputing`.
@@ -419,10 +272,7 @@ class RandomState:
 
     @contextmanager
     def recomputing(self, captured: HostState | None) -> Iterator[None]:
-        """Draw in the block what was drawn after `captured` was taken.
-
-        The generators are the host's.
-        """
+        """Let the host's generators draw in the block what they drew after `captured` was taken."""
         host = self.host
         before = None
         if host is not None and captured is not None:

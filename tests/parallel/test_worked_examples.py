@@ -60,6 +60,7 @@ DOCTESTS = (
     "lockstep.parallel.pipeline.plan",
     "lockstep.parallel.reproducible.tree",
     "lockstep.parallel.strides",
+    "lockstep.randomness",
     "lockstep.step",
     "lockstep.verify.script.reduction",
 )

@@ -25,9 +25,10 @@ from torch.utils.checkpoint import (
 )
 
 from lockstep.errors import UsageError
+from lockstep.generator_states import HostState
 from lockstep.machine.accelerator import default_generator
 from lockstep.parallel.changes import replace_method
-from lockstep.randomness import HostState, RandomState
+from lockstep.randomness import RandomState
 from lockstep.torch_compat.normalizations import BatchNorm
 from lockstep.torch_compat.operators import FUSED_ATTENTION
 from lockstep.torch_compat.pytree import tree_leaves, tree_map
