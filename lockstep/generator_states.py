@@ -124,7 +124,7 @@ class HostRandom:
         self.settled = False  # all ranks have agreed that a rank draws
 
     def seed(self, key: int, *, trains: bool) -> None:
-        """Set a key, in a training step or outside, after checking for a draw since the last one."""
+        """Set a key, in a training step or elsewhere; check for a draw since the last one."""
         self.check_draws()
         self.trained = self.trained or trains
         random.seed(key)
