@@ -556,14 +556,16 @@ def _verify_script(parser: Parser, args: argparse.Namespace, after_dashes: list[
     fix = "leave it out: a script sets such keys itself; what follows -- goes to the script"
     parser.take_only("SCRIPT", lambda dest: dest in accepted, fix)
     ranks = args.nproc_per_node or args.against
+    from lockstep.verify.launchers import PlainScript, plain_script, with_ranks
+
+    script: str | PlainScript
+    arguments: list[str] = []
     if args.words:
         script = args.words[0]
         arguments = [*args.words[1:], *after_dashes]
     else:
-        from lockstep.verify.launchers import plain_script, with_ranks
-
         command, typed_ranks = with_ranks(after_dashes)
-        script, *arguments = plain_script(after_dashes) or [command]
+        script = plain_script(after_dashes) or command
         if not ranks and typed_ranks is not None and typed_ranks > 1:
             ranks = str(typed_ranks)
     return run_script(

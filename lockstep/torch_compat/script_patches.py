@@ -380,6 +380,22 @@ def patch_reading(read: Callable[[], None]) -> Undo:
     return _after(dataloader._BaseDataLoaderIter, "__next__", lambda _self, _result: read())
 
 
+def patch_orders(begun: Callable[[Any, Iterator[Any]], Iterator[Any]]) -> None:
+    """Let `begun` replace the positions of each pass that a loader begins over data with positions.
+
+    It is given the loader and its iterator, and returns the one that is read.
+    """
+    original = dataloader._BaseDataLoaderIter.__init__
+
+    @wraps(original)
+    def observed(self: Any, loader: Any) -> None:
+        original(self, loader)
+        if self._dataset_kind == dataloader._DatasetKind.Map:
+            self._sampler_iter = begun(loader, self._sampler_iter)
+
+    setattr(dataloader._BaseDataLoaderIter, "__init__", observed)  # noqa: B010
+
+
 def patch_saving(saved: Callable[[Any], None]) -> Undo:
     """Report where `torch.save` is about to write."""
     original = torch.save

@@ -18,11 +18,11 @@ from lockstep.report.page import require_replaceable
 from lockstep.verify import text
 from lockstep.verify.comparison_result import Outcome
 from lockstep.verify.configs import Start
+from lockstep.verify.launchers import PlainScript
 from lockstep.verify.page import write_page
 from lockstep.verify.proof import DEFAULT_STEPS, require_startable, verify
 from lockstep.verify.script.judge import judge_script
-from lockstep.verify.script.runs import Runs, libraries_of, script_starter, start_command
-from lockstep.verify.script.task import ScriptTask
+from lockstep.verify.script.runs import libraries_of, runs_of
 
 _DEFAULT_STEPS_OF_SCRIPT = 3
 
@@ -86,7 +86,7 @@ def starter_of(configs: Sequence[Config]) -> Start:
 
 
 def run_script(
-    script: str,
+    script: str | PlainScript,
     arguments: Sequence[str],
     *,
     ranks: str | None,
@@ -96,7 +96,8 @@ def run_script(
 ) -> int:
     """Verify a training script; return 0 if the ranks train what one process trains, else 1.
 
-    `arguments` are those of the script, in which `{n}` stands for the number of ranks; `ranks` is
+    `script` is its file, a command that starts it, or what it is without its launcher. `arguments`
+    are those of a file, in which `{n}` stands for the number of ranks; `ranks` is
     written as `2,4`.
     """
     if page is not None:
@@ -113,16 +114,18 @@ def run_script(
         raise UsageError(
             "one process is what others are compared with", fix="write --nproc-per-node 1,2"
         )
-    fork_server.split_off(compiles=True, also=libraries_of(script))
+    file = script.file if isinstance(script, PlainScript) else script
+    fork_server.split_off(compiles=True, also=libraries_of(file))
     outcomes = verify_script(
         script, arguments, numbers, steps=_DEFAULT_STEPS_OF_SCRIPT if steps is None else steps
     )
-    print(text.script_json(script, outcomes) if in_json else text.script_text(script, outcomes))
+    shown = script.shown if isinstance(script, PlainScript) else script
+    print(text.script_json(shown, outcomes) if in_json else text.script_text(shown, outcomes))
     if page is not None:
         rows = text.rows(outcomes, of_script=True)
         write_page(
             page,
-            f"verify {text.as_run(script, outcomes)}",
+            f"verify {text.as_run(shown, outcomes)}",
             text.SCRIPT_HEADINGS,
             rows,
             text.drawn(outcomes, of_script=True),
@@ -131,13 +134,27 @@ def run_script(
 
 
 def verify_script(
-    script: str, arguments: Sequence[str], ranks: Sequence[int], *, steps: int
+    script: str | PlainScript, arguments: Sequence[str], ranks: Sequence[int], *, steps: int
 ) -> list[Outcome]:
     """Compare a script, or a command, on several ranks with one process.
 
     In a command, `{n}` stands for the number of ranks.
     """
-    is_command = len(script.split()) > 1
+    if isinstance(script, str):
+        is_command = len(script.split()) > 1
+        _require_verifiable(script, is_command=is_command)
+        if not is_command:
+            script = PlainScript(script, tuple(arguments))
+    require_startable(steps)
+    outcomes = []
+    for number in ranks:
+        with temporary("verify-script") as folder:
+            outcomes.append(judge_script(runs_of(script, steps, folder, _report), number))
+    return outcomes
+
+
+def _require_verifiable(script: str, *, is_command: bool) -> None:
+    """Raise UsageError if a command has no place for a number of ranks, or there is no script."""
     if is_command and not re.search(r"\{(\d+/)?n\}", script):
         raise UsageError(
             f"the command {script!r} has no {{n}}, which stands for the number of ranks",
@@ -148,11 +165,3 @@ def verify_script(
         )
     if not is_command and not Path(script).is_file():
         raise UsageError(f"there is no script {script}", fix="name a Python file that trains")
-    require_startable(steps)
-    outcomes = []
-    for number in ranks:
-        with temporary("verify-script") as folder:
-            task = ScriptTask(script, () if is_command else tuple(arguments), steps, folder)
-            start = start_command if is_command else script_starter(script)
-            outcomes.append(judge_script(Runs(task, start, _report), number))
-    return outcomes

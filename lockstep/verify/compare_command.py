@@ -17,11 +17,10 @@ from lockstep.verify import text
 from lockstep.verify.command import starter_of
 from lockstep.verify.comparison_result import Outcome
 from lockstep.verify.config_pair import compare_configs, losses_of_configs
-from lockstep.verify.launchers import plain_script, with_ranks
+from lockstep.verify.launchers import PlainScript, plain_script, with_ranks
 from lockstep.verify.proof import require_startable
 from lockstep.verify.script.pair import PairedLosses, compare_scripts, paired_losses
-from lockstep.verify.script.runs import Runs, script_starter, start_command
-from lockstep.verify.script.task import ScriptTask
+from lockstep.verify.script.runs import Runs, runs_of
 
 STEPS = 5
 PAIRED_STEPS = 30  # where the losses are compared
@@ -29,33 +28,27 @@ PAIRED_STEPS = 30  # where the losses are compared
 
 @dataclass(frozen=True)
 class Program:
-    """A script with its arguments, or a command, as it is typed in one word."""
+    """A script, or a command in one word, as a word of `lockstep compare` names it."""
 
-    words: tuple[str, ...]
-    is_script: bool
+    script: str | PlainScript
     ranks: int | None  # that a command names
 
     @staticmethod
     def of(typed: str, arguments: Sequence[str]) -> "Program":
-        """Return what one of the two words of `lockstep compare` names."""
+        """Return what one of the two words names."""
         words = shlex.split(typed)
         if words and words[0].endswith(".py"):
             if not Path(words[0]).is_file():
                 raise UsageError(f"there is no script {words[0]}", fix="name a file that trains")
-            return Program((*words, *arguments), is_script=True, ranks=None)
+            return Program(PlainScript(words[0], (*words[1:], *arguments)), ranks=None)
         command, ranks = with_ranks([*words, *arguments])
-        script = plain_script([*words, *arguments])
-        if script is not None:
-            return Program(tuple(script), is_script=True, ranks=ranks)
-        return Program((command,), is_script=False, ranks=ranks)
+        return Program(plain_script([*words, *arguments]) or command, ranks)
 
     def runs(self, name: str, steps: int, folder: Path) -> Runs:
         """Return its runs, in a folder of their own."""
         own = folder / name
         own.mkdir()
-        task = ScriptTask(self.words[0], self.words[1:], steps, own)
-        start = script_starter(self.words[0]) if self.is_script else start_command
-        return Runs(task, start, _report)
+        return runs_of(self.script, steps, own, _report)
 
 
 def _report(line: str) -> None:

@@ -10,6 +10,7 @@ Loads without torch.
 Tests: tests/verify/test_launchers.py
 """
 
+import os
 import re
 import shlex
 import shutil
@@ -46,8 +47,28 @@ _LAUNCHERS = (
     _Launcher("mpirun", _OF_MPI),
     _Launcher("mpiexec", _OF_MPI),
 )
-# What starts a script without anything of its own, in the order in which they are looked for.
-_OF_SCRIPTS = ("torchrun", "python -m torch.distributed.run", "python")
+# What starts a script with nothing of its own but variables, in the order in which it is looked
+# for, and the options that need no launcher: name → number of values.
+_PLAIN_OF_TORCH = {**dict.fromkeys(_OF_TORCH, 1), "--standalone": 0}
+_PLAIN_OF_ACCELERATE = {
+    **dict.fromkeys(_OF_ACCELERATE, 1),
+    "--cpu": 0,
+    "--multi_gpu": 0,
+    "--multi-gpu": 0,
+    "--mixed_precision": 1,
+    "--mixed-precision": 1,
+    "--main_process_port": 1,
+    "--main-process-port": 1,
+}
+_PLAIN: dict[str, dict[str, int]] = {
+    "torchrun": _PLAIN_OF_TORCH,
+    "python -m torch.distributed.run": _PLAIN_OF_TORCH,
+    "accelerate launch": _PLAIN_OF_ACCELERATE,
+    "accelerate-launch": _PLAIN_OF_ACCELERATE,
+    "python -m accelerate.commands.launch": _PLAIN_OF_ACCELERATE,
+    "python": {},
+}
+_MODULE = ("-m", "--module")
 _HOSTS = ("--nnodes", "--num_machines", "--num-machines", "--num_nodes", "--num-nodes")
 _OF_PYTHON = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "{n}"]
 
@@ -96,24 +117,89 @@ def with_ranks(words: Sequence[str]) -> tuple[str, int | None]:
     return shlex.join([*before, *command]), None
 
 
-def plain_script(words: Sequence[str]) -> list[str] | None:
-    """Return the script of a command, and its arguments, if torch's launcher alone starts it here.
+@dataclass(frozen=True)
+class PlainScript:
+    """A script that starts without its launcher, with what this would give it.
 
-    Ranks of a script are started from processes that have torch loaded already, within a second;
-    a launcher and its ranks load it once each. None if the command asks for anything else than a
-    number of ranks, runs a module, or is of another environment.
+    Ranks of a script are started from processes that have torch loaded already, within a second; a
+    launcher and its ranks load it once each.
+
+    Attributes:
+        file: of the script.
+        arguments: of the script.
+        module: its name, where it is run as `python -m` runs it; else empty.
+        accelerate: the options of `accelerate launch` but those for the number of ranks; None: it
+            is not started so.
     """
-    known = next((known for known in _OF_SCRIPTS if _begins_with(words, known.split())), None)
+
+    file: str
+    arguments: tuple[str, ...] = ()
+    module: str = ""
+    accelerate: tuple[str, ...] | None = None
+
+    @property
+    def shown(self) -> str:
+        """The script as it is called in a verdict."""
+        return f"python -m {self.module}" if self.module else self.file
+
+
+def plain_script(words: Sequence[str]) -> PlainScript | None:
+    """Return the script of a command that needs no launcher here.
+
+    None if the command asks for anything else than a number of ranks and what `accelerate launch`
+    writes into variables, or is of another environment.
+    """
+    known = next((known for known in _PLAIN if _begins_with(words, known.split())), None)
     if known is None or any("{" in word for word in words) or not _is_here(words[0]):
         return None
+    is_launched = any(_begins_with(words, launcher.words.split()) for launcher in _LAUNCHERS)
+    if known == "python" and is_launched:
+        return None
+    options: list[str] = []
     at = len(known.split())
-    while at < len(words) and not words[at].endswith(".py"):
+    while at < len(words) and not words[at].endswith(".py") and words[at] not in _MODULE:
         name, equals, _ = words[at].partition("=")
-        if known == "python" or name not in (*_OF_TORCH, "--standalone"):
+        if name not in _PLAIN[known]:
             return None
-        at += 1 if equals or name == "--standalone" else 2
-    script = [*words[at:]]
-    return script if script and Path(script[0]).is_file() else None
+        end = at + 1 + (0 if equals else _PLAIN[known][name])
+        if name not in (*_OF_ACCELERATE, "--multi_gpu", "--multi-gpu"):
+            options += words[at:end]
+        at = end
+    is_module = at < len(words) and words[at] in _MODULE
+    script, *arguments = [*words[at + is_module :]] or [""]
+    file = _file_of_module(script) if is_module else Path(script)
+    if file is None or not file.is_file():
+        return None
+    of_accelerate = _PLAIN[known] is _PLAIN_OF_ACCELERATE
+    if of_accelerate and _has_config_of_accelerate():
+        return None
+    return PlainScript(
+        str(file),
+        tuple(arguments),
+        script if is_module else "",
+        tuple(options) if of_accelerate else None,
+    )
+
+
+def _file_of_module(name: str) -> Path | None:
+    """Return the file that `python -m` runs for a module; None if it is in none.
+
+    Packages above it are not imported, which may load torch.
+    """
+    for folder in (Path(), *map(Path, sys.path)):
+        module = folder.joinpath(*name.split("."))
+        for file in (module / "__main__.py", module.with_suffix(".py")):
+            if name and file.is_file():
+                return file
+    return None
+
+
+def _has_config_of_accelerate() -> bool:
+    """Return whether `accelerate config` has written what its launcher is to do."""
+    home = os.environ.get("HF_HOME") or Path(
+        os.environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface"
+    )
+    return any(Path(home).expanduser().glob("accelerate/default_config.*"))
 
 
 def _is_here(program: str) -> bool:
@@ -140,7 +226,7 @@ def _end_of_options(command: Sequence[str], begin: int) -> int:
     It is the first word that ends in `.py`, or the `-m` of a module.
     """
     for at in range(begin, len(command)):
-        if command[at].endswith(".py") or command[at] in ("-m", "--module"):
+        if command[at].endswith(".py") or command[at] in _MODULE:
             return at
     return len(command)
 

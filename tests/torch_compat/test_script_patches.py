@@ -5,6 +5,7 @@ of its own.
 import inspect
 import random
 import sys
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.distributed import distributed_c10d, fsdp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import schedules
 from torch.nn.utils import clip_grad_value_
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from lockstep.torch_compat import script_patches
 from tests.ranks import run_ranks
@@ -24,7 +25,14 @@ from tests.ranks import run_ranks
 def test_backward_clipping_and_loaders_are_seen() -> None:
     # not in a fork of this process, in which torch may have run backward passes in threads
     (found,) = run_ranks(observed, 1)
-    assert found == [("backward", 3.0), ("clip", 1), ("clip", 1), ("made", 2)]
+    assert found == [
+        ("backward", 3.0),
+        ("clip", 1),
+        ("clip", 1),
+        ("made", 2),
+        [[0, 1], [2]],
+        ("made", 2),
+    ]
 
 
 def observed() -> list[Any]:
@@ -44,13 +52,25 @@ def observed() -> list[Any]:
         lambda given: given.update(batch_size=2),
         lambda loader: found.append(("made", loader.batch_size)),
     )
+
+    def order(_loader: Any, positions: Any) -> Any:
+        found.append(list(positions))
+        return iter(found[-1])
+
+    script_patches.patch_orders(order)
     model = torch.nn.Linear(1, 1, bias=False)
     (model.weight.sum() * 0 + 3).backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     assert clip_grad_value_ is not torch.nn.utils.clip_grad_value_
     torch.nn.utils.clip_grad_value_(model.parameters(), clip_value=1.0)
     assert len(next(iter(DataLoader([1, 2, 3], 1)))) == 2  # type: ignore[arg-type]
+    next(iter(DataLoader(Stream())))  # has no positions
     return found
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter([1])
 
 
 def test_functions_are_replaced_under_the_names_of_other_modules() -> None:

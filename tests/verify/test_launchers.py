@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import UsageError
-from lockstep.verify.launchers import plain_script, with_ranks
+from lockstep.verify.accelerate_variables import accelerate_variables
+from lockstep.verify.launchers import PlainScript, plain_script, with_ranks
 
+TRAIN = PlainScript("train.py")
 RUN = "-m torch.distributed.run --standalone --nproc-per-node '{n}'"
 
 
@@ -73,27 +75,55 @@ def test_what_can_not_be_replaced_is_refused() -> None:
 @pytest.mark.parametrize(
     ("typed", "script"),
     [
-        ("torchrun --nproc-per-node 2 train.py --lr 1", "train.py --lr 1"),
-        ("torchrun --standalone --nproc_per_node=8 train.py", "train.py"),
-        ("python -m torch.distributed.run --nproc-per-node 2 train.py", "train.py"),
-        ("python train.py -m", "train.py -m"),
+        ("torchrun --nproc-per-node 2 train.py --lr 1", PlainScript("train.py", ("--lr", "1"))),
+        ("torchrun --standalone --nproc_per_node=8 train.py", TRAIN),
+        ("python -m torch.distributed.run --nproc-per-node 2 train.py", TRAIN),
+        ("python train.py -m", PlainScript("train.py", ("-m",))),
+        ("python -m train", PlainScript("train.py", module="train")),
+        ("torchrun -m package.fit -m", PlainScript("package/fit.py", ("-m",), "package.fit")),
+        ("python -m package", PlainScript("package/__main__.py", module="package")),
+        ("accelerate launch train.py", PlainScript("train.py", accelerate=())),
+        (
+            "accelerate launch --multi_gpu --num_processes=2 --mixed_precision bf16 -m train 1",
+            PlainScript("train.py", ("1",), "train", ("--mixed_precision", "bf16")),
+        ),
+        ("accelerate launch --use_deepspeed train.py", None),
+        ("accelerate launch --config_file fsdp.yaml train.py", None),
         ("torchrun --nproc-per-node 2 --max-restarts 3 train.py", None),
-        ("torchrun --nproc-per-node 2 -m package.train", None),
         ("torchrun --nproc-per-node 2 nowhere.py", None),
         ("torchrun --nproc-per-node {n} train.py", None),
+        ("torchrun --nproc-per-node 2", None),
+        ("python -m package.nowhere", None),
+        ("python -m lockstep launch train.py", None),
         ("python -O train.py", None),
-        ("python -m package.train", None),
-        ("accelerate launch train.py", None),
         ("OMP_NUM_THREADS=1 torchrun train.py", None),
         ("/usr/bin/python train.py", None),
         ("", None),
     ],
 )
-def test_a_script_that_torch_alone_starts_needs_no_launcher(
-    typed: str, script: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_script_that_needs_no_launcher(
+    typed: str, script: PlainScript | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
     Path("train.py").touch()
+    Path("package").mkdir()
+    for name in ("fit.py", "__main__.py"):
+        Path("package", name).touch()
     here = Path(sys.executable).parent
     monkeypatch.setattr(shutil, "which", lambda name: str(here / name))
-    assert plain_script(typed.split()) == (None if script is None else script.split())
+    assert plain_script(typed.split()) == script
+    config = Path("home", "accelerate", "default_config.yaml")
+    config.parent.mkdir(parents=True)
+    config.touch()  # which may name DeepSpeed: its own launcher reads it
+    if script is not None and script.accelerate is not None:
+        assert plain_script(typed.split()) is None
+
+
+def test_variables_are_those_of_accelerate() -> None:
+    options = ("--mixed_precision", "bf16")
+    made = accelerate_variables(options, 2)
+    assert made["ACCELERATE_MIXED_PRECISION"] == "bf16"
+    assert made["ACCELERATE_USE_CPU"] == "False"
+    assert accelerate_variables(("--cpu",), 1)["ACCELERATE_USE_CPU"] == "True"
+    assert not {"MASTER_PORT", "OMP_NUM_THREADS"} & made.keys()

@@ -16,7 +16,9 @@ from lockstep.verify.script.operations import (
     first_operation_of_part,
     line_of_loss,
     line_that_couples,
+    line_that_passes_on,
 )
+from lockstep.verify.script.passed_on import PassedOn
 
 LAYER = nn.Linear(4, 4)
 
@@ -173,6 +175,31 @@ def test_the_line_at_which_samples_meet() -> None:
     parts = [run(2), run(2, begin=2)]
     assert "# they meet" in code_at(line_that_couples(together, parts))
     assert line_that_couples(together[:1], [part[:1] for part in parts]) == ""
+
+
+def gathered(features: Tensor) -> Tensor:
+    return features  # nothing is gathered
+
+
+def scaled(features: Tensor) -> Tensor:
+    return features * 2
+
+
+def test_a_function_that_hands_on_what_it_is_given() -> None:
+    """It runs no operation; a product of what it returned, or of a view of that, is there."""
+    found: list[TracedOperation] = []
+    passed_on = PassedOn()
+    passed_on.start()
+    try:
+        with TracedOperations(lambda: ("", FORWARD), found.append, passed_on.line_of):
+            image, text = torch.ones(2, 3), torch.ones(2, 3)
+            logits = scaled(image) @ gathered(text).T
+            logits.sum()
+    finally:
+        passed_on.stop()
+    product, loss = (next(each for each in found if each.name == name) for name in ("mm", "sum"))
+    assert "# nothing is gathered" in code_at(line_that_passes_on(found, product.own))
+    assert line_that_passes_on(found, loss.own) == ""
 
 
 def test_what_is_written_on_one_side_alone_is_named_where_it_is_written() -> None:

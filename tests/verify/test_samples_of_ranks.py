@@ -1,9 +1,12 @@
 """Samples that ranks share are a mistake where each goes by an order, and chance where it draws."""
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
 from lockstep.verify.script.draws import LoopDraw
+from lockstep.verify.script.orders import LoaderPass
 from lockstep.verify.script.ranks import seen_on_ranks
 from lockstep.verify.script.record import RecordedStep, ScriptRecord
 from lockstep.verify.script.world import World
@@ -134,3 +137,31 @@ def test_numbers_without_a_loader() -> None:
     assert cause.kind == "random numbers"
     assert "randn.py:1" in cause.text
     assert "randint" not in cause.text
+
+
+@pytest.mark.parametrize(
+    ("other", "is_error"),
+    [
+        (range(10, 20), False),  # the other half
+        ([*range(10, 19), 0], False),  # the last batch is filled up, and one is left out
+        (range(5, 15), True),  # half of another order
+        ([10] * 5 + [0] * 5, False),  # drawn, as by weights
+    ],
+)
+def test_complete_passes_that_overlap_are_of_other_orders(
+    other: Sequence[int], is_error: bool
+) -> None:
+    """The steps show nothing of it: no sample was read on both ranks so far."""
+    records = []
+    for rank, positions in enumerate((list(range(10)), list(other))):
+        batches = [[f"{rank}a", f"{rank}b"], [f"{rank}c", f"{rank}d"]]
+        record = ScriptRecord([RecordedStep(losses=[1.0]) for _ in batches])
+        record.batches[0] = batches
+        record.lengths[0] = (0, 20)
+        record.data[0] = "of all"
+        record.note_orders({0: [LoaderPass(positions, is_complete=True)]})
+        records.append(record)
+    assert records[0].lengths[0] == (10, 20)
+    assert kinds(World(records)) == ({"samples": True} if is_error else {})
+    records[1].orders[0][0].is_complete = False
+    assert kinds(World(records)) == {}

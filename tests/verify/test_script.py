@@ -208,6 +208,39 @@ def test_a_command_in_place_of_a_script(launcher: str) -> None:
     assert said.startswith(f"2 steps of {command.replace('{n}', '2')}, compared with"), said
 
 
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("typed", "rounds"),
+    [("python -m package.train", False), ("accelerate launch --mixed_precision bf16", True)],
+)
+def test_a_command_that_needs_no_launcher(
+    typed: str,
+    rounds: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A module finds those of its package, and a script the options of `accelerate launch`."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.setenv(
+        "PATH", os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    )
+    Path("package").mkdir()
+    text = (
+        (SCRIPTS / "accelerated.py").read_text().replace("Accelerator(cpu=True)", "Accelerator()")
+    )
+    Path("package/loop.py").write_text(text)
+    Path("package/train.py").write_text("from .loop import main\nmain(True)\n")
+    words = typed.split()
+    if words[0] == "accelerate":
+        words += ["package/loop.py", "right"]
+    assert main(["verify", "--steps", "2", "--json", "--", *words]) == 0
+    (world,) = json.loads(capsys.readouterr().out)["worlds"]
+    assert world["framework"] == "Accelerate"
+    assert any("autocast" in notice for notice in world["notices"]) == rounds
+
+
 def test_a_command_that_can_not_be_proven() -> None:
     with pytest.raises(UsageError, match=r"has no \{n\}"):
         verify_script("torchrun train.py", [], [2], steps=2)

@@ -108,6 +108,7 @@ class ObservedDraws:
         draw: Callable[[Callable[[], Any]], Any],
         is_own: Callable[[str], bool],
     ) -> None:
+        self.count = 0  # of all draws, of libraries' too
         self._active = False
         self._sources = sources
         self._batch = batch
@@ -136,6 +137,7 @@ class ObservedDraws:
 
         Each draw of the script's own lines is noted by its batch, its line, and its number there.
         """
+        self.count += 1
         value = self._draw(call)
         line = self._line(sys._getframe(2)) if self._active else ""
         if not line:

@@ -28,6 +28,7 @@ from lockstep.verify.script.operations import (
     first_operation,
     first_operation_of_part,
     line_that_couples,
+    line_that_passes_on,
 )
 from lockstep.verify.script.ranks import replicas_cause
 from lockstep.verify.script.record import ScriptRecord
@@ -373,7 +374,11 @@ def _coupling_cause(
     alone = c.alone_on_each(first.step)
     cause = gradients.coupling_cause(evidence, [gradient for gradient, _ in alone])
     if cause is not None:
-        cause.place_at(_line_that_couples(c, first.step, [record for _, record in alone]))
+        line = _line_that_couples(c, first.step, [record for _, record in alone])
+        steps = c.traced[0].steps[first.step :] if c.traced else []
+        # A function that ranks call to exchange tensors may hand on those that it is given.
+        passed_on = line_that_passes_on(steps[0].operations, line) if steps else ""
+        cause.place_at(passed_on or line)
     return cause
 
 

@@ -43,6 +43,7 @@ from lockstep.machine.output import flush_both
 from lockstep.tensors import local
 from lockstep.torch_compat import script_patches
 from lockstep.torch_compat.pytree import tree_leaves
+from lockstep.verify.accelerate_variables import accelerate_variables
 from lockstep.verify.loop.updates import Nesting
 from lockstep.verify.own_lines import (
     is_own,
@@ -56,6 +57,8 @@ from lockstep.verify.script.hangs import ScriptHangWatch
 from lockstep.verify.script.observed_models import STATISTICS, ObservedModels
 from lockstep.verify.script.observed_pass import AppliedConditions, GeneratorStates
 from lockstep.verify.script.operations import BACKWARD, FORWARD, UPDATE, TracedOperations
+from lockstep.verify.script.orders import ObservedOrders
+from lockstep.verify.script.passed_on import PassedOn
 from lockstep.verify.script.record import (
     AUTOCAST,
     CLIP,
@@ -90,7 +93,13 @@ def observe(task: ScriptTask, *, alone: bool) -> None:
     os.dup2(log, 2)
     observer = _ScriptObserver(task, facts.rank, facts.world_size)
     observer.watch()
-    run_script(task.script, [for_ranks(argument, facts.world_size) for argument in task.arguments])
+    if task.accelerate is not None:
+        os.environ.update(accelerate_variables(task.accelerate, facts.world_size))
+    run_script(
+        task.module or task.script,
+        [for_ranks(argument, facts.world_size) for argument in task.arguments],
+        kind="module" if task.module else "file",
+    )
     observer.finish()
 
 
@@ -157,6 +166,12 @@ class _ScriptObserver:
             self._draw,
             is_own,
         )
+        self._orders = ObservedOrders(
+            values.number_of,
+            lambda: len(self.record.steps),
+            lambda: self._draws.count,
+            self._checks.find,
+        )
         self._hang_watch = ScriptHangWatch(task, rank, world, self.record)
         self._watch_calls()
         verified_part.append((partial(setattr, self, "active", True), self.finish))
@@ -177,6 +192,7 @@ class _ScriptObserver:
         script_patches.patch_made(self._made)
         script_patches.patch_hooks(self._hook_registered)
         script_patches.patch_samplers(self._checks.sampler_begun)
+        script_patches.patch_orders(self._orders.begun)
         script_patches.patch_loading(self._checks.loaded)
         saved = SavedFiles(self.task.saved, lambda: bool(self.record.first))
         script_patches.patch_saving(saved.save)
@@ -191,8 +207,12 @@ class _ScriptObserver:
         script_patches.patch_names()
         watch_losses(self._broadcast)
         if self.task.conditions.traced:  # what is made before a step, too
+            passed_on = PassedOn()
+            passed_on.start()
             traced = TracedOperations(
-                self._module_and_phase, lambda operation: self._step.operations.append(operation)
+                self._module_and_phase,
+                lambda operation: self._step.operations.append(operation),
+                passed_on.line_of,
             )
             traced.__enter__()  # type: ignore[no-untyped-call]
 
@@ -207,6 +227,7 @@ class _ScriptObserver:
         """
         self._hang_watch.script_has_ended()
         flush_both()
+        self.record.note_orders(self._orders.complete())
         task = self.task
         task.write_record(self.rank, self.record)
         deadline = time.monotonic() + _WAIT

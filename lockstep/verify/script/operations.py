@@ -61,6 +61,7 @@ class TracedOperation:
     memory: int = 0  # address of what it returned
     inputs: tuple[GivenTensor, ...] = ()  # each tensor that it was given
     is_floating: bool = True  # whether it returned no positions, classes or counts
+    passed_on: str = ""  # line of a function that has returned one of its inputs unchanged
 
 
 @dataclass(frozen=True)
@@ -85,14 +86,19 @@ class TracedOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         where: returns the module that runs, and the phase of the step; None outside of a step,
             where it is noted only which line has made a tensor.
         note: is given each operation.
+        passed_on: returns the line of a function that has returned a tensor unchanged; or empty.
     """
 
     def __init__(
-        self, where: Callable[[], tuple[str, str] | None], note: Callable[[TracedOperation], None]
+        self,
+        where: Callable[[], tuple[str, str] | None],
+        note: Callable[[TracedOperation], None],
+        passed_on: Callable[[Tensor], str] = lambda _: "",
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._where = where
         self._note = note
+        self._passed_on = passed_on
         self._count = 0
         self._made: dict[int, GivenTensor] = {}  # by its address, when it was made or written
 
@@ -110,7 +116,8 @@ class TracedOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func.namespace == "aten" and has_values and not is_reading():
             magnitude = _magnitude(value)
             self._note_made(func, value, magnitude)
-            self._note_result(name, line_of_code(), where, inputs, value, magnitude)
+            passed_on = self._line_that_passed_on((args, kwargs)) if where is not None else ""
+            self._note_result(name, line_of_code(), where, inputs, value, magnitude, passed_on)
         return result
 
     def _inputs(self, tree: Any) -> tuple[GivenTensor, ...]:
@@ -124,6 +131,11 @@ class TracedOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 is_known = made is not None and made.magnitude == magnitude
                 inputs.append(made if made is not None and is_known else GivenTensor(magnitude))
         return tuple(inputs)
+
+    def _line_that_passed_on(self, tree: Any) -> str:
+        """Return the line of a function that has returned a tensor of a tree unchanged."""
+        leaves = [leaf for leaf in tree_leaves(tree) if _is_plain(leaf)]
+        return next(filter(None, map(self._passed_on, leaves)), "")
 
     def _note_made(self, func: Any, result: Tensor, magnitude: float) -> None:
         """Note the line that made a tensor or wrote into it; a view of one that is known does not.
@@ -148,6 +160,7 @@ class TracedOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         inputs: tuple[GivenTensor, ...],
         result: Tensor,
         returned: float,
+        passed_on: str,
     ) -> None:
         """Note an operation that ran in the model or the loss.
 
@@ -158,6 +171,7 @@ class TracedOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
             inputs: what it was given.
             result: what it returned.
             returned: the sum of the magnitudes of its elements.
+            passed_on: line of a function that has returned one of its inputs unchanged.
         """
         if where is None or not line:
             return
@@ -180,6 +194,7 @@ class TracedOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 memory,
                 inputs,
                 result.is_floating_point(),
+                passed_on,
             )
         )
 
@@ -281,6 +296,15 @@ def line_that_couples(
             line: str = of_all.own
             return line
     return ""
+
+
+def line_that_passes_on(operations: Sequence[TracedOperation], line: str) -> str:
+    """Return the line of a function that returned what an operation at a line is given, unchanged.
+
+    Empty if none did.
+    """
+    passed_on = [operation.passed_on for operation in operations if operation.own == line]
+    return next(filter(None, passed_on), "")
 
 
 def difference_keys(

@@ -7,7 +7,7 @@ Tests: tests/verify/test_script.py
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from torch import Tensor
 from lockstep.torch_compat.script_patches import COLLECTIVES
 from lockstep.verify.script.draws import BatchKey, LoopDraw
 from lockstep.verify.script.operations import BACKWARD, TracedOperation, line_of_loss
+from lockstep.verify.script.orders import LoaderPass
 from lockstep.verify.script.recorded_lines import ScriptLines
 
 TORCH = "PyTorch"
@@ -176,6 +177,8 @@ class ScriptRecord:
     lengths: dict[int, tuple[int, int]] = field(default_factory=dict)
     # loader → what tells its data from others; a rank may hold its own part of them
     data: dict[int, str] = field(default_factory=dict)
+    # loader → the positions that its samplers give in each pass that is trained on
+    orders: dict[int, list[LoaderPass]] = field(default_factory=dict)
     replacing: set[int] = field(default_factory=set)  # loaders that draw with replacement
     framework: str = TORCH  # whose loop it is
     normalises: bool = False  # whether a module normalises by the statistics of its batch
@@ -196,6 +199,15 @@ class ScriptRecord:
     hooks: list[tuple[str, bool]] = field(default_factory=list)
 
     broadcasts: dict[str, str] = field(default_factory=dict)  # line of a loss → what it broadcasts
+
+    def note_orders(self, orders: Mapping[int, list[LoaderPass]]) -> None:
+        """Note the passes of each loader, which tell how long one is if its length does not."""
+        self.orders.update(orders)
+        for loader, passes in orders.items():
+            in_epoch, in_data = self.lengths.get(loader, (0, 0))
+            complete = [each for each in passes if each.is_complete]
+            if complete and not in_epoch:
+                self.lengths[loader] = (len(complete[0].positions), in_data)
 
     def note_statistics(self) -> None:
         """Note that a module normalises by the statistics of its batch."""

@@ -19,6 +19,7 @@ from lockstep.files.paths import RUNS
 from lockstep.launch.spawn import spawn_again
 from lockstep.machine.environment import rank_facts
 from lockstep.machine.processes import die_with_this_process
+from lockstep.verify.launchers import PlainScript
 from lockstep.verify.script.observe import observe
 from lockstep.verify.script.record import ScriptRecord
 from lockstep.verify.script.saved_files import put_back
@@ -152,6 +153,16 @@ class Runs:
             conditions=conditions,
             steps=self._task.steps if steps is None else steps,
         )
+
+
+def runs_of(
+    script: str | PlainScript, steps: int, folder: Path, report: Callable[[str], None]
+) -> Runs:
+    """Return the runs of a script, or of a command that starts its own processes, in a folder."""
+    if isinstance(script, str):
+        return Runs(ScriptTask(script, (), steps, folder), start_command, report)
+    start = script_starter(script.file)
+    return Runs(ScriptTask.of(script, steps, folder), start, report)
 
 
 def libraries_of(script: str) -> list[str]:

@@ -12,7 +12,7 @@ Tests: tests/verify/test_samples_of_ranks.py, tests/verify/test_script.py
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lockstep.verify.comparison_result import Cause
 from lockstep.verify.script.draws import drawn_apart
@@ -20,6 +20,8 @@ from lockstep.verify.script.fixes import fix_for, script_cause
 from lockstep.verify.script.record import ScriptRecord
 from lockstep.verify.script.world import World
 
+_MANY = 0.15  # of an epoch's samples; half as much as two ranks with other orders share
+_ONE_ORDER = "shuffle with one seed on all ranks, as seed + epoch, and take order[rank::world_size]"
 _BY_SAMPLES = "fingerprints of the samples of each rank"
 
 
@@ -132,10 +134,12 @@ class _ReadSamples:
         repeats = any(len(set(samples)) < len(samples) for samples in self.samples)
         return not repeats and (not in_epoch or len(self.samples[0]) <= in_epoch)
 
-    def error(self, text: str, by: str = _BY_SAMPLES) -> Cause:
+    def error(self, text: str, by: str = _BY_SAMPLES, fix: str | None = None) -> Cause:
         """Return the cause that is this mistake, with the line that makes the loader."""
         record = self.leaders[0]
         cause = script_cause("samples", text, by, record.framework)
+        if fix is not None:
+            cause = replace(cause, fix=fix)
         if self.loader is not None:
             cause.place_at(record.lines.loaders.get(self.loader, ""))
         return cause
@@ -160,6 +164,7 @@ def _same_samples_of(world: World, loader: int | None) -> Cause | None:
         _all_the_same(read)
         or _complete_epochs(read)
         or _parts_of_other_orders(read)
+        or _parts_of_other_passes(read)
         or _drawn_twice_in_a_step(read)
     )
 
@@ -212,8 +217,45 @@ def _parts_of_other_orders(read: _ReadSamples) -> Cause | None:
     return read.error(
         f"ranks read each other's samples: {len(read.common)} of the {len(mine)} samples of rank 0"
         f" are another rank's in these {steps} steps, though no rank has read one twice: each takes"
-        " its part of an order of its own, and others are read by nobody"
+        " its part of an order of its own, and others are read by nobody",
+        fix=_ONE_ORDER,
     )
+
+
+def _parts_of_other_passes(read: _ReadSamples) -> Cause | None:
+    """Return a cause if complete passes of the ranks overlap, and leave samples out.
+
+    The steps may have read none of these yet. Samples that fill up the last batches are read twice,
+    and those that do not fill one are left out: neither is many.
+    """
+    in_data = read.lengths[1]
+    if read.loader is None or read.loader in read.leaders[0].replacing or not in_data:
+        return None
+    if not _have_same_data(read.leaders, read.loader):
+        return None
+    of_ranks = [record.orders.get(read.loader, []) for record in read.leaders]
+    if any(len(passes) != len(of_ranks[0]) for passes in of_ranks):
+        return None
+    for number, passes in enumerate(zip(*of_ranks, strict=True)):
+        parts = [set(each.positions) for each in passes]
+        is_drawn_anew = any(
+            len(part) < len(each.positions) * (1 - _MANY)
+            for part, each in zip(parts, passes, strict=True)
+        )
+        if is_drawn_anew or not all(each.is_complete for each in passes):
+            continue
+        total = sum(map(len, parts))
+        union = len(set().union(*parts))
+        enough = _MANY * in_data
+        if total - union > enough and min(total, in_data) - union > enough:
+            text = (
+                f"ranks read each other's samples: of the {in_data} of epoch {number + 1},"
+                f" {total - union} are read by more than one rank, and {in_data - union} by nobody:"
+                " each takes its part of an order of its own"
+            )
+            by = "the positions that each rank's sampler gives in an epoch"
+            return read.error(text, by, _ONE_ORDER)
+    return None
 
 
 def _drawn_twice_in_a_step(read: _ReadSamples) -> Cause | None:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lockstep.verify.launchers import PlainScript
 from lockstep.verify.script.draws import BatchKey, Draws
 from lockstep.verify.script.record import RecordedStep, ScriptRecord
 
@@ -97,6 +98,21 @@ class ScriptTask:
     folder: Path  # receives the records, and the samples
     given: GivenValues = AS_IT_IS
     conditions: Conditions = AS_WRITTEN
+    module: str = ""  # the script's name where it is run as `python -m` runs it
+    # options of `accelerate launch`, whose variables the script gets; None: it is not started so
+    accelerate: tuple[str, ...] | None = None
+
+    @staticmethod
+    def of(plain: PlainScript, steps: int, folder: Path) -> "ScriptTask":
+        """Return the run of a script that is started without its launcher."""
+        return ScriptTask(
+            plain.file,
+            plain.arguments,
+            steps,
+            folder,
+            module=plain.module,
+            accelerate=plain.accelerate,
+        )
 
     def record_file(self, rank: int) -> Path:
         """Return the file of a rank's record."""

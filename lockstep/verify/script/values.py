@@ -194,8 +194,11 @@ class ObservedLoaders:
         """Give a loader a number, and let it give its batches through `_Collate`."""
         number = loader.collate_fn.loader if isinstance(loader.collate_fn, _Collate) else self._made
         with suppress(Exception):  # streams have no length
+            in_data = len(loader.dataset)
+            self._record.lengths[number] = (0, in_data)
+            # A batch sampler of the script's own may give batches of any size.
             size = loader.batch_size or loader.batch_sampler.batch_size
-            self._record.lengths[number] = (len(loader) * size, len(loader.dataset))
+            self._record.lengths[number] = (len(loader) * size, in_data)
         if number in self._task.given.lengths:
             say_length(loader, self._task.given.lengths[number])
         if getattr(loader.sampler, "replacement", False):
@@ -280,6 +283,12 @@ def say_length(loader: Any, batches: int) -> None:
     """Let `len` say that a loader has so many batches; it gives those that it has."""
     kind = type(loader)
     loader.__class__ = type(kind.__name__, (kind,), {"__len__": lambda _self: batches})
+
+
+def number_of(loader: Any) -> int | None:
+    """Return the number of a loader; None if it is not observed."""
+    collate = getattr(loader, "collate_fn", None)
+    return collate.loader if isinstance(collate, _Collate) else None
 
 
 class _Collate:
