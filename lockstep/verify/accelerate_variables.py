@@ -19,13 +19,24 @@ def accelerate_variables(options: Sequence[str], ranks: int) -> dict[str, str]:
         options: of `accelerate launch`, but those for the number of ranks.
         ranks: their number.
     """
+    import torch
     from accelerate.commands import launch
     from accelerate.utils.launch import prepare_simple_launcher_cmd_env
 
     words = [*options, "--num_processes", str(ranks), "train.py"]
     arguments = launch.launch_command_parser().parse_args(words)
-    # It is private, and nothing public fills in what is not said.
-    arguments, *_ = launch._validate_launch_command(arguments)
+    unsaid = {
+        "debug": False,
+        "dynamo_backend": "no",
+        "mixed_precision": "no",
+        "num_cpu_threads_per_process": 1,
+        "num_machines": 1,
+        # Where there is no accelerator, its ranks share out nothing unless they are told so.
+        "use_cpu": arguments.cpu or not torch.accelerator.is_available(),
+    }
+    for name, value in unsaid.items():
+        if getattr(arguments, name, None) is None:
+            setattr(arguments, name, value)
     _, environment = prepare_simple_launcher_cmd_env(arguments)
     return {
         name: value

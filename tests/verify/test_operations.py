@@ -192,7 +192,8 @@ def test_a_function_that_hands_on_what_it_is_given() -> None:
     passed_on.start()
     try:
         with TracedOperations(lambda: ("", FORWARD), found.append, passed_on.line_of):
-            image, text = torch.ones(2, 3), torch.ones(2, 3)
+            image = torch.ones(2, 3)
+            text = torch.ones(2, 3)
             logits = scaled(image) @ gathered(text).T
             logits.sum()
     finally:

@@ -88,8 +88,8 @@ def main() -> None:
         if FAULT != "not told":
             sampler.set_epoch(epoch)
         for words in loader:
-            inputs, targets = words[:, :-1], words[:, 1:]
-            logits = model(inputs).flatten(0, 1)
+            targets = words[:, 1:]
+            logits = model(words[:, :-1]).flatten(0, 1)
             losses = F.cross_entropy(logits, targets.flatten(), reduction="none")
             valid = (targets != 0).sum()
             total = valid.clone()

@@ -21,9 +21,12 @@ SIZE = 8
 def cut_and_mixed(images: Tensor) -> tuple[Tensor, Tensor, float]:
     share = float(np.random.beta(1.0, 1.0))
     side = int(SIZE * (1 - share) ** 0.5)
-    row, column = np.random.randint(SIZE), np.random.randint(SIZE)
-    top, bottom = max(row - side // 2, 0), min(row + side // 2, SIZE)
-    left, right = max(column - side // 2, 0), min(column + side // 2, SIZE)
+    row = np.random.randint(SIZE)
+    column = np.random.randint(SIZE)
+    top = max(row - side // 2, 0)
+    bottom = min(row + side // 2, SIZE)
+    left = max(column - side // 2, 0)
+    right = min(column + side // 2, SIZE)
     order = torch.randperm(len(images))
     mixed = images.clone()
     mixed[:, :, top:bottom, left:right] = images[order, :, top:bottom, left:right]

@@ -367,6 +367,7 @@ def _stage_cause(c: ScriptComparison) -> Cause | None:
 def _coupling_cause(
     c: ScriptComparison, first: Difference, evidence: GradientEvidence
 ) -> Cause | None:
+    """Return the cause if the loss of all samples is not a mean of the losses of ranks' parts."""
     # Batches that are accumulated are judged one by one.
     accumulates = _accumulates(c.records[0], first.step)
     if not c.can_take_parts() or len(c.world.units) == 1 or accumulates:

@@ -195,8 +195,8 @@ class ObservedLoaders:
         number = loader.collate_fn.loader if isinstance(loader.collate_fn, _Collate) else self._made
         with suppress(Exception):  # streams have no length
             in_data = len(loader.dataset)
-            self._record.lengths[number] = (0, in_data)
             # A batch sampler of the script's own may give batches of any size.
+            self._record.lengths.setdefault(number, (0, in_data))
             size = loader.batch_size or loader.batch_sampler.batch_size
             self._record.lengths[number] = (len(loader) * size, in_data)
         if number in self._task.given.lengths:
