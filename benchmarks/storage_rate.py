@@ -40,11 +40,12 @@ from tests.ranks import run_ranks
 TENSORS = 12  # in the bucket
 LIMITS = (
     "A load from the bucket takes each byte once, with its checksum. Before the first byte of a"
-    " tensor come three",
-    "requests in turn (the commit, the manifest, what describes the parts), which rank 0 makes"
-    " alone, and",
-    "exchanges between the ranks: a small checkpoint on many ranks waits for these. Torch makes"
-    " one archive for each",
+    " tensor come two",
+    "requests in turn (the commit; the manifest and what describes the parts), which rank 0 makes"
+    " alone; the ranks",
+    "compare names and shapes while bytes arrive. What is left is a processor's: the checksum and"
+    " the copy into",
+    "the tensors of each rank, on the same cores as the server. Torch makes one archive for each",
     "dtype and shape of small tensors; they are written and read as it would.",
 )
 Seconds = dict[str, list[float]]

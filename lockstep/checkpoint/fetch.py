@@ -12,11 +12,12 @@ Tests: tests/checkpoint/test_fetch.py, tests/checkpoint/test_damage.py
 """
 
 import io
+import threading
 import zlib
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import BinaryIO, cast
@@ -26,6 +27,7 @@ from lockstep.checkpoint.manifest import (
     JSON_LIMIT,
     METADATA,
     METADATA_LIMIT,
+    MODEL,
     STATE,
     Manifest,
     damaged_error,
@@ -46,6 +48,7 @@ from lockstep.checkpoint.storage import (
 from lockstep.checkpoint.streams import SizedStream
 from lockstep.division import ceil_div
 from lockstep.heartbeat.writer import went_forward
+from lockstep.machine.progress import Advance
 
 _TOGETHER = 4  # descriptions that are read at a time
 _DEALT = 64 << 20  # bytes of a file that are given to one rank for their checksums
@@ -62,19 +65,32 @@ class HeldBytes:
         self.files = files  # whole ones
         self._begins: dict[str, list[int]] = defaultdict(list)  # of the pieces, in order
         self._pieces: dict[str, list[memoryview]] = defaultdict(list)
+        self._lock = threading.RLock()  # of the pieces
+        self._ends_early = False
 
     def fetch(self, ranges: Ranges) -> list[str]:
         """Bring ranges of files here; return a line for each problem with them."""
         problems: list[str] = []
         by_file: dict[str, list[tuple[int, memoryview]]] = defaultdict(list)
-        for piece, data in self.read(ranges, problems):
-            by_file[piece.file].append((piece.begin, data))
-        for file, pieces in by_file.items():
-            together = [*zip(self._begins[file], self._pieces[file], strict=True), *pieces]
-            together.sort(key=lambda begin_and_piece: begin_and_piece[0])
-            self._begins[file] = [begin for begin, _ in together]
-            self._pieces[file] = [data for _, data in together]
+        with self._lock:
+            for piece, data in self.read(ranges, problems):
+                by_file[piece.file].append((piece.begin, data))
+            for file, pieces in by_file.items():
+                together = [*zip(self._begins[file], self._pieces[file], strict=True), *pieces]
+                together.sort(key=lambda begin_and_piece: begin_and_piece[0])
+                self._begins[file] = [begin for begin, _ in together]
+                self._pieces[file] = [data for _, data in together]
         return problems
+
+    @contextmanager
+    def fetching(self) -> Generator["Fetch", None, None]:
+        """Yield what fetches in a thread during the block, which cuts it short if it fails."""
+        self._ends_early = False
+        with ThreadPoolExecutor(1, "fetch") as thread:
+            try:
+                yield Fetch(self, thread)
+            finally:
+                self._ends_early = True
 
     def check(self, ranges: Ranges) -> list[str]:
         """Compare the checksums of ranges of files; return a line for each problem."""
@@ -86,12 +102,13 @@ class HeldBytes:
     def at(self, file: str, position: int) -> memoryview:
         """Return the bytes from a position to the end of a piece; it is fetched if need be."""
         for attempt in ("held", "fetched"):
-            number = bisect_right(self._begins[file], position) - 1
-            if number >= 0:
-                inside = position - self._begins[file][number]
-                piece = self._pieces[file][number]
-                if inside < len(piece):
-                    return piece[inside:]
+            with self._lock:
+                number = bisect_right(self._begins[file], position) - 1
+                if number >= 0:
+                    inside = position - self._begins[file][number]
+                    piece = self._pieces[file][number]
+                    if inside < len(piece):
+                        return piece[inside:]
             problems = self.fetch({file: [(position, position + 1)]}) if attempt == "held" else []
             if problems:
                 raise unreadable_error(str(self._source), problems[0])
@@ -114,7 +131,10 @@ class HeldBytes:
             try:
                 if not info.size:
                     _require_empty(self._source.size(file))
-                yield from _verified(pieces, info)
+                for piece in _verified(pieces, info):
+                    yield piece
+                    if self._ends_early:
+                        return
             except _OtherBytesError:
                 problems.append(f"{file}: its checksum is not that of what was written")
             except FileNotFoundError:
@@ -123,6 +143,23 @@ class HeldBytes:
                 problems.append(f"{file}: {error.strerror or error}")
             finally:
                 pieces.close()
+
+
+class Fetch:
+    """Brings ranges of files here, while the ranks compare what they are to load."""
+
+    def __init__(self, held: HeldBytes, thread: ThreadPoolExecutor) -> None:
+        self._held = held
+        self._thread = thread
+        self._under_way: Future[list[str]] | None = None
+
+    def begin(self, ranges: Ranges) -> None:
+        self._under_way = self._thread.submit(self._held.fetch, ranges)
+
+    def problems(self) -> list[str]:
+        """Wait for the bytes; return a line for each problem with them."""
+        assert self._under_way is not None, "it was begun"
+        return self._under_way.result()
 
 
 class _OtherBytesError(Exception):
@@ -178,6 +215,12 @@ class FetchedLocation(Location):
         with self.open(file) as stream:
             return stream.read(limit)
 
+    def checksum(self, file: str, advance: Advance = lambda _bytes: None) -> FileInfo:
+        """Return that of a file that was compared as it was read, or read it."""
+        if file in self.held.files and file in self.held.manifest.files:
+            return self.held.manifest.files[file]
+        return super().checksum(file, advance)
+
 
 class _HeldStream(SizedStream):
     """A file of a checkpoint far away, read from the bytes that are held here."""
@@ -204,19 +247,56 @@ class DescribingFiles:
 def describe(checkpoint: Location, part: str | None = None) -> DescribingFiles:
     """Read what describes a checkpoint, and compare the checksums; one rank does it for all.
 
-    With `part`, what describes that part alone.
+    With `part`, what describes that part alone. What nearly every checkpoint has is asked for
+    together with the manifest that lists it: over a network each answer takes its time.
 
     Raise a DamagedError if a description is not what was written, and what `read_manifest` raises.
     """
-    pinned, data = read_manifest_bytes(checkpoint)
-    manifest = parse_manifest(checkpoint, data)
-    source = Location(checkpoint.storage, pinned)
-    limits = {} if part else {STATE: JSON_LIMIT, CONFIG: JSON_LIMIT}
-    if manifest.ranks is None:
-        parts = [part] if part else manifest.parts
-        limits |= {f"{part}/{METADATA}": METADATA_LIMIT for part in parts}
-    files = _descriptions(checkpoint, manifest, source, limits)
-    return DescribingFiles(pinned, {MANIFEST: data, **files})
+    try:
+        source = checkpoint.pinned()
+    except OSError:
+        source = checkpoint  # whoever reads the manifest says why
+    asked: dict[str, Future[bytes | str]] = {}
+    with ThreadPoolExecutor(_TOGETHER, "descriptions") as pool:
+
+        def ask(files: Mapping[str, int]) -> None:
+            for file, limit in files.items():
+                if file not in asked:
+                    asked[file] = pool.submit(_content, source, file, limit)
+
+        described = {} if part else {STATE: JSON_LIMIT, CONFIG: JSON_LIMIT}
+        ask({f"{part or MODEL}/{METADATA}": METADATA_LIMIT} | described)
+        data = read_manifest_bytes(checkpoint, source)
+        manifest = parse_manifest(checkpoint, data)
+        if manifest.ranks is None:
+            parts = [part] if part else manifest.parts
+            described |= {f"{each}/{METADATA}": METADATA_LIMIT for each in parts}
+        ask(described)
+        contents = {file: asked[file].result() for file in described}
+    files = {MANIFEST: data}
+    problems: list[str] = []
+    for file, content in contents.items():
+        if isinstance(content, str):
+            problems.append(content)
+        elif len(content) != (size := manifest.files[file].size):
+            problems.append(f"{file}: {len(content)} bytes, where {size} were written")
+        elif zlib.crc32(content) != manifest.files[file].crc32:
+            problems.append(f"{file}: its checksum is not that of what was written")
+        else:
+            files[file] = content
+    if problems:
+        raise damaged_error(checkpoint, problems)
+    return DescribingFiles(source.name, files)
+
+
+def _content(source: Location, file: str, limit: int) -> bytes | str:
+    """Return a file, or why it can't be read."""
+    try:
+        return source.read(file, limit)
+    except FileNotFoundError:
+        return f"{file}: missing"
+    except (OSError, ValueError) as error:
+        return f"{file}: {error}"
 
 
 def is_marked(manifest: Manifest) -> bool:
@@ -251,33 +331,6 @@ def fetched(path: Checkpoint) -> Location:
     failure = f"the checkpoint {checkpoint} could not be loaded"
     description = Ranks().broadcast(failure, lambda: describe(checkpoint))
     return with_description(checkpoint, description) or checkpoint
-
-
-def _descriptions(
-    checkpoint: Location, manifest: Manifest, source: Location, limits: Mapping[str, int]
-) -> dict[str, bytes]:
-    """Return files of a checkpoint, each within a limit, once their checksums are compared."""
-
-    def content(file: str) -> bytes | str:
-        """Return a file, or what is wrong with it."""
-        try:
-            data = source.read(file, limits[file])
-        except FileNotFoundError:
-            return f"{file}: missing"
-        except (OSError, ValueError) as error:
-            return f"{file}: {error}"
-        info = manifest.files[file]
-        if len(data) != info.size:
-            return f"{file}: {len(data)} bytes, where {info.size} were written"
-        if zlib.crc32(data) != info.crc32:
-            return f"{file}: its checksum is not that of what was written"
-        return data
-
-    with ThreadPoolExecutor(_TOGETHER, "descriptions") as pool:
-        contents = dict(zip(limits, pool.map(content, limits), strict=True))
-    if problems := [problem for problem in contents.values() if isinstance(problem, str)]:
-        raise damaged_error(checkpoint, problems)
-    return {file: data for file, data in contents.items() if isinstance(data, bytes)}
 
 
 def deal_rest(

@@ -282,18 +282,16 @@ def read_manifest(path: Checkpoint) -> Manifest:
     a damaged manifest.
     """
     checkpoint = locate(path)
-    _, data = read_manifest_bytes(checkpoint)
-    return parse_manifest(checkpoint, data)
+    return parse_manifest(checkpoint, read_manifest_bytes(checkpoint, checkpoint))
 
 
-def read_manifest_bytes(checkpoint: Location) -> tuple[str, bytes]:
-    """Return the name that means the checkpoint's files alone, and the manifest as it is stored.
+def read_manifest_bytes(checkpoint: Location, source: Location) -> bytes:
+    """Return the manifest as it is stored; raise as `read_manifest` if there is none.
 
-    Raise as `read_manifest` if there is none.
+    `source` has the checkpoint's files; errors are told of the checkpoint.
     """
     try:
-        pinned = checkpoint.pinned()
-        return pinned.name, pinned.read(MANIFEST, JSON_LIMIT)
+        return source.read(MANIFEST, JSON_LIMIT)
     except (FileNotFoundError, NotADirectoryError) as error:
         if isinstance(error, NotADirectoryError) or not checkpoint.storage.exists(checkpoint.name):
             fix = "give a folder checkpoints/step-…; `lockstep checkpoint list RUN_DIR` names them"

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.checkpoint.fetch import FetchedLocation, Ranges, deal_rest, fetched
+from lockstep.checkpoint.fetch import Fetch, FetchedLocation, Ranges, deal_rest, fetched
 from lockstep.checkpoint.manifest import (
     GROUPS_KEY,
     LOSS_NAMES,
@@ -76,6 +76,7 @@ def load(
     elif not is_verified:
         verified = verify_together(checkpoint, ranks)
     targets: dict[str, _Target] = {}
+    fetches: list[Fetch] = []  # one, of a checkpoint far away
 
     def describe() -> _Described:
         manifest = verified or read_manifest(checkpoint)
@@ -85,6 +86,8 @@ def load(
                 target.reader.check_topology(target.blocks, target.owner, ranks)
         infos = {part: target.info() for part, target in targets.items()}
         needed = {} if near is None else _needed(targets.values())
+        for fetch in fetches:
+            fetch.begin(needed)
         return _Described(infos, snapshot.aliases, needed)
 
     def compare(ranks: list[_Described]) -> list[Ranges]:
@@ -110,11 +113,6 @@ def load(
             return [{} for _ in ranks]
         return deal_rest(near.held.manifest, near.held.files, [rank.needed for rank in ranks])
 
-    def fetch(rest: Ranges) -> list[str]:
-        """Bring here what this rank needs of a checkpoint far away; return problems."""
-        assert near is not None
-        return [*near.held.fetch(_needed(targets.values())), *near.held.check(rest)]
-
     def fill() -> dict[str, Any]:
         for target in targets.values():
             rest = dict(target.blocks)
@@ -124,11 +122,16 @@ def load(
                 target.reader.read_into({kept: rest.pop(name) for kept, name in now.items()})
         return read_state(checkpoint)
 
-    rest = ranks.exchange(failure, describe, compare)
-    if near is not None:
-        shares = ranks.all_reduce(failure, lambda: fetch(rest), list)
-        if problems := [problem for share in shares for problem in share]:
-            raise damaged_error(checkpoint, problems)
+    if near is None:
+        ranks.exchange(failure, describe, compare)
+        return ranks.run(failure, fill)
+    held = near.held
+    with held.fetching() as fetch:
+        fetches.append(fetch)
+        rest = ranks.exchange(failure, describe, compare)
+        found = ranks.all_reduce(failure, lambda: [*fetch.problems(), *held.check(rest)], list)
+    if problems := [problem for share in found for problem in share]:
+        raise damaged_error(checkpoint, problems)
     return ranks.run(failure, fill)
 
 

@@ -1,7 +1,8 @@
 """What is far away is sent once, and nothing of it is loaded before all checksums were compared."""
 
 import io
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -20,8 +21,8 @@ from lockstep.checkpoint import DamagedError, Location, Snapshot
 from lockstep.checkpoint.fetch import Ranges, deal_rest, fetched
 from lockstep.checkpoint.manifest import Manifest
 from lockstep.checkpoint.posix import PosixStorage
-from lockstep.checkpoint.storage import MARK_BYTES, ChecksumStream, FileInfo
-from lockstep.errors import RunError
+from lockstep.checkpoint.storage import MARK_BYTES, ChecksumStream, FileInfo, FilePiece
+from lockstep.errors import RunError, UsageError
 from tests.checkpoint.shared import CONFIG, flip
 from tests.ranks import run_ranks
 
@@ -38,6 +39,14 @@ class Far(PosixStorage):
     def __init__(self, root: Path) -> None:
         super().__init__(root)
         self.read_bytes: dict[str, int] = {}
+        self.seconds_for_a_read = 0.0
+
+    def read_pieces(
+        self, name: str, pieces: Sequence[FilePiece]
+    ) -> Generator[tuple[FilePiece, memoryview], None, None]:
+        for piece in super().read_pieces(name, pieces):
+            time.sleep(self.seconds_for_a_read)
+            yield piece
 
     @contextmanager
     def open(self, name: str, file: str) -> Iterator[BinaryIO]:
@@ -213,6 +222,18 @@ def test_an_older_one_is_loaded_where_the_newest_is_damaged(
     flip(tmp_path / NAME / MODEL, 0)
     with pytest.raises(RunError, match="none of the 2 checkpoints"):
         checkpoint.load_newest(far.storage, loading(target))
+
+
+def test_what_is_refused_is_not_read_to_its_end(tmp_path: Path) -> None:
+    """Bytes come while the ranks compare names and shapes; they end with the comparison."""
+    far = saved(tmp_path)
+    assert isinstance(far.storage, Far)
+    far.storage.seconds_for_a_read = 0.2
+    other = zeros(state())
+    other.model["w0"] = torch.zeros(2)
+    with pytest.raises(UsageError, match="does not fit this model"):
+        checkpoint.load(far, other)
+    assert OPTIMIZER not in far.storage.read_bytes, "which comes after the model's file"
 
 
 def test_checkpoints_of_older_versions_have_no_marks(
