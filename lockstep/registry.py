@@ -262,6 +262,7 @@ DATA_SETS = Registry(
         "documents": "lockstep.data.packed:documents",
         "stream": "lockstep.data.packed_stream:stream",
         "labelled": "lockstep.data.labelled:labelled",
+        "preferences": "lockstep.data.preferences:preferences",
         "digits": "lockstep.data.datasets:digits",
     },
     further="hf:NAME or package.module:Class",
@@ -297,6 +298,7 @@ LOSSES = Registry(
         "mse": "torch.nn:MSELoss",
         "l1": "torch.nn:L1Loss",
         "bce_with_logits": "torch.nn:BCEWithLogitsLoss",
+        "dpo": "lockstep.models.preferences:DirectPreferences",
     },
 )
 

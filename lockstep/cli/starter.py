@@ -28,6 +28,7 @@ from lockstep.files.data_files import (
     first_row,
     kind_of,
     opened_lines,
+    preference_keys,
     require_read,
     require_text,
     row_of_line,
@@ -74,7 +75,8 @@ def project(folder: Path, *, script: bool, data: Path | None) -> str:
 def finetuning(folder: Path, *, model: Path, data: Path | None) -> str:
     """Write a config that trains a chat model on conversations; return what to do next.
 
-    The model gets adapters if the package peft is installed.
+    Rows of two answers, of which one was preferred, are trained by a loss over pairs. The model
+    gets adapters if the package peft is installed.
 
     Raises UsageError: the model's folder is not a chat model's, or the data are not conversations.
     """
@@ -84,17 +86,20 @@ def finetuning(folder: Path, *, model: Path, data: Path | None) -> str:
         fix = "name a file with a conversation on each line: --data chat.jsonl"
         raise UsageError(what, where="--data", fix=fix)
     keys = _keys_of_conversations(data)
+    has_pairs = "chosen_field" in keys
+    longest = min(positions, 1024)
     _require_free(folder, data, model)
     with_adapters = find_spec("peft") is not None
     lora = "\n  lora: {r: 16, lora_alpha: 32, target_modules: all-linear}"
+    rates = ("1.0e-5", "1.0e-6") if has_pairs else ("2.0e-4", "2.0e-5")
     filled = _filled(
-        "finetune.yaml",
+        "preferences.yaml" if has_pairs else "finetune.yaml",
         MODEL=os.path.relpath(model, folder),
         DATA=os.path.relpath(data, folder),
         FIELDS=as_keys(keys),
-        LENGTH=str(min(positions, 1024)),
+        LENGTH=str(2 * longest if has_pairs else longest),
         LORA=lora if with_adapters else "",
-        RATE="2.0e-4" if with_adapters else "2.0e-5",
+        RATE=rates[0] if with_adapters else rates[1],
     )
     steps = [] if folder.resolve() == Path.cwd() else [f"cd {folder}"]
     steps += ["lockstep data show train.yaml", "lockstep train train.yaml"]
@@ -138,13 +143,13 @@ def _keys_of_conversations(data: Path) -> dict[str, Any]:
     row = _first_line(data) if kind is Kind.LINES else dict(first_row(data))
     if not row and kind is not Kind.LINES:
         return {"messages_field": "messages"}  # it can't be read: the run says why
-    _refuse_pairs(data, row)
-    keys = conversation_keys(row)
+    keys = preference_keys(row) or conversation_keys(row)
     if not keys:
         what = f"the first {'line' if kind is Kind.LINES else 'row'} of {data} has no conversation"
         fix = (
             'write {"messages": [{"role": "user", "content": "…"}, …]} on each line, or'
-            ' {"prompt": "…", "completion": "…"}'
+            ' {"prompt": "…", "completion": "…"}, or'
+            ' {"prompt": "…", "chosen": "…", "rejected": "…"}'
         )
         raise UsageError(what, where="--data", why=f"it has {listed(list(row))}", fix=fix)
     return keys
@@ -159,22 +164,6 @@ def _first_line(data: Path) -> dict[str, Any]:
     except DAMAGED as error:
         raise UsageError(f"{data} can't be read", where="--data", why=str(error)) from None
     return row_of_line(data, number, line, "messages")
-
-
-def _refuse_pairs(data: Path, row: Mapping[str, Any]) -> None:
-    """Refuse rows of two answers, of which one is preferred."""
-    if "messages" in row or not {"chosen", "rejected"} <= row.keys():
-        return
-    what = f"{data} holds pairs of answers, chosen and rejected"
-    why = "to learn from both is another loss, over pairs: docs/how_to/loss.md has it"
-    named = "prompt_field: prompt, answer_field: chosen"
-    if "prompt" not in row:
-        named = "messages_field: chosen"
-    fix = (
-        f"to train the chosen answers alone, write this source into a config: {{path: {data},"
-        f" {named}}}"
-    )
-    raise UsageError(what, where="--data", why=why, fix=fix)
 
 
 def model(name: str) -> str:

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lockstep.data.answer_pairs import AnswerPair, pair_of
 from lockstep.data.prompts import conversation_of
 from lockstep.data.text import CHUNK, read_chunks
 from lockstep.errors import UsageError, first_line, listed
@@ -48,10 +49,13 @@ class Field:
     name: str = "text"
     holds_messages: bool = False  # it is a conversation, not a text
     prompts: tuple[str, ...] = ()  # the fields of what it answers, where it is an answer
+    rejected: str | None = None  # the field of a worse answer, where it is the better of two
 
     @property
     def key(self) -> str:
         """The key of a config that names it."""
+        if self.rejected is not None:
+            return "chosen_field"
         if self.prompts:
             return "answer_field"
         return "messages_field" if self.holds_messages else "text_field"
@@ -64,7 +68,8 @@ TEXT = Field()
 class Record:
     """A document, or a part of one that is long."""
 
-    content: str | NDArray[Any] | list[Any]  # its text, its tokens, or the messages of it
+    # its text, its tokens, or the messages of it; or two conversations
+    content: str | NDArray[Any] | list[Any] | AnswerPair
     where: str  # the file, and the line or the row in it
     size: int  # bytes of the file, about
     row: Mapping[str, Any] | None = None  # what else is known of the document
@@ -132,6 +137,8 @@ def record_of(row: Mapping[str, Any], field: Field, where: str, size: int | None
 
 def content_of(row: Mapping[str, Any], field: Field, where: str) -> Any:
     """Return the document in a row, or raise a UsageError that names what is there instead."""
+    if field.rejected is not None:
+        return pair_of(row, field.prompts, field.name, field.rejected, where)
     if field.prompts:
         return conversation_of(row, field.prompts, field.name, where)
     if field.name not in row:
@@ -181,7 +188,8 @@ def _of_columns(file: Path, field: Field, first: int) -> Iterator[Record]:
     except ImportError:
         raise _needs(file, "pyarrow") from None
     # A text of digits is a text.
-    texts = dict.fromkeys([field.name, *field.prompts], pyarrow.string())
+    named = [field.name, *field.prompts, *([field.rejected] if field.rejected else [])]
+    texts = dict.fromkeys(named, pyarrow.string())
     options = {
         "parse_options": csv.ParseOptions(delimiter=separator_of(file), newlines_in_values=True),
         "convert_options": csv.ConvertOptions(column_types=texts),

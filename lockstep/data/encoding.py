@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.data.conversations import ChatTemplate
+from lockstep.data.answer_pairs import AnswerPair
+from lockstep.data.conversations import ChatTemplate, Trained
 from lockstep.data.document_files import Record
 from lockstep.data.filters import Filters
 from lockstep.data.language import DocumentEncoder, Tokenizer
@@ -31,7 +32,10 @@ BATCH_RECORDS = 4096
 _AHEAD = 3  # batches for each worker that are read before they are needed
 _PR_SET_PDEATHSIG = 1
 
-Piece = tuple[NDArray[Any], NDArray[np.bool_] | None]  # tokens, and which of them are trained
+Piece = tuple[NDArray[Any], NDArray[Any] | None]  # tokens, and which of them are trained
+
+# In place of whether a token is trained: it is the first of the worse one of two conversations.
+REJECTED = 2
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,7 @@ class Encoded:
     refused: bool = False  # by the user's function
     ends: bool = True  # the document ends with it
     notes: Counter[str] = field(default_factory=Counter)  # what is worth telling, counted
+    why_none: str = "without an answer"  # why a conversation has no documents
 
 
 class Encoder:
@@ -87,6 +92,8 @@ class Encoder:
             return Encoded([], False, refused=True, ends=record.ends)
         if record.fault is not None:
             raise record.fault
+        if isinstance(record.content, AnswerPair):
+            return self._encoded_pair(record.content, record.where)
         if not isinstance(record.content, list):
             self._documents.notes.clear()
             tokens = self._tokens_of(record.content, record.where)
@@ -98,6 +105,34 @@ class Encoder:
         documents = self._template.documents(record.content, record.where, tools)
         pieces: list[Piece] = [(each.tokens, each.trained) for each in documents]
         return Encoded(pieces, True, notes=Counter(self._template.notes))
+
+    def _encoded_pair(self, pair: AnswerPair, where: str) -> Encoded:
+        """Return the tokens of two conversations, one behind the other, as those of a document."""
+        if pair.chosen == pair.rejected:
+            return Encoded([], True, why_none="with two answers that are the same")
+        assert self._template is not None
+        self._template.notes.clear()
+        both = [
+            self._answered(messages, where, pair.tools) for messages in (pair.chosen, pair.rejected)
+        ]
+        if any(each is None for each in both):
+            return Encoded([], True)
+        chosen, rejected = (each for each in both if each is not None)
+        tokens = np.concatenate([chosen.tokens, rejected.tokens])
+        trained = np.concatenate([chosen.trained, rejected.trained]).astype(np.uint8)
+        trained[len(chosen.tokens)] = REJECTED
+        return Encoded([(tokens, trained)], True, notes=Counter(self._template.notes))
+
+    def _answered(self, messages: list[Any], where: str, tools: Any) -> Trained | None:
+        """Return the tokens of one conversation of a pair; None if no answer in it is trained."""
+        assert self._template is not None
+        documents = list(self._template.documents(messages, where, tools))
+        if len(documents) > 1:
+            what = f"an answer of {where} consists of several, which the chat template rewords"
+            why = "each would be a document of its own, and the likelihood of the pair is of one"
+            fix = "let both conversations have one answer after what they have in common"
+            raise UsageError(what, where=where, why=why, fix=fix)
+        return documents[0] if documents else None
 
     def _tokens_of(self, content: str | NDArray[Any], where: str) -> NDArray[Any]:
         """Return the tokens of a record; a UsageError if the tokenizer has no such tokens."""

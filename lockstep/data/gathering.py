@@ -16,7 +16,7 @@ from lockstep.data.filters import Filters
 class DocumentSink(Protocol):
     """Takes the tokens of documents, one document after another."""
 
-    def add(self, tokens: NDArray[Any], trained: NDArray[np.bool_] | None = None) -> None:
+    def add(self, tokens: NDArray[Any], trained: NDArray[Any] | None = None) -> None:
         """Take further tokens of the current document; of a conversation also which are trained."""
 
     def end(self) -> None:
@@ -31,11 +31,11 @@ class Gathered:
 
     def __init__(self) -> None:
         self._pieces: list[NDArray[Any]] = []
-        self._trained: list[NDArray[np.bool_]] = []  # of conversations, a piece each
+        self._trained: list[NDArray[Any]] = []  # of conversations, a piece each
         self._kept = 0  # pieces of documents that have ended
         self._ends = [0]
 
-    def add(self, tokens: NDArray[Any], trained: NDArray[np.bool_] | None = None) -> None:
+    def add(self, tokens: NDArray[Any], trained: NDArray[Any] | None = None) -> None:
         self._pieces.append(tokens)
         if trained is not None:
             self._trained.append(trained)
@@ -68,7 +68,7 @@ class Gathered:
     def tokens(self, dtype: np.dtype[Any]) -> NDArray[Any]:
         return np.concatenate([np.empty(0, dtype), *self._pieces])
 
-    def trained(self) -> NDArray[np.bool_] | None:
+    def trained(self) -> NDArray[Any] | None:
         """Return which tokens of conversations are trained; None for other documents."""
         return np.concatenate(self._trained) if self._trained else None
 
@@ -103,7 +103,7 @@ class Gatherer:
             self._filters.refuse()
             return
         if encoded.is_conversation and not encoded.pieces:
-            self._filters.left_out["without an answer"] += 1
+            self._filters.left_out[encoded.why_none] += 1
         for tokens, trained in encoded.pieces:
             if encoded.is_conversation and not self._filters.fits(len(tokens)):
                 continue  # each answer decides for itself

@@ -20,7 +20,7 @@ the documents keep them apart in attention, and positions count from each one's 
 Tests: tests/data/test_packed.py, tests/parity/test_packed.py
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -32,9 +32,10 @@ from torch import Tensor
 from lockstep.data.batches import CollatingDataset, Data
 from lockstep.data.language import IGNORED, Tokenizer, Tokens, at_least_one, check_fraction
 from lockstep.data.mixing import MixedOrder
-from lockstep.data.packing import PACKINGS, PackingPlan, WholePlan
+from lockstep.data.packing import PACKINGS, PackingPlan, Piece, WholePlan
 from lockstep.data.permutation import EpochOrder
 from lockstep.data.sources import (
+    DescribedSource,
     Source,
     described,
     draws_of,
@@ -90,7 +91,7 @@ class PackedDocuments(CollatingDataset):
             return by_name
         for number, name in enumerate(self._names):
             unique = f"{name} [{number}]" if name in by_name else name
-            by_name[unique] = PackedDocuments(
+            by_name[unique] = type(self)(
                 [self._tokens[number]],
                 [self._plans[number]],
                 trained=[self._trained[number]],
@@ -138,25 +139,40 @@ class PackedDocuments(CollatingDataset):
             targets        6 7 | 9 1 | − −
             document_ids   0 0 | 1 1 | 2 2
         """
-        if not 0 <= index < len(self):
-            raise IndexError(f"sequence {index} of {len(self)}")
-        source = int(np.searchsorted(self._bounds, index, side="right")) - 1
+        source, pieces = self._pieces(index)
         tokens = self._tokens[source]
         trained = self._trained[source]
         begin = 0
         number = 0
-        for piece in self._plans[source].pieces(index - int(self._bounds[source])):
+        for piece in pieces:
             end = begin + piece.length
             piece_tokens = tokens[piece.token : piece.token + piece.length + 1]
             input_ids[begin:end] = piece_tokens[:-1]
             targets[begin:end] = piece_tokens[1:]
             if trained is not None:
                 is_trained = trained[piece.token + 1 : piece.token + piece.length + 1]
-                targets[begin:end][is_trained == 0] = IGNORED
-            document_ids[begin:end] = number
+                targets[begin:end][is_trained != 1] = IGNORED
+            marks = None if trained is None else trained[piece.token : piece.token + piece.length]
+            number = self._number(document_ids[begin:end], marks, number)
             begin = end
-            number += 1
         document_ids[begin:] = number
+
+    def _pieces(self, index: int) -> tuple[int, list[Piece]]:
+        """Return the number of a sequence's source, and its pieces."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"sequence {index} of {len(self)}")
+        source = int(np.searchsorted(self._bounds, index, side="right")) - 1
+        return source, self._plans[source].pieces(index - int(self._bounds[source]))
+
+    def _number(
+        self, document_ids: NDArray[np.int64], trained: NDArray[Any] | None, number: int
+    ) -> int:
+        """Write the numbers of a piece's documents, from `number` on; return the next one.
+
+        `trained`: which of the piece's inputs are.
+        """
+        document_ids[:] = number
+        return number + 1
 
 
 def documents(
@@ -180,18 +196,42 @@ def documents(
     """
     require_packable(sequence_length, packing)
     check_fraction(validation_fraction)
-    listed = described(sources, "data.args.sources")
+    return packed_data(
+        described(sources, "data.args.sources"),
+        None if validation is None else described(validation, "data.args.validation"),
+        tokenizer,
+        partial(_plan, sequence_length=sequence_length, packing=packing),
+        validation_fraction,
+    )
+
+
+def packed_data(
+    listed: Sequence[DescribedSource],
+    validation: Sequence[DescribedSource] | None,
+    tokenizer: str | None,
+    plan: Callable[[Source, int, int], PackingPlan | WholePlan],
+    validation_fraction: float,
+    kind: type[PackedDocuments] = PackedDocuments,
+) -> Data:
+    """Return packed sequences of sources, as `documents` does, or raise a UsageError.
+
+    Args:
+        listed: the sources to train on.
+        validation: others to evaluate on; None: the last documents of each source.
+        tokenizer: of files.
+        plan: which pieces of documents make sequences: of a source, from one document to another.
+        validation_fraction: of the documents, if there are no sources for validation.
+        kind: what makes samples of the pieces.
+    """
     require_shares(listed)  # weights that are wrong are told before files are read
     train_sources = [opened(each, tokenizer) for each in listed]
     held_sources = train_sources
     if validation is not None:
-        listed_too = described(validation, "data.args.validation")
-        held_sources = [opened(each, tokenizer) for each in listed_too]
+        held_sources = [opened(each, tokenizer) for each in validation]
     require_one_tokenizer([*train_sources, *held_sources])
 
     # Of each source the documents before its border are trained; without sources for validation,
     # those behind it are held out.
-    plan = partial(_plan, sequence_length=sequence_length, packing=packing)
     borders = [
         len(source.ends) - int(len(source.ends) * validation_fraction) for source in train_sources
     ]
@@ -207,16 +247,16 @@ def documents(
     sizes = [len(each) for each in train_plans]
     require_sequences(train_sources, sizes)
     draws, num_samples = draws_of(listed, sizes)
-    train = _packed(train_sources, train_plans, draws, num_samples)
+    train = _packed(kind, train_sources, train_plans, draws, num_samples)
     notices = [line for source in train_sources for line in source.notices]
     for source, its_plan in zip(train_sources, train_plans, strict=True):
         notices += shortened(source, its_plan)
     paths = ", ".join(source.path for source in train_sources)
     return data_of_sequences(
         train,
-        _held_out(held_sources, held_plans),
+        _held_out(kind, held_sources, held_plans),
         train_sources[0].tokenizer,
-        sequence_length,
+        train.sequence_length,
         paths,
         notices,
     )
@@ -242,12 +282,13 @@ def _plan(
 
 
 def _packed(
+    kind: type[PackedDocuments],
     sources: Sequence[Source],
     plans: Sequence[PackingPlan | WholePlan],
     draws: Sequence[int] | None = None,
     num_samples: int | None = None,
 ) -> PackedDocuments:
-    return PackedDocuments(
+    return kind(
         [source.tokens for source in sources],
         plans,
         draws,
@@ -258,13 +299,13 @@ def _packed(
 
 
 def _held_out(
-    sources: Sequence[Source], plans: Sequence[PackingPlan | WholePlan]
+    kind: type[PackedDocuments], sources: Sequence[Source], plans: Sequence[PackingPlan | WholePlan]
 ) -> PackedDocuments | None:
     """Return the sequences of the sources that have any; None if none has."""
     pairs = [(source, plan) for source, plan in zip(sources, plans, strict=True) if len(plan)]
     if not pairs:
         return None
-    return _packed([source for source, _ in pairs], [plan for _, plan in pairs])
+    return _packed(kind, [source for source, _ in pairs], [plan for _, plan in pairs])
 
 
 def data_of_sequences(

@@ -38,26 +38,30 @@ def conversation_of(
         what = f"the prompt of {where} is empty"
         fix = f"fill {listed(list(prompts))}, or leave the row out"
         raise UsageError(what, where=where, fix=fix)
-    return [*_prompt(given, prompts, where), *_answer(row[answer], answer, where)]
+    return [*prompt_messages(given, prompts, where), *answer_messages(row[answer], answer, where)]
 
 
-def _prompt(given: Sequence[Any], names: Sequence[str], where: str) -> list[Any]:
+def prompt_messages(given: Sequence[Any], names: Sequence[str], where: str) -> list[Any]:
     """Return the messages of a prompt; answers in it are not trained."""
     if all(isinstance(each, str) for each in given):
         return [{"role": "user", "content": BETWEEN.join(given)}]
     if len(given) == 1 and isinstance(given[0], list):
-        # What is not a message is refused with all others.
-        return [
-            {**message, "weight": 0} if isinstance(message, Mapping) else message
-            for message in given[0]
-        ]
+        return untrained(given[0])
     kinds = listed([type(each).__name__ for each in given])
     what = f"{listed(list(names))} of {where} hold {kinds}, which make no prompt"
     fix = "name fields of texts, or one field that holds a list of messages"
     raise UsageError(what, where=where, fix=fix)
 
 
-def _answer(given: Any, name: str, where: str) -> list[Any]:
+def untrained(messages: Sequence[Any]) -> list[Any]:
+    """Return messages of which none is trained; what is not one is refused with all others."""
+    return [
+        {**message, "weight": 0} if isinstance(message, Mapping) else message
+        for message in messages
+    ]
+
+
+def answer_messages(given: Any, name: str, where: str) -> list[Any]:
     """Return the messages of an answer."""
     if isinstance(given, str):
         return [{"role": "assistant", "content": given}]

@@ -8,7 +8,7 @@ Tests: tests/data/test_sources.py
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,9 @@ _FIELDS = {
     "prompt_field": (str, list),
     "answer_field": str,
 }
+_OF_PAIRS = {"prompt_field": (str, list), "chosen_field": str, "rejected_field": str}
 _SPECIAL = "special_tokens"
+_KEYS_OF_PAIRS: dict[str, Any] = {"path": str, **_OF_PAIRS, **_SHARES, **_FILTERS}
 _KEYS: dict[str, Any] = {"path": str, **_FIELDS, _SPECIAL: bool, **_SHARES, **_FILTERS}
 _KINDS: dict[Any, str] = {
     str: "a text",
@@ -81,12 +83,41 @@ def described(
 
     `more`: further keys that a source may have, and their types.
     """
+    entries = _entries(given, where)
+    keys = {**_KEYS, **(more or {})}
+    return [_one(entry, f"{where}[{number}]", keys) for number, entry in enumerate(entries)]
+
+
+def described_pairs(given: Any, where: str, max_tokens: int) -> list[DescribedSource]:
+    """Return the sources of pairs of answers that a config lists; raise a UsageError if bad.
+
+    `max_tokens`: of a pair, at most.
+    """
+    entries = _entries(given, where)
+    sources = [
+        _one(entry, f"{where}[{number}]", _KEYS_OF_PAIRS) for number, entry in enumerate(entries)
+    ]
+    return [
+        replace(
+            source,
+            settings={
+                "chosen_field": "chosen",
+                "rejected_field": "rejected",
+                **source.settings,
+                "max_tokens": min(source.settings.get("max_tokens", max_tokens), max_tokens),
+            },
+        )
+        for source in sources
+    ]
+
+
+def _entries(given: Any, where: str) -> Sequence[Any]:
+    """Return the sources that a config lists, as it has them; raise a UsageError without any."""
     entries = [given] if isinstance(given, str | Mapping) else given
     if not isinstance(entries, Sequence) or not entries:
         what = "there are no sources" if not entries else f"{where} is no list of sources"
         raise UsageError(what, where=where, fix=_EXAMPLE)
-    keys = {**_KEYS, **(more or {})}
-    return [_one(entry, f"{where}[{number}]", keys) for number, entry in enumerate(entries)]
+    return entries
 
 
 def _one(entry: Any, where: str, keys: Mapping[str, Any]) -> DescribedSource:
@@ -106,8 +137,8 @@ def _one(entry: Any, where: str, keys: Mapping[str, Any]) -> DescribedSource:
             raise UsageError(what, where=f"{where}.{key}", fix=_EXAMPLE)
     if "path" not in entry:
         raise UsageError("a source has no path", where=where, fix=_EXAMPLE)
-    _require_one_field(entry, where)
-    if field_of(entry).holds_messages and _SPECIAL in entry:
+    _require_one_field(entry, where, keys)
+    if _SPECIAL in keys and field_of(entry).holds_messages and _SPECIAL in entry:
         what = f"special_tokens beside {field_of(entry).key}"
         why = "in conversations the chat template writes special tokens, and messages hold text"
         fix = "leave special_tokens out"
@@ -169,8 +200,14 @@ def _never(where: str) -> UsageError:
     return UsageError("no source comes even once", where=where, fix=fix)
 
 
-def _require_one_field(entry: Mapping[str, Any], where: str) -> None:
+def _require_one_field(entry: Mapping[str, Any], where: str, keys: Mapping[str, Any]) -> None:
     """Refuse a source that names several fields for what is trained, or half of a pair."""
+    prompts = entry.get("prompt_field", "-")
+    if not prompts or not all(isinstance(each, str) for each in prompts):
+        what = f"a source's prompt_field is {prompts!r}, which names no fields"
+        raise UsageError(what, where=f"{where}.prompt_field", fix="write [instruction, input]")
+    if "answer_field" not in keys:  # pairs have another one
+        return
     named = [key for key in ("text_field", "messages_field", "answer_field") if key in entry]
     if len(named) > 1:
         what = f"a source has both a {named[0]} and a {named[1]}"
@@ -181,10 +218,6 @@ def _require_one_field(entry: Mapping[str, Any], where: str) -> None:
             what = f"a source has a {key}, and no {other}"
             fix = f"name the field of the {other.removesuffix('_field')}, too: {other}: NAME"
             raise UsageError(what, where=where, fix=fix)
-    prompts = entry.get("prompt_field", "-")
-    if not prompts or not all(isinstance(each, str) for each in prompts):
-        what = f"a source's prompt_field is {prompts!r}, which names no fields"
-        raise UsageError(what, where=f"{where}.prompt_field", fix="write [instruction, input]")
 
 
 def opened(source: DescribedSource, tokenizer: str | None) -> Source:
@@ -238,9 +271,12 @@ def field_of(settings: Mapping[str, Any]) -> Field:
     """Return which field of a row holds the document."""
     if "messages_field" in settings:
         return Field(settings["messages_field"], holds_messages=True)
+    prompts = settings.get("prompt_field", ())
+    names = (prompts,) if isinstance(prompts, str) else tuple(prompts)
+    if "chosen_field" in settings:
+        chosen = settings["chosen_field"]
+        return Field(chosen, True, names, settings["rejected_field"])
     if "answer_field" in settings:
-        prompts = settings["prompt_field"]
-        names = (prompts,) if isinstance(prompts, str) else tuple(prompts)
         return Field(settings["answer_field"], holds_messages=True, prompts=names)
     return Field(settings.get("text_field", "text"))
 
@@ -252,6 +288,10 @@ def noted(notes: Mapping[str, int]) -> list[str]:
 
 def _prepared(source: DescribedSource, folder: Path, tokenizer: str | None) -> Source:
     """Open a folder of tokens."""
+    if "chosen_field" in source.settings:
+        what = f"{source.path} holds documents, and no pairs of answers"
+        fix = "name the files of rows: each process makes tokens of them at its start"
+        raise UsageError(what, where=f"{source.where}.path", fix=fix)
     for key in (*_FILTERS, *_FIELDS, _SPECIAL):
         if key in source.settings:
             what = f"{key} beside {source.path}, whose documents are tokens already"

@@ -122,7 +122,8 @@ def evaluate(
     if learned is not None:
         chosen = {**metrics_of_labels(learned), **chosen}
     results = evaluated(state, measured_on, chosen or None)
-    is_text = found.data.decode is not None and learned is None
+    # a loss over labels, or over pairs of answers, is not one of tokens
+    is_text = found.data.decode is not None and not {"labels", "pairs"} & found.data.facts.keys()
     by_source = {}
     parts = measured_on.by_source() if hasattr(measured_on, "by_source") else {}
     for name, part in parts.items():

@@ -19,7 +19,7 @@ from lockstep.config import Config, load_config
 from lockstep.config.checks import contradictions
 from lockstep.config.loading import config_from
 from lockstep.errors import UsageError
-from lockstep.files.data_files import check_named_files, source_like
+from lockstep.files.data_files import check_named_files, pairs_like, source_like
 from lockstep.files.paths import local_path
 from lockstep.layout import SIZED, SPREADS
 from lockstep.registry import DATA_SETS, keywords_of
@@ -164,7 +164,11 @@ def _on(config: Config, path: Path) -> Config:
     args[key] = str(path)
     if key == "sources":
         given = config.data.args.get("sources", [])
-        args[key] = [source_like(path, [given] if isinstance(given, str | Mapping) else given)]
+        trained_on = [given] if isinstance(given, str | Mapping) else given
+        like = source_like
+        if name == "preferences":
+            like = pairs_like
+        args[key] = [like(path, trained_on)]
     if "validation_fraction" in keywords:
         args["validation_fraction"] = 0
     if "labels_of" in keywords:  # what is learned follows from the data that were trained on

@@ -59,6 +59,11 @@ _PROMPTS = (
 )
 
 
+# Names under which data sets hold two answers, of which the first was preferred, and their prompt.
+_PAIRS = (("chosen", "rejected"), ("preferred_output", "non_preferred_output"))
+_PROMPTS_OF_PAIRS = ("prompt", "input", "instruction", "question")
+
+
 class Kind(Enum):
     """Names what a file of data holds."""
 
@@ -381,6 +386,24 @@ def conversation_keys(row: Mapping[str, Any]) -> dict[str, Any]:
     return {"messages_field": chats[0]} if chats else {}
 
 
+def preference_keys(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of a source that say where its rows hold pairs of answers; none without any.
+
+    The prompt is named where the answers do not begin with it.
+    """
+    for chosen, rejected in _PAIRS:
+        if all(isinstance(row.get(key), str | list | dict) for key in (chosen, rejected)):
+            keys = {"chosen_field": chosen, "rejected_field": rejected}
+            answer = row[chosen]
+            first = answer[0] if isinstance(answer, list) and answer else answer
+            roles = {first.get("role"), first.get("from")} if isinstance(first, dict) else set()
+            named = next((key for key in _PROMPTS_OF_PAIRS if row.get(key)), None)
+            if named is not None and not roles & {"system", "user", "human", "developer"}:
+                return {"prompt_field": named, **keys}
+            return keys
+    return {}
+
+
 def _says_something(value: Any) -> bool:
     """Return whether a field of a row holds a text or messages."""
     return isinstance(value, str) or _is_conversation(value)
@@ -417,6 +440,19 @@ def source_like(path: Path, trained_on: Sequence[Any]) -> str | dict[str, Any]:
     return {"path": str(path), **keys} if keys else str(path)
 
 
+def pairs_like(path: Path, trained_on: Sequence[Any]) -> str | dict[str, Any]:
+    """Return a source of pairs of answers at a path, whose rows are read as those of another one.
+
+    Args:
+        path: a file, or a folder of files.
+        trained_on: sources as a config lists them, of which the first one counts.
+    """
+    source = trained_on[0] if trained_on else {}
+    given = source if isinstance(source, Mapping) else {}
+    keys = ("prompt_field", "chosen_field", "rejected_field")
+    return {"path": str(path), **{key: given[key] for key in keys if key in given}}
+
+
 def _listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
@@ -442,22 +478,25 @@ def check_named_files(name: str | None, args: Mapping[str, Any]) -> None:
             if isinstance(args.get(key), str):
                 where = f"data.args.{key}"
                 for file in files_of(local_path(args[key], where), where):
-                    _require_rows(file, where)
-    if name in ("documents", "stream"):
+                    _require_rows(file, where, "text", "label")
+    if name in ("documents", "stream", "preferences"):
         for key in ("sources", "validation"):
             for where, path in _paths_of(args.get(key), f"data.args.{key}"):
                 place = local_path(path, where)
                 if not (place / HEADER).exists():
                     for file in files_of(place, where):
                         require_read(file, where)
+                        if name == "preferences":
+                            _require_rows(file, where, "prompt", "chosen", "rejected")
 
 
-def _require_rows(file: Path, where: str) -> None:
-    """Refuse a file that holds no rows with a text and its label."""
+def _require_rows(file: Path, where: str, *fields: str) -> None:
+    """Refuse a file that holds no rows with these fields."""
     kind = kind_of(file)
     if kind not in ROWS:
-        what = f"{file} holds {kind.value}, and no rows with labels"
-        fix = 'write lines of {"text": "…", "label": "…"}, as .jsonl, .csv, .parquet or .arrow'
+        what = f"{file} holds {kind.value}, and no rows with {listed(fields)}"
+        example = ", ".join(f'"{field}": "…"' for field in fields)
+        fix = f"write lines of {{{example}}}, as .jsonl, .csv, .parquet or .arrow"
         raise UsageError(what, where=where, fix=fix)
 
 

@@ -10,7 +10,8 @@ tests/parity/test_fine_tuning.py
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -144,6 +145,40 @@ def inject(model: nn.Module, config: Any, *, where: str) -> list[str]:
     return [
         name for name, each in model.named_modules() if isinstance(each, peft.tuners.lora.LoraLayer)
     ]
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Return whether a model has layers of peft."""
+    return any(True for _ in _switches(model))
+
+
+@contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """Let a model compute what it would without its adapters, in evaluation mode, in the block."""
+    modes = [(module, module.training) for module in model.modules()]
+    switches = list(_switches(model))
+    # peft's switch also says which parameters require gradients.
+    trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    model.eval()
+    for each in switches:
+        each.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for each in switches:
+            each.enable_adapters(True)
+        for parameter, is_trained in trained:
+            if parameter.requires_grad != is_trained:
+                parameter.requires_grad_(is_trained)
+        for module, mode in modes:
+            module.training = mode
+
+
+def _switches(model: nn.Module) -> Iterator[Any]:
+    """Yield the modules of peft that can be told to compute as if they had no adapters."""
+    for module in model.modules():
+        if isinstance(getattr(module, "disable_adapters", None), bool):
+            yield module
 
 
 def _require_effect(lora: "LoraConfig", layers: Sequence[str], adapted: Sequence[str]) -> None:

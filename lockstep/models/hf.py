@@ -415,6 +415,14 @@ def _without_values(folder: Path, described: DescribedModel) -> Any:
     return model
 
 
+def with_values(model: Any) -> nn.Module:
+    """Return another model like one on meta that knows where its weights lie, with its values."""
+    folder = Path(model.name_or_path)
+    described = DescribedModel(copy.deepcopy(model.config), CAUSAL_LM, folder)
+    loaded, _ = _loaded(folder, described)
+    return meet_protocol(loaded)
+
+
 def _not_filled(folder: Path, missing: Sequence[str]) -> UsageError:
     what = (
         f"the weights in {folder} do not fill {len(missing)} of the model's parameters, the first"

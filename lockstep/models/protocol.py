@@ -29,7 +29,8 @@ Without `loss`, the loss comes from `loss_fn(outputs, targets)` or from the outp
 (`outputs["loss"]`, `outputs.loss`, a 0-dim tensor). It is a mean unless `loss_fn.reduction` (or the
 model's `loss_reduction`) is "sum". A mean is multiplied by its count: `count(batch)`; without it,
 the divisor of torch's loss functions (`lockstep.models.observed`); if these do not show it, the
-number of samples. A run's first steps check this (`lockstep.trainer.loss_check`).
+number of samples. A run's first steps check this (`lockstep.trainer.loss_check`). A loss function
+with a method `bind_model(model)` gets the model, before it is placed.
 
 `offers_of` reads all of it once. `objective.py` is the way from a batch to a loss, which each
 micro-batch takes.
@@ -114,6 +115,9 @@ def objective_of(model: nn.Module, loss_fn: Callable[..., Tensor] | None = None)
         UsageError: the model has a loss without a count, or a reduction that there is not.
     """
     loss_fn = as_object(loss_fn)
+    bind_model = getattr(loss_fn, "bind_model", None)
+    if bind_model is not None:
+        bind_model(model)
     inputs = _inputs_of(model, has_loss_fn=loss_fn is not None)
     count = count_of(loss_fn) or offered(model, "count")
     if count is not None:

@@ -27,7 +27,7 @@ from lockstep.monitor.sinks import sink_named
 from lockstep.optim import Schedule, check_optimizer, check_schedule
 from lockstep.process_group import cluster
 from lockstep.randomness import derive_key, seeded
-from lockstep.registry import load_object
+from lockstep.registry import DATA_SETS, LOSSES, load_object
 from lockstep.trainer.named_loss import check_named_loss
 from lockstep.trainer.trainer import Trainer
 
@@ -141,6 +141,22 @@ def check_named(config: Config, source: str) -> None:
         raise usage_error(mistakes, source)
 
 
+def _check_pairs(config: Config) -> None:
+    """Refuse pairs of answers without a loss over pairs, and that loss on other data that ship."""
+    has_pairs = config.data.name == "preferences"
+    if has_pairs and config.loss_fn is None:
+        what = "the data are pairs of answers, and there is no loss over pairs"
+        why = "both answers of each would be trained alike"
+        fix = "write loss_fn: {name: dpo, args: {beta: 0.1}}"
+        raise UsageError(what, where="loss_fn", why=why, fix=fix)
+    is_dpo = config.loss_fn is not None and config.loss_fn.name == LOSSES.shipped["dpo"]
+    others = [*DATA_SETS.shipped]
+    if is_dpo and not has_pairs and config.data.name in others:
+        what = f"the loss dpo is one over pairs of answers, and {config.data.name} has none"
+        fix = "write data: {name: preferences, args: {sources: [pairs.jsonl], tokenizer: FOLDER}}"
+        raise UsageError(what, where="data.name", fix=fix)
+
+
 def _lookups(config: Config) -> Iterator[Callable[[], object]]:
     """Yield a call for each name in the config, which raises a UsageError if a run can't use it."""
     training = config.training
@@ -148,6 +164,7 @@ def _lookups(config: Config) -> Iterator[Callable[[], object]]:
     yield partial(check_data, config.data)
     if config.loss_fn is not None:
         yield partial(check_named_loss, config.loss_fn)
+    yield partial(_check_pairs, config)
     yield partial(check_optimizer, training.optimizer, training.optimizer_args)
     yield partial(
         check_schedule,

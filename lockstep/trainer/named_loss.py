@@ -4,6 +4,7 @@ Tests: tests/test_errors.py
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -37,9 +38,10 @@ def check_named_loss(spec: ObjectSpec) -> Any:
         if call not in dir(named):
             fix = "give the class __call__(self, outputs, targets)"
             raise UsageError(f"objects of {spec.name} can't be called", where="loss_fn", fix=fix)
-        require_call(
-            getattr(named, call), ("self", "outputs", "targets"), f"{spec.name}.{call}", "loss_fn"
-        )
+        method = getattr(named, call)
+        further = FurtherArguments(partial(method, None))  # beside self, too
+        arguments = ("self", "outputs", "targets")
+        require_call(further.filled(method), arguments, f"{spec.name}.{call}", "loss_fn")
         return check_object(spec, "loss_fn")
     further = FurtherArguments(named)
     require_call(further.filled(named), ("outputs", "targets"), spec.name, "loss_fn")

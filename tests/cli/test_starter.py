@@ -8,6 +8,7 @@ import json
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -150,6 +151,35 @@ def test_prompts_and_answers_make_a_config(here: Path, capsys: pytest.CaptureFix
     capsys.readouterr()
 
 
+@pytest.mark.parametrize(
+    ("row", "keys"),
+    [
+        (
+            {"prompt": BOTH[:1], "chosen": BOTH[1:2], "rejected": BOTH[1:2]},
+            {"prompt_field": "prompt", "chosen_field": "chosen", "rejected_field": "rejected"},
+        ),
+        (
+            {"prompt": "a", "chosen": BOTH[:2], "rejected": BOTH[:2], "messages": BOTH[:2]},
+            {"chosen_field": "chosen", "rejected_field": "rejected"},
+        ),
+    ],
+)
+def test_pairs_of_answers_make_a_config_with_a_loss_over_pairs(
+    here: Path, row: dict[str, Any], keys: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("tokenizers")
+    write_chat_model(here / "model")
+    (here / "pairs.jsonl").write_text(json.dumps(row) + "\n")
+    assert cli.main(["init", "tuned", "--finetune", "model", "--data", "pairs.jsonl"]) == 0
+    config = load_config(here / "tuned" / "train.yaml")
+    assert config.data.name == "preferences"
+    assert config.data.args["sources"] == [{"path": "../pairs.jsonl", **keys}]
+    assert config.data.args["sequence_length"] == 2 * 96
+    assert config.loss_fn is not None
+    assert config.loss_fn.args == {"beta": 0.1}
+    capsys.readouterr()
+
+
 def test_what_can_not_be_fine_tuned(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("tokenizers")
     write_chat_model(here / "model")
@@ -161,8 +191,6 @@ def test_what_can_not_be_fine_tuned(here: Path, capsys: pytest.CaptureFixture[st
     (here / "text.jsonl").write_text('{"text": "words"}\n')
     (here / "bad.jsonl").write_text("{\n")
     (here / "deep.jsonl").write_text("[" * 100_000)
-    pair = {"prompt": BOTH[:1], "chosen": BOTH[1:2], "rejected": BOTH[1:2]}
-    (here / "pairs.jsonl").write_text(json.dumps(pair) + "\n")
     (here / "columns.csv").write_text("a,b\n1,2\n")
     (here / "list.jsonl").write_text('\n["messages"]\n')
     (here / "latin.jsonl").write_bytes(b'{"messages": "\xff"}\n')
@@ -178,7 +206,6 @@ def test_what_can_not_be_fine_tuned(here: Path, capsys: pytest.CaptureFixture[st
         ("bare", "chat.jsonl", "the tokenizer in bare has no chat template"),
         ("model", "nowhere.jsonl", "there is no file nowhere.jsonl"),
         ("model", "text.jsonl", "the first line of text.jsonl has no conversation"),
-        ("model", "pairs.jsonl", "pairs.jsonl holds pairs of answers, chosen and rejected"),
         ("model", "columns.csv", "the first row of columns.csv has no conversation"),
         ("model", "bad.jsonl", "line 1 of bad.jsonl is not JSON"),
         ("model", "deep.jsonl", "line 1 of deep.jsonl is nested too deep"),

@@ -1,0 +1,149 @@
+"""The loss over pairs, beside its formula, and the model that it compares with."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from lockstep.config import config_from
+from lockstep.errors import UsageError
+from lockstep.models import get_model
+from lockstep.models.adapters import has_adapters, without_adapters
+from lockstep.models.preferences import DirectPreferences
+from lockstep.trainer.named_loss import check_named_loss, loss_fn_of
+
+VOCAB = 16
+
+
+def tiny() -> nn.Module:
+    torch.manual_seed(0)
+    build = get_model("transformer")
+    return build(n_layer=1, n_embd=16, n_head=2, vocab_size=VOCAB, block_size=16, dropout=0.0)
+
+
+def batch_of_pairs() -> dict[str, torch.Tensor]:
+    """Two sequences of 16: two pairs of answers, and one; what is left is padding."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, VOCAB, (2, 16), generator=generator)
+    documents = torch.tensor(
+        [[0] * 4 + [1] * 3 + [2] * 4 + [3] * 5, [0] * 6 + [1] * 5 + [2] * 5], dtype=torch.int64
+    )
+    targets = torch.randint(0, VOCAB, (2, 16), generator=generator)
+    counts = torch.zeros(2, 16, dtype=torch.bool)
+    counts[0, [2, 3, 6, 9, 10, 14]] = True
+    counts[1, [4, 5, 8, 9]] = True
+    return {
+        "input_ids": ids,
+        "targets": targets.where(counts, torch.tensor(-100)),
+        "document_ids": documents,
+        "pairs": torch.tensor([[1.0, 1.0], [1.0, 0.0]]),
+    }
+
+
+def by_hand(model: Any, batch: dict[str, torch.Tensor], row: int, document: int) -> torch.Tensor:
+    """The log-likelihood of one answer, alone in its sequence."""
+    inside = batch["document_ids"][row] == document
+    logits = model(batch["input_ids"][row, inside][None])[0].log_softmax(-1)
+    targets = batch["targets"][row, inside]
+    at = torch.arange(len(targets))
+    return (logits[at, targets.clamp(min=0)] * (targets != -100)).sum()
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_the_loss_is_that_of_the_paper(smoothing: float) -> None:
+    """Also with the label smoothing of cDPO; the model has moved away from its reference."""
+    model = tiny()
+    loss_fn = DirectPreferences(beta=0.5, label_smoothing=smoothing)
+    loss_fn.bind_model(model)
+    reference = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    batch = batch_of_pairs()
+    expected = torch.zeros(())
+    for row, pairs in ((0, 2), (1, 1)):
+        for pair in range(pairs):
+            ahead = [
+                by_hand(model, batch, row, 2 * pair + answer)
+                - by_hand(reference, batch, row, 2 * pair + answer)
+                for answer in (0, 1)
+            ]
+            margin = 0.5 * (ahead[0] - ahead[1])
+            expected = expected - (1 - smoothing) * F.logsigmoid(margin)
+            expected = expected - smoothing * F.logsigmoid(-margin)
+    others = {key: batch[key] for key in ("input_ids", "document_ids", "pairs")}
+    loss = loss_fn(model(batch["input_ids"], batch["document_ids"]), batch["targets"], **others)
+    torch.testing.assert_close(loss, expected)
+    assert loss_fn.count(batch) == 3
+    loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    assert not any(parameter.requires_grad for parameter in loss_fn.parameters())
+
+
+def test_without_its_adapters_a_model_is_what_it_was() -> None:
+    peft = pytest.importorskip("peft")
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+    x = torch.randn(3, 4)
+    before = layers[0](x)
+    assert not has_adapters(layers)
+    config = peft.LoraConfig(r=2, target_modules=["0"], init_lora_weights=False)
+    peft.inject_adapter_in_model(config, layers, "default")
+    assert has_adapters(layers)
+    layers[1].eval()
+    trained = [parameter.requires_grad for parameter in layers.parameters()]
+    with without_adapters(layers):
+        assert torch.equal(layers(x), before)
+    assert [parameter.requires_grad for parameter in layers.parameters()] == trained
+    assert (layers.training, layers[0].training, layers[1].training) == (True, True, False)
+    assert not torch.equal(layers(x), before)
+
+
+def test_a_stage_of_a_model_is_no_reference() -> None:
+    peft = pytest.importorskip("peft")
+    model = tiny()
+    names = [name for name, each in model.named_modules() if isinstance(each, nn.Linear)]
+    config = peft.LoraConfig(r=2, target_modules=names[:1])
+    peft.inject_adapter_in_model(config, model, "default")
+    loss_fn = DirectPreferences()
+    loss_fn.bind_model(model)
+    assert loss_fn.reference is None
+    model.to("meta")
+    with pytest.raises(UsageError, match="the model without its adapters, and a stage has a part"):
+        loss_fn(torch.zeros(2, 16, VOCAB), **batch_of_pairs())
+
+
+def test_what_it_can_not_compare_is_one_error() -> None:
+    for arguments, message in (
+        ({"beta": 0.0}, "the beta of dpo is 0.0"),
+        ({"label_smoothing": 0.5}, "the label_smoothing of dpo is 0.5"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            DirectPreferences(**arguments)
+    with pytest.raises(UsageError, match="Linear is not a causal language model"):
+        DirectPreferences().bind_model(nn.Linear(2, 2))
+    with torch.device("meta"):
+        model = tiny()
+    with pytest.raises(UsageError, match="this one has no values yet"):
+        DirectPreferences().bind_model(model)
+    batch = batch_of_pairs()
+    with pytest.raises(
+        UsageError, match="the loss dpo is one over pairs, and a batch has input_ids"
+    ):
+        DirectPreferences().count({key: batch[key] for key in ("input_ids", "targets")})
+    with pytest.raises(UsageError, match="has no reference yet"):
+        DirectPreferences()(torch.zeros(2, 16, VOCAB), **batch)
+
+
+def test_a_config_names_it() -> None:
+    config = config_from({"loss_fn": {"name": "dpo", "args": {"beta": 0.3}}})
+    assert config.loss_fn is not None
+    check_named_loss(config.loss_fn)
+    loss_fn = loss_fn_of(config)
+    assert isinstance(loss_fn, DirectPreferences)
+    assert loss_fn.beta == 0.3
+    given = DirectPreferences(reference=tiny())
+    given.bind_model(tiny())
+    assert given.reference is not None
