@@ -81,8 +81,10 @@ class DirectPreferences(nn.Module):
             UsageError: it is not a causal language model, or has no values that could be copied.
         """
         if not isinstance(model, LanguageModel):
-            what = f"the loss dpo compares likelihoods of texts, and {type(model).__name__}"
-            what += " is not a causal language model"
+            what = (
+                f"the loss dpo compares likelihoods of texts, and {type(model).__name__} is not a"
+                " causal language model"
+            )
             fix = "name one: model.name: hf:FOLDER"
             raise UsageError(what, where="loss_fn", fix=fix)
         if self._is_given:
@@ -157,8 +159,10 @@ class DirectPreferences(nn.Module):
         (model,) = self._adapted
         if any(parameter.is_meta for parameter in model.parameters()):
             what = "the reference of dpo is the model without its adapters, and a stage has a part"
-            fix = "write distributed.strategy: ddp or fsdp, or name a reference that the last stage"
-            fix += " holds in full: loss_fn.args.reference: hf:FOLDER"
+            fix = (
+                "write distributed.strategy: ddp or fsdp, or name a reference that the last stage"
+                " holds in full: loss_fn.args.reference: hf:FOLDER"
+            )
             raise UsageError(what, where="distributed.strategy: pipeline", fix=fix)
         with without_adapters(model):
             return model(input_ids, document_ids)

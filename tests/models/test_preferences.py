@@ -129,9 +129,7 @@ def test_what_it_can_not_compare_is_one_error() -> None:
     with pytest.raises(UsageError, match="this one has no values yet"):
         DirectPreferences().bind_model(model)
     batch = batch_of_pairs()
-    with pytest.raises(
-        UsageError, match="the loss dpo is one over pairs, and a batch has"
-    ):
+    with pytest.raises(UsageError, match="the loss dpo is one over pairs, and a batch has"):
         DirectPreferences().count({key: batch[key] for key in ("input_ids", "targets")})
     with pytest.raises(UsageError, match="has no reference yet"):
         DirectPreferences()(torch.zeros(2, 16, VOCAB), **batch)
