@@ -7,6 +7,7 @@ done.
 Tests: tests/plan/test_resources.py, tests/plan/test_stages.py, tests/plan/test_published.py
 """
 
+from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -70,31 +71,29 @@ def pipeline(
         sends: seconds that each stage's output, or its gradient, takes to the next stage.
     """
     line = Timeline()
-    done: dict[ScheduledPass, int] = {}
-    positions = [0] * len(orders)
+    done: dict[ScheduledPass, int] = {}  # a pass, or a message that is there → its task
     last = len(rank_of) - 1
-    left = sum(map(len, orders))
-    while left:
-        before = left
-        for rank, order in enumerate(orders):
-            while positions[rank] < len(order):
-                step = order[positions[rank]]
-                needs = _needs(step, last)
-                if any(need not in done for need in needs):
-                    break
-                task = line.add(
-                    ("compute", rank), seconds[step.kind, step.stage], [done[n] for n in needs]
-                )
-                done[step] = arrival = task
-                to = step.stage + (1 if step.kind == "F" else -1)
-                if step.kind != "W" and 0 <= to <= last:
-                    if rank_of[to] != rank:
-                        arrival = line.add((rank, rank_of[to]), sends[min(step.stage, to)], [task])
-                    kind = "arrived F" if step.kind == "F" else "arrived B"
-                    done[ScheduledPass(kind, to, step.micro_batch)] = arrival
-                positions[rank] += 1
-                left -= 1
-        assert left < before, "the schedules wait for each other"
+
+    def run(rank: int, step: ScheduledPass) -> None:
+        """Run a pass, and send what it makes to the neighbouring stage."""
+        after = [done[need] for need in _needs(step, last)]
+        done[step] = line.add(("compute", rank), seconds[step.kind, step.stage], after)
+        to = step.stage + (1 if step.kind == "F" else -1)
+        if step.kind == "W" or not 0 <= to <= last:
+            return
+        arrival = done[step]
+        if rank_of[to] != rank:
+            arrival = line.add((rank, rank_of[to]), sends[min(step.stage, to)], [arrival])
+        kind = "arrived F" if step.kind == "F" else "arrived B"
+        done[ScheduledPass(kind, to, step.micro_batch)] = arrival
+
+    waiting = [deque(order) for order in orders]
+    while any(waiting):
+        before = len(done)
+        for rank, order in enumerate(waiting):
+            while order and all(need in done for need in _needs(order[0], last)):
+                run(rank, order.popleft())
+        assert len(done) > before, "the schedules wait for each other"
     return line
 
 
@@ -287,49 +286,54 @@ def sharded_step(
     line = Timeline()
     shards = group_of(cluster, layout.shard)
     replicas = group_of(cluster, layout.replicate, layout.shard)
-    sizes = (
-        [pieces.rest_bytes, *[pieces.unit_bytes] * pieces.units]
-        if pieces.units
-        else [pieces.rest_bytes]
-    )
-    shares = len(sizes) - 1 or 1
+    rest = pieces.rest_bytes
+    units = [pieces.unit_bytes] * pieces.units
+    shares = len(units) or 1  # in as many tasks a pass computes
     whole = pieces.parameter_bytes
     inside = between = 0.0
     for micro_batch in range(micro_batches):
         last = micro_batch == micro_batches - 1
         reduces = reduces_each or last
-        gathered = [line.add("links", shards.gather(sizes[0] * width))]
-        for size in sizes[1:]:
+
+        # Forward: a unit computes once it and those before it are gathered.
+        gathered = [line.add("links", shards.gather(rest * width))]
+        for size in units:
             gathered.append(line.add("links", shards.gather(size * width)))
             line.add("compute", pieces.forward / shares, gathered)
-        if len(sizes) == 1:
+        if not units:
             line.add("compute", pieces.forward, gathered)
-        units = list(reversed(sizes[1:] or sizes))
+
+        # Backward: the last unit first.
+        computed = units[::-1] or [rest]
         prefetched = [
-            line.add("links", shards.gather(size * width)) for size in units[:1] if gathers_again
+            line.add("links", shards.gather(size * width)) for size in computed[:1] if gathers_again
         ]
-        for index, size in enumerate(units):
+        for index, size in enumerate(computed):
             here = prefetched
             if gathers_again:  # prefetch: the next unit is gathered before this one computes
                 prefetched = [
-                    line.add("links", shards.gather(more * width))
-                    for more in units[index + 1 : index + 2]
+                    line.add("links", shards.gather(following * width))
+                    for following in computed[index + 1 : index + 2]
                 ]
             done = line.add("compute", pieces.backward / shares, here)
             if reduces:
                 _reduce(line, shards, replicas, size, last, done)
-        if reduces and len(sizes) > 1:
-            _reduce(line, shards, replicas, sizes[0], last, len(line.tasks) - 1)
+        if reduces and units:
+            _reduce(line, shards, replicas, rest, last, len(line.tasks) - 1)
+
         gathers = (2 if gathers_again else 1) * whole * width + (whole if reduces else 0.0)
-        a, b = shards.bytes_sent(gathers)
-        c, d = replicas.bytes_sent(2 * whole / layout.shard if last else 0.0)
-        inside = inside + a + c
-        between = between + b + d
+        for group, sent in (
+            (shards, gathers),
+            (replicas, 2 * whole / layout.shard if last else 0.0),
+        ):
+            inside_node, between_nodes = group.bytes_sent(sent)
+            inside += inside_node
+            between += between_nodes
     line.add(
         "compute", pieces.update + agreements(shards) + agreements(replicas), range(len(line.tasks))
     )
-    computed = micro_batches * (pieces.forward + pieces.backward) + pieces.update
-    return StepTime(line.end, computed, line.end - computed, 0.0, inside, between)
+    seconds = micro_batches * (pieces.forward + pieces.backward) + pieces.update
+    return StepTime(line.end, seconds, line.end - seconds, 0.0, inside, between)
 
 
 def agreements(group: Group) -> float:

@@ -473,21 +473,22 @@ def check_named_files(name: str | None, args: Mapping[str, Any]) -> None:
     if name == "text" and isinstance(args.get("path"), str):
         for file in files_of(local_path(args["path"], "data.args.path")):
             require_text(file)
-    if name == "labelled":
+    elif name == "labelled":
         for key in ("path", "validation"):
-            if isinstance(args.get(key), str):
-                where = f"data.args.{key}"
-                for file in files_of(local_path(args[key], where), where):
-                    _require_rows(file, where, "text", "label")
-    if name in ("documents", "stream", "preferences"):
+            where = f"data.args.{key}"
+            path = args.get(key)
+            files = files_of(local_path(path, where), where) if isinstance(path, str) else []
+            for file in files:
+                _require_rows(file, where, "text", "label")
+    elif name in ("documents", "stream", "preferences"):
         for key in ("sources", "validation"):
             for where, path in _paths_of(args.get(key), f"data.args.{key}"):
-                place = local_path(path, where)
-                if not (place / HEADER).exists():
-                    for file in files_of(place, where):
-                        require_read(file, where)
-                        if name == "preferences":
-                            _require_rows(file, where, "prompt", "chosen", "rejected")
+                folder = local_path(path, where)
+                is_prepared = (folder / HEADER).exists()
+                for file in [] if is_prepared else files_of(folder, where):
+                    require_read(file, where)
+                    if name == "preferences":
+                        _require_rows(file, where, "prompt", "chosen", "rejected")
 
 
 def _require_rows(file: Path, where: str, *fields: str) -> None:

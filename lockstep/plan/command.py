@@ -258,53 +258,70 @@ def as_text(
             f" inside{between}"
         ),
         "",
+        *_table(considered, cluster, tokens_per_sample),
+        "",
+        *memory_bars(considered),
+        "",
+        *why(considered),
     ]
+    best = considered[0] if considered and considered[0].fits else None
+    if best is not None and best.step is not None and steps:
+        lines.append(_whole_run(best.step.seconds, steps, cluster.num_gpus, price))
+    return "\n".join(lines)
+
+
+def _table(
+    considered: Sequence[Candidate], cluster: GpuCluster, tokens_per_sample: int
+) -> list[str]:
+    """Return a line for each layout; a narrow terminal has the most important columns."""
     speed = "tokens/s" if tokens_per_sample > 1 else "samples/s"
     rows = [
         ["layout", "GiB a GPU", "fits", "step s", "exposed", "bubble", "sent/step", "MFU", speed]
     ]
-    for c in considered:
-        fit = "yes" if c.fits else f"no: {(c.needed_bytes - c.limit) / GIB:+.1f}"
-        if c.memory is None:
-            rows.append([c.name(), f"≥ {_gib(c.needed_bytes)}", fit, *[""] * 6])
+    for candidate in considered:
+        fits = "yes"
+        if not candidate.fits:
+            fits = f"no: {(candidate.needed_bytes - candidate.limit) / GIB:+.1f}"
+        if candidate.memory is None:
+            least = f"≥ {_gib(candidate.needed_bytes)}"
+            rows.append([candidate.name(), least, fits, *[""] * 6])
             continue
-        assert c.step is not None
+        step = candidate.step
+        assert step is not None
         rows.append(
             [
-                c.name(),
-                _gib(c.needed_bytes),
-                fit,
-                f"{c.step.seconds:.3g}",
-                f"{c.step.exposed / c.step.seconds:.0%}",
-                f"{c.step.bubble / c.step.seconds:.0%}",
-                _bytes(c.step.inside + c.step.between),
-                f"{mfu(c, cluster):.0%}",
-                f"{c.samples_per_second * tokens_per_sample:,.0f}",
+                candidate.name(),
+                _gib(candidate.needed_bytes),
+                fits,
+                f"{step.seconds:.3g}",
+                f"{step.exposed / step.seconds:.0%}",
+                f"{step.bubble / step.seconds:.0%}",
+                _bytes(step.inside + step.between),
+                f"{mfu(candidate, cluster):.0%}",
+                f"{candidate.samples_per_second * tokens_per_sample:,.0f}",
             ]
         )
     columns = _NARROW if _terminal() < _WIDE else range(len(rows[0]))
     widths = {column: max(len(row[column]) for row in rows) for column in columns}
+    lines = []
     for row in rows:  # the first column to the left, numbers to the right
         cells = (
             row[column].rjust(width) if column else row[column].ljust(width)
             for column, width in widths.items()
         )
         lines.append("  ".join(cells).rstrip())
-    lines += ["", *memory_bars(considered), "", *why(considered)]
-    best = considered[0] if considered and considered[0].fits else None
-    if best is not None and best.step is not None and steps:
-        seconds = best.step.seconds * steps
-        hours = seconds / 3600 * cluster.num_gpus
-        cost = f", {price * hours:,.2f} at {price:g} a GPU-hour" if price else ""
-        lengths = (("days", 86400), ("hours", 3600), ("minutes", 60))
-        unit, length = next(
-            (unit_and_length for unit_and_length in lengths if seconds >= unit_and_length[1]),
-            ("seconds", 1),
-        )
-        lines.append(
-            f"{steps:,} steps: {seconds / length:.3g} {unit}, {hours:,.3g} GPU-hours{cost}"
-        )
-    return "\n".join(lines)
+    return lines
+
+
+def _whole_run(seconds_of_step: float, steps: int, gpus: int, price: float | None) -> str:
+    """Return the line of what all steps take and cost; `price`: of a GPU for an hour."""
+    seconds = seconds_of_step * steps
+    hours = seconds / 3600 * gpus
+    cost = f", {price * hours:,.2f} at {price:g} a GPU-hour" if price else ""
+    units = (("days", 86400), ("hours", 3600), ("minutes", 60), ("seconds", 1))
+    fitting = [(unit, length) for unit, length in units if seconds >= length]
+    unit, length = fitting[0] if fitting else units[-1]
+    return f"{steps:,} steps: {seconds / length:.3g} {unit}, {hours:,.3g} GPU-hours{cost}"
 
 
 _WIDE = 116  # columns of a terminal that the whole table needs

@@ -99,13 +99,12 @@ def setup(distributed: DistributedConfig | None = None) -> Cluster:
     """
     global _current, _world, _group_is_ours, _timeout
     group = dist.group.WORLD
-    if _current is not None and (
-        group is None if _world is None else group is not None and _world() is group
-    ):
+    if _current is not None and _is_same_world(group):
         if distributed is not None:
             _require_same(distributed, _current)
         return _current
-    # The script has since created or destroyed a group.
+
+    # The first call, or the script has since created or destroyed a group.
     _current = None
     _group_is_ours = False
     _stop_sharing()
@@ -114,47 +113,10 @@ def setup(distributed: DistributedConfig | None = None) -> Cluster:
     os.environ.update(environment(config))
     dist.set_debug_level_from_env()  # type: ignore[attr-defined]  # read by torch once, at its import
     check_numbers(os.environ)
-    exists = dist.is_initialized()
-    facts, gpu = facts_of_existing_group() if exists else (rank_facts(), None)
-    store = None
-    if (
-        not exists
-        and facts.launcher == "torchrun"
-        and not {"LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= os.environ.keys()
-    ):
-        store = rendezvous(config, facts, datetime.timedelta(seconds=config.timeout_seconds))
-        facts = facts_over_store(facts, store)
-    if exists:
-        theirs = weakref.ref(group)
-        set_rank_facts(facts, lambda: dist.group.WORLD is not None and theirs() is dist.group.WORLD)
-    elif store is not None:
-        set_rank_facts(facts)
-    device = (
-        _choose_device(config.device, facts)
-        if gpu is None or config.device == "cpu"
-        else torch.device(gpu)
-    )
-    # before anything else uses a GPU, or every rank creates a context on GPU 0
-    accelerator.select(device)
-    if device.type == "cpu":
-        keep_freed_memory()
-    if "OMP_NUM_THREADS" not in os.environ and facts.local_world_size > 1:
-        # more than cores make all ranks slower
-        torch.set_num_threads(threads_per_rank(facts.local_world_size))
-    alone = facts.launcher == "none"
-    backend = (
-        _existing_backend(config, device)
-        if exists
-        else _choose_backend(config.backend, device, alone=alone)
-    )
-    _warn_of_nccl_timeout(facts)
-    if alone:
-        backend = "none"
-    elif exists:
-        # waits for the group's threads; the group stays the script's
-        atexit.register(_leave_at_exit)
-    else:
-        _join(config, facts, device, backend, store)
+
+    facts, gpu, store = _find_place(config)
+    device = _take_device(config, facts, gpu)
+    backend = _enter_group(config, facts, device, store)
     _world = None if dist.group.WORLD is None else weakref.ref(dist.group.WORLD)
     here = Cluster(facts, device, backend)
     _timeout = _compare_with_group(config, group, here)
@@ -162,6 +124,76 @@ def setup(distributed: DistributedConfig | None = None) -> Cluster:
     collectives.set_timeout(_timeout)
     _share_calls(facts)
     return _current
+
+
+def _is_same_world(group: Any) -> bool:
+    """Return whether `group`, the default one, is that of the last `setup`; None: there is none."""
+    if _world is None:
+        return group is None
+    return group is not None and _world() is group
+
+
+def _find_place(config: DistributedConfig) -> tuple[RankFacts, str | None, Store | None]:
+    """Return this process's place among the ranks.
+
+    Returns:
+        (the place; the GPU that a script has chosen for its own group, or None; the store over
+        which the ranks of a launcher that does not number them by machine have found their places)
+    """
+    group = dist.group.WORLD
+    if dist.is_initialized():
+        facts, gpu = facts_of_existing_group()
+        theirs = weakref.ref(group)
+        set_rank_facts(facts, lambda: dist.group.WORLD is not None and theirs() is dist.group.WORLD)
+        return facts, gpu, None
+    facts = rank_facts()
+    is_numbered = {"LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= os.environ.keys()
+    if facts.launcher != "torchrun" or is_numbered:
+        return facts, None, None
+    store = rendezvous(config, facts, datetime.timedelta(seconds=config.timeout_seconds))
+    facts = facts_over_store(facts, store)
+    set_rank_facts(facts)
+    return facts, None, store
+
+
+def _take_device(config: DistributedConfig, facts: RankFacts, gpu: str | None) -> torch.device:
+    """Return this rank's device, selected, with its share of the machine's cores.
+
+    `gpu`: the one that the script has chosen.
+    """
+    if gpu is None or config.device == "cpu":
+        device = _choose_device(config.device, facts)
+    else:
+        device = torch.device(gpu)
+    # before anything else uses a GPU, or every rank creates a context on GPU 0
+    accelerator.select(device)
+    if device.type == "cpu":
+        keep_freed_memory()
+    if "OMP_NUM_THREADS" not in os.environ and facts.local_world_size > 1:
+        # more than cores make all ranks slower
+        torch.set_num_threads(threads_per_rank(facts.local_world_size))
+    return device
+
+
+def _enter_group(
+    config: DistributedConfig, facts: RankFacts, device: torch.device, store: Store | None
+) -> str:
+    """Join the other ranks, or stay in the script's group; return its backend, `none` if alone."""
+    alone = facts.launcher == "none"
+    exists = dist.is_initialized()
+    if exists:
+        backend = _existing_backend(config, device)
+    else:
+        backend = _choose_backend(config.backend, device, alone=alone)
+    _warn_of_nccl_timeout(facts)
+    if alone:
+        return "none"
+    if exists:
+        # waits for the group's threads; the group stays the script's
+        atexit.register(_leave_at_exit)
+    else:
+        _join(config, facts, device, backend, store)
+    return backend
 
 
 def _require_same(config: DistributedConfig, cluster: Cluster) -> None:

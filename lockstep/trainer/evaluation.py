@@ -67,6 +67,18 @@ def restored_buffers(placed: ParallelModel) -> AbstractContextManager[None]:
     return restored(placed.modules, further)
 
 
+@contextmanager
+def _bad_index_explained(
+    micro_batches: Sequence[MicroBatch], step: int, source: Any
+) -> Iterator[None]:
+    """Name the sample behind an index that a layer of the evaluated model does not have."""
+    try:
+        yield
+    except (IndexError, RuntimeError) as error:
+        explain_bad_index(error, micro_batches, step, source, training=False)
+        raise
+
+
 def evaluate(
     placed: ParallelModel,
     source: StepSource | Generator[StepBatches, None, None],
@@ -96,13 +108,12 @@ def evaluate(
                     MicroBatch(m.index, m.batch, m.real and m.index < remaining)
                     for m in batches.mine
                 ]
-                collecting = nullcontext() if collector is None else collector.window(mine)
-                try:
-                    with placed.random_state.running("eval", batches.step), collecting:
-                        placed.evaluate(mine, accumulator)
-                except (IndexError, RuntimeError) as error:
-                    explain_bad_index(error, mine, batches.step, source, training=False)
-                    raise
+                with (
+                    _bad_index_explained(mine, batches.step, source),
+                    placed.random_state.running("eval", batches.step),
+                    nullcontext() if collector is None else collector.window(mine),
+                ):
+                    placed.evaluate(mine, accumulator)
                 if asked():
                     accumulator.vote_to_stop()
                 some_loss, some_count = accumulator.totals()

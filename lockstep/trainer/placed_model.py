@@ -30,6 +30,7 @@ from lockstep.data import StepBatches
 from lockstep.errors import UsageError, warn_at_caller
 from lockstep.files.paths import local_path
 from lockstep.heartbeat.writer import called_by_all_ranks, write_limits
+from lockstep.layout import Layout
 from lockstep.models.loss_modules import hidden_parameters
 from lockstep.parallel.facts import facts_of
 from lockstep.parallel.gradient_hooks import run_hooks
@@ -101,26 +102,7 @@ def place(
     write_limits(hang.factor, hang.seconds, seconds)
     mode, _ = resolve_mode(config.precision.mode, here.device)
     layout = layout_of_ranks(config.distributed, here.facts)
-    own_loops = strategy_named(layout.strategy).own_loops
-    whys = {
-        f"strategy {layout.strategy}": (not own_loops, "each worker updates a model of its own"),
-        "distributed.reproducible": (
-            config.distributed.reproducible,
-            "the same bits need the same update, too",
-        ),
-        "precision fp16": (mode == "fp16", "its loss scale decides which updates are skipped"),
-    }
-    for what, (asked, why) in whys.items():
-        if asked:
-            fix = "let lockstep.Trainer run the step" + (
-                ", or write bf16" if mode == "fp16" else ""
-            )
-            raise UsageError(
-                f"{what} is not supported by lockstep.place()",
-                where="lockstep.place",
-                why=why,
-                fix=fix,
-            )
+    _refuse_what_needs_the_step(config, layout, mode)
     precision = Precision(mode, here.device.type)
     beside_others = no_effect.beside_others(config, layout)
     no_effect.report(beside_others, no_effect.asked_keys(config, given), is_main=here.facts.is_main)
@@ -132,6 +114,30 @@ def place(
     for line in placed.warnings() if here.facts.is_main else ():
         warn_at_caller(line.removeprefix("warning: "))
     return PlacedModel(placed, mode, config, here)
+
+
+def _refuse_what_needs_the_step(config: Config, layout: Layout, mode: str) -> None:
+    """Refuse settings that need a step of Lockstep's, where the loop is the caller's.
+
+    `mode`: of the precision.
+    """
+    if not strategy_named(layout.strategy).own_loops:
+        what = f"strategy {layout.strategy}"
+        why = "each worker updates a model of its own"
+    elif config.distributed.reproducible:
+        what = "distributed.reproducible"
+        why = "the same bits need the same update, too"
+    elif mode == "fp16":
+        what = "precision fp16"
+        why = "its loss scale decides which updates are skipped"
+    else:
+        return
+    raise UsageError(
+        f"{what} is not supported by lockstep.place()",
+        where="lockstep.place",
+        why=why,
+        fix="let lockstep.Trainer run the step" + (", or write bf16" if mode == "fp16" else ""),
+    )
 
 
 class PlacedModel:
