@@ -42,7 +42,7 @@ import psutil
 
 from benchmarks.page import RESULTS, machine, page, tell
 from lockstep import checkpoint
-from lockstep.launch.stacks import STACKS_SIGNAL
+from lockstep.failures.stacks import STACKS_SIGNAL
 from lockstep.run_directory.records import RunDirectory
 from tests.forked import Forked
 

@@ -38,7 +38,7 @@ from benchmarks.gate import Gate
 from benchmarks.overhead import Contestant, Found
 from benchmarks.page import RESULTS, machine, page, tell
 from lockstep.heartbeat.files import FOLDER
-from lockstep.launch.live import LiveRanks
+from lockstep.live.ranks import LiveRanks
 from lockstep.machine.environment import MEMORY, WORLD
 from lockstep.machine.scratch import SHARED_MEMORY, remove, scratch_folder
 
@@ -79,7 +79,7 @@ def on_rank(size: str, every: int | None, run: Path) -> None:
     if every is None:
         train(size, every, run)
         return
-    from lockstep.launch.survivor import through_deaths
+    from lockstep.live.survivor import through_deaths
 
     through_deaths(lambda: train(size, every, run), Path(os.environ[WORLD]))
 

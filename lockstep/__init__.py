@@ -81,7 +81,7 @@ def __getattr__(name: str) -> Any:
             f"module 'lockstep' has no attribute {name!r}" + (f": {advice}" if advice else "")
         )
     if name in _STARTS:
-        import_module("lockstep.launch.explanations").install()
+        import_module("lockstep.failures.explanations").install()
     return getattr(import_module(_HOME[name]), name)
 
 

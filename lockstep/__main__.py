@@ -17,12 +17,12 @@ def run() -> int:
     prepare_streams()
     if sys.argv[1:2] in (["train"], ["launch"]) and "LOCKSTEP_LAUNCHER_PID" not in os.environ:
         signals.listen(_leave)  # Lockstep's launcher starts ranks with signals blocked
-    from lockstep.launch import warm  # after the line above: importing takes a while
+    from lockstep.prepared import warm  # after the line above: importing takes a while
 
     code = warm.run(sys.argv[1:])
     if code is None:
         from lockstep.cli import main
-        from lockstep.launch import fork_server
+        from lockstep.prepared import fork_server
 
         code = fork_server.run(main)
     signals.ignore()

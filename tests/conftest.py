@@ -52,9 +52,9 @@ _FIRST_OF = {file: files[0] for files in _TOGETHER for file in files}
 _APART = (
     "tests/verify/test_script.py",
     "tests/launch/test_hosts.py",
-    "tests/launch/test_hang.py",
+    "tests/failures/test_hang.py",
     "tests/launch/test_machines.py",
-    "tests/launch/test_only_some.py",
+    "tests/failures/test_only_some.py",
 )
 # The longest files begin first, so that no worker ends long after the others.
 _LONGEST = (
@@ -62,8 +62,8 @@ _LONGEST = (
     "tests/verify/test_script.py",
     "tests/verify/test_faults.py",
     "tests/launch/test_hosts.py",
-    "tests/launch/test_hang.py",
-    "tests/launch/test_only_some.py",
+    "tests/failures/test_hang.py",
+    "tests/failures/test_only_some.py",
     "tests/trainer/test_resume.py",
     "tests/checkpoint/test_object_store.py",
     "tests/evaluate/test_evaluate.py",
@@ -73,7 +73,7 @@ _LONGEST = (
     "tests/parity/test_same_bits.py",
     "tests/parity/test_mixture.py",
     "tests/parity/test_tensor.py",
-    "tests/launch/test_prepared.py",
+    "tests/prepared/test_process.py",
     "tests/test_line_rules.py",
     "tests/faults/test_processes.py",
     "tests/parity/test_known_mistakes.py",
@@ -87,11 +87,11 @@ _LONGEST = (
     "tests/simulated_device/test_simulated_device.py",
     "tests/trainer/test_metrics.py",
     "tests/checkpoint/test_ranks.py",
-    "tests/launch/test_warm.py",
+    "tests/prepared/test_warm.py",
     "tests/test_ready_configs.py",
     "tests/parallel/test_memory.py",
     "tests/cli/test_train.py",
-    "tests/launch/test_stopped.py",
+    "tests/failures/test_stopped.py",
 )
 
 if threading.current_thread() is threading.main_thread():

@@ -19,8 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lockstep.launch import prepared
-from lockstep.launch.prepared import ForkRequest, PreparedProcess
+from lockstep.prepared import process as prepared
+from lockstep.prepared.process import ForkRequest, PreparedProcess
 from tests.hosts import REPOSITORY, Host
 
 TORCHRUN = "torch.distributed.run"
@@ -157,6 +157,6 @@ def _makes_forks(module: str, arguments: Sequence[str], environment: Mapping[str
 if __name__ == "__main__":
     import importlib
 
-    from lockstep.launch import fork_server
+    from lockstep.prepared import fork_server
 
     fork_server.main(lambda: importlib.import_module("tests.preloaded"))

@@ -55,7 +55,7 @@ sys.exit(3)
 """
 
 
-# in the quick run a launcher does, in tests/launch/test_hang.py
+# in the quick run a launcher does, in tests/failures/test_hang.py
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["thread", "membership", "watch"])
 def test_a_process_whose_threads_talk_to_a_store_ends_with_its_own_code(kind: str) -> None:
@@ -75,7 +75,7 @@ _PLAIN = {
     "checkpoint/background.py": "writes a checkpoint; Python waits for it before it ends",
     "checkpoint/host_disk.py": "answers other hosts, from a disk",
     "launch/spawn.py": "waits for another process",
-    "launch/survivor.py": "reads a file, and shuts sockets down",
+    "live/survivor.py": "reads a file, and shuts sockets down",
     "monitor/sinks.py": "calls sinks, which the monitor closes",
     "run_directory/run_lock.py": "writes to the lock's file",
     "machine/signals.py": "reads from a pipe",

@@ -4,8 +4,8 @@ import sys
 
 from torch.distributed.run import main
 
-from lockstep.launch.prepared import own_prepared_process
-from lockstep.launch.rank_starts import RankStarter
+from lockstep.prepared.process import own_prepared_process
+from lockstep.prepared.rank_starts import RankStarter
 from lockstep.torch_compat.rank_processes import started_by
 
 if __name__ == "__main__":

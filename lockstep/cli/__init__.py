@@ -53,7 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _report(error: LockstepError) -> int:
-    from lockstep.launch.worker import first_to_fail, print_error
+    from lockstep.launch.worker import first_to_fail
+    from lockstep.run_directory.rank_output import print_error
 
     if first_to_fail():  # under another launcher every rank fails with this error
         print_error(error, traceback.format_exc())

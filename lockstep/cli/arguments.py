@@ -330,7 +330,7 @@ def launch_options(args: argparse.Namespace, *, at_once: bool = True) -> "Launch
     Check them together if ranks are started now.
     """
     from lockstep.launch.options import LaunchOptions
-    from lockstep.launch.rank_starts import observes_itself
+    from lockstep.prepared.rank_starts import observes_itself
 
     if args.rdzv_backend not in (None, "", "c10d", "static"):
         fix = "leave it out: --rdzv-endpoint HOST:PORT, or --master-addr HOST with --node-rank N"

@@ -133,7 +133,7 @@ def launch(argv: list[str]) -> int:
     local_path(args.script, "SCRIPT")
 
     from lockstep.launch.train import launch_script
-    from lockstep.launch.worker import ConsoleOutput
+    from lockstep.run_directory.rank_output import ConsoleOutput
 
     if args.module and args.no_python:
         raise UsageError(
@@ -786,7 +786,7 @@ def doctor(argv: list[str]) -> int:
 
 def warm(argv: list[str]) -> int:
     """Run `lockstep warm [--idle-minutes N | --stop | --status]`."""
-    from lockstep.launch import warm
+    from lockstep.prepared import warm
 
     text = (
         "Leave a process that has imported torch and Lockstep, in forks of which later commands"

@@ -1,6 +1,6 @@
 """The errors about calls that only some ranks make.
 
-Tests: tests/launch/test_only_some.py
+Tests: tests/failures/test_only_some.py
 """
 
 from lockstep.errors import UsageError

@@ -1,6 +1,6 @@
 """The line of the user's code that made a call, or in which torch's collective failed.
 
-Tests: tests/launch/test_hang.py, tests/launch/test_only_some.py
+Tests: tests/failures/test_hang.py, tests/failures/test_only_some.py
 """
 
 import contextlib

@@ -8,7 +8,7 @@
 A call has a slot, its number modulo the slots: call 65 overwrites call 1. While it is half written
 its number is 0, so that a reader in another process takes it for none.
 
-Tests: tests/launch/test_hang.py, tests/launch/test_only_some.py
+Tests: tests/failures/test_hang.py, tests/failures/test_only_some.py
 """
 
 import mmap

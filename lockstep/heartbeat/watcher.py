@@ -1,6 +1,6 @@
 """What the launcher reads of its ranks, and clears before it starts them again.
 
-Tests: tests/launch/test_hang.py, tests/launch/test_slow.py, tests/launch/test_stopped.py
+Tests: tests/failures/test_hang.py, tests/failures/test_slow.py, tests/failures/test_stopped.py
 """
 
 import json

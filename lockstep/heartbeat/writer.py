@@ -6,8 +6,8 @@ UsageError if another rank of this machine has made another one in its place:
     rank 0     1 evaluate      2 save
     rank 1     1 evaluate      2 state_dict     different calls at the second place
 
-Tests: tests/launch/test_hang.py, tests/launch/test_only_some.py, tests/launch/test_slow.py,
-tests/launch/test_stopped.py, tests/faults/test_network_collectives.py
+Tests: tests/failures/test_hang.py, tests/failures/test_only_some.py, tests/failures/test_slow.py,
+tests/failures/test_stopped.py, tests/faults/test_network_collectives.py
 """
 
 import functools

@@ -1,8 +1,8 @@
 """Starts ranks on this machine and on several (`train`), and from a script or a notebook (`spawn`).
 
-    cli → train.train → train.launch → agent (torch's elastic agent) → python -m lockstep …
+    cli → train.train → launcher.launch → agent (torch's elastic agent) → python -m lockstep …
     (worker.run_as_worker)
 
-A worker that fails writes a failure file (`failures`); the launcher reads the files and prints one
-message. This room loads torch only when ranks are started.
+A worker that fails writes a failure file (`lockstep/failures/`); the launcher reads the files and
+prints one message. This room loads torch only when ranks are started.
 """

@@ -30,22 +30,22 @@ from torch.distributed.elastic.agent.server.api import (
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
 from lockstep.errors import EXIT_FAILED, EXIT_PREEMPTED, RunError
-from lockstep.heartbeat.watcher import delete_beats
-from lockstep.launch.failures import (
+from lockstep.failures.failure import (
     Failure,
     done_mark,
     first_cause,
     from_exit_code,
     read_all,
 )
-from lockstep.launch.hang import HangWatch, OtherMachines
-from lockstep.launch.live import LiveRanks, Seen
-from lockstep.launch.live_hosts import LiveHosts
+from lockstep.failures.hang import HangWatch, OtherMachines
+from lockstep.heartbeat.watcher import delete_beats
 from lockstep.launch.meeting_store import MeetingStore
 from lockstep.launch.rendezvous_handlers import Membership
-from lockstep.launch.worker import print_error
+from lockstep.live.hosts import LiveHosts
+from lockstep.live.ranks import LiveRanks, Seen
 from lockstep.machine import signals
 from lockstep.machine.processes import send_signal, wait_for_an_end
+from lockstep.run_directory.rank_output import print_error
 from lockstep.run_directory.records import RunDirectory
 from lockstep.store_threads import answer_within
 from lockstep.torch_compat.elastic_agent import ExtensibleAgent

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lockstep.config import load_config
-from lockstep.launch import fork_server
-from lockstep.launch.rank_starts import observes_itself, rank_starter
 from lockstep.launch.train import uses_compiler
+from lockstep.prepared import fork_server
+from lockstep.prepared.rank_starts import observes_itself, rank_starter
 from lockstep.report import scaling
 
 

@@ -12,13 +12,13 @@ from pathlib import Path
 
 from lockstep.diagnose import BAD, GOOD, WARN, Finding
 from lockstep.errors import EXIT_DONE, EXIT_FAILED
-from lockstep.launch import warm
 from lockstep.launch.launcher import LaunchJob, launch
 from lockstep.launch.options import LaunchOptions, process_count
 from lockstep.launch.train import in_this_process, is_rank, prepare
 from lockstep.launch.worker import run_as_worker
 from lockstep.machine.environment import rank_facts
 from lockstep.machine.scratch import temporary
+from lockstep.prepared import warm
 
 # set for the ranks: the launcher's folder, in which `_GOOD` means that no check failed
 _FOLDER = "LOCKSTEP_DOCTOR"

@@ -8,7 +8,7 @@
 
 Loads torch inside functions only.
 
-Tests: tests/launch/test_local.py, tests/launch/test_torchrun.py, tests/launch/test_live.py,
+Tests: tests/launch/test_local.py, tests/launch/test_torchrun.py, tests/live/test_ranks.py,
 tests/launch/test_machines.py
 """
 
@@ -25,21 +25,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, LockstepError, RunError
+from lockstep.failures.failure import Failure, exit_code, first_cause
+from lockstep.failures.hang import HangWatch
 from lockstep.files.object_client import client_of, run_apart
 from lockstep.heartbeat.files import FOLDER
-from lockstep.launch.failures import Failure, exit_code, first_cause
-from lockstep.launch.hang import HangWatch
-from lockstep.launch.live import CanTrain, LiveRanks
-from lockstep.launch.live_hosts import LiveHosts
 from lockstep.launch.options import LaunchOptions, endpoint, explain, rendezvous_host, run_id
-from lockstep.launch.rank_starts import RankStarter, rank_starter
-from lockstep.launch.worker import FAILURES, LAUNCHER_PID, environment_with, print_error
-from lockstep.launch.world import LiveWorld
+from lockstep.launch.worker import FAILURES, LAUNCHER_PID, environment_with
+from lockstep.live.hosts import LiveHosts
+from lockstep.live.ranks import CanTrain, LiveRanks
+from lockstep.live.world import LiveWorld
 from lockstep.machine import signals
 from lockstep.machine.cores import threads_per_rank
 from lockstep.machine.environment import MEMORY, WORLD, check_numbers
 from lockstep.machine.network import interface_variables
 from lockstep.machine.scratch import SHARED_MEMORY, remove, scratch_folder
+from lockstep.prepared.rank_starts import RankStarter, rank_starter
+from lockstep.run_directory.rank_output import print_error
 from lockstep.run_directory.records import RunDirectory
 from lockstep.run_directory.run_lock import LAUNCH
 from lockstep.run_directory.run_mirror import push_after_ranks

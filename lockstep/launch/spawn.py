@@ -22,24 +22,24 @@ from shlex import quote
 from typing import Any
 
 from lockstep.errors import EXIT_USAGE, UsageError
+from lockstep.failures.failure import Failure, first_cause, from_exception, from_exit_code, read_all
 from lockstep.files.paths import local_path
 from lockstep.heartbeat.writer import own_heartbeat
-from lockstep.launch.failures import Failure, first_cause, from_exception, from_exit_code, read_all
-from lockstep.launch.forked_rank import ForkedRank, can_be_awaited, handed_over
-from lockstep.launch.prepared import own_prepared_process
 from lockstep.launch.worker import FAILURES, LAUNCHER_PID, die_with_parent, environment_with
 from lockstep.machine import cores
 from lockstep.machine.environment import rank_facts
 from lockstep.machine.network import DEFAULT_PORT
 from lockstep.machine.output import flush_both
 from lockstep.machine.scratch import remove, scratch_folder
+from lockstep.prepared.forked_rank import ForkedRank, can_be_awaited, handed_over
+from lockstep.prepared.process import own_prepared_process
 from lockstep.report.read import read_run
 from lockstep.report.sketch import sketch
 
 _MODULE = "lockstep.launch.spawn"  # this one, also where it is `__main__`
 # how ranks start, beside the other methods of `multiprocessing`
 _FORKSERVER = "forkserver"
-_LAST = "lockstep.launch.preloaded"  # of what a server of `multiprocessing` imports
+_LAST = "lockstep.prepared.preloaded"  # of what a server of `multiprocessing` imports
 _PREPARED = "prepared"
 _DRAWING_SECONDS = 1.0  # between two drawings of `plot`
 _CAUSE_SECONDS = 5.0  # how long to wait for the cause when only consequences are known

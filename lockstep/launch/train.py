@@ -30,18 +30,15 @@ from lockstep.launch.options import (
     count_gpus,
     process_count,
 )
-from lockstep.launch.prepared import give_back
-from lockstep.launch.rank_starts import (
-    reason_of_script,
-)
 from lockstep.launch.script import run_script
 from lockstep.launch.sizes import require_sizes
-from lockstep.launch.worker import (
-    ConsoleOutput,
-    environment_with,
-    run_as_worker,
-)
+from lockstep.launch.worker import environment_with, run_as_worker
 from lockstep.machine.environment import GENERATION, RANK_0_OF_1, WORLD, rank_facts
+from lockstep.prepared.process import give_back
+from lockstep.prepared.rank_starts import (
+    reason_of_script,
+)
+from lockstep.run_directory.rank_output import ConsoleOutput
 from lockstep.run_directory.records import RunDirectory
 from lockstep.run_directory.run_lock import require_free
 from lockstep.run_directory.run_mirror import RunMirror, local_folder
@@ -153,7 +150,7 @@ def _through_deaths(work: Callable[[], int]) -> int:
     world = os.environ.get(WORLD)
     if not world:
         return work()
-    code: int = import_without_gc("lockstep.launch.survivor").through_deaths(work, Path(world))
+    code: int = import_without_gc("lockstep.live.survivor").through_deaths(work, Path(world))
     return code
 
 
@@ -240,7 +237,7 @@ def prepare(options: LaunchOptions, *, may_be_alone: bool, compiles: bool = Fals
         return ""
     if may_be_alone and in_this_process(1, options):
         return None
-    from lockstep.launch import fork_server
+    from lockstep.prepared import fork_server
 
     return fork_server.split_off(compiles=compiles)
 

@@ -28,7 +28,7 @@ RANK_0_OF_1 |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 
 # The folder in shared memory that a launcher keeps for its ranks, which it may start again.
 MEMORY = "LOCKSTEP_MEMORY"
-# The file by which a launcher tells its ranks who goes on after deaths (lockstep/launch/world.py).
+# The file by which a launcher tells its ranks who goes on after deaths (lockstep/live/world.py).
 WORLD = "LOCKSTEP_WORLD"
 # How often ranks have died since all of them were started, in a rank that went on; unset: never.
 GENERATION = "LOCKSTEP_GENERATION"

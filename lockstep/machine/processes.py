@@ -1,6 +1,6 @@
 """What the system says of processes, from /proc (Linux).
 
-Tests: tests/machine/test_processes.py, tests/launch/test_hang.py, tests/launch/test_stopped.py,
+Tests: tests/machine/test_processes.py, tests/failures/test_hang.py, tests/failures/test_stopped.py,
 tests/verify/test_isolated.py
 """
 

@@ -1,13 +1,13 @@
 """Ends a rank that waits in vain: for one whose script has caught an error, or for all others.
 
-Lockstep's launcher sees this itself (`lockstep.launch.hang`). Under torchrun, or without a
+Lockstep's launcher sees this itself (`lockstep.failures.hang`). Under torchrun, or without a
 launcher, nobody watches. A rank that caught the error of a common call lives on with its
 connections open; one that calls a collective of torch's alone waits for ranks that wait for it in
 the next step. gloo would wait for the whole of `distributed.timeout_seconds`, and no other thread
 can call the wait off. So a thread of the waiting rank ends its process with an explanation.
 torchrun then stops the others.
 
-Tests: tests/launch/test_only_some.py
+Tests: tests/failures/test_only_some.py
 """
 
 import os

@@ -3,7 +3,7 @@
 Public torch: its agent starts each rank with `subprocess.Popen`, and nothing public replaces that.
 Seen to work: torch 2.11.0 to 2.15.0. When gone: importing this file raises AttributeError.
 
-Tests: tests/launch/test_prepared.py
+Tests: tests/prepared/test_process.py
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

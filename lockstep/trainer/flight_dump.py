@@ -1,7 +1,4 @@
-"""Answers the launcher, which asks the ranks of a run that hangs for their last collectives.
-
-Tests: tests/launch/test_hang.py
-"""
+"""Answers the launcher, which asks the ranks of a run that hangs for their last collectives."""
 
 from contextlib import suppress
 from pathlib import Path

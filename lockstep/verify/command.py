@@ -11,9 +11,9 @@ from pathlib import Path
 
 from lockstep.config import Config, load_config, require_runnable
 from lockstep.errors import EXIT_DONE, EXIT_FAILED, UsageError
-from lockstep.launch import fork_server
 from lockstep.launch.spawn import spawn_again
 from lockstep.machine.scratch import temporary
+from lockstep.prepared import fork_server
 from lockstep.report.page import require_replaceable
 from lockstep.verify import text
 from lockstep.verify.comparison_result import Outcome

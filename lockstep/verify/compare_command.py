@@ -11,8 +11,8 @@ from pathlib import Path
 
 from lockstep.config import Config, load_config, require_runnable
 from lockstep.errors import EXIT_DONE, EXIT_FAILED, UsageError
-from lockstep.launch import fork_server
 from lockstep.machine.scratch import temporary
+from lockstep.prepared import fork_server
 from lockstep.verify import text
 from lockstep.verify.command import starter_of
 from lockstep.verify.comparison_result import Outcome

@@ -24,7 +24,7 @@ from typing import Any
 
 from torch import nn
 
-from lockstep.launch.failures import short_path
+from lockstep.failures.failure import short_path
 
 _NOT_OWN = re.compile(r"<frozen |/lib/python\d|/site-packages/|<string>")
 _OF_TORCH = re.compile(r"/torch/|/lockstep/torch_compat/script_patches\.py$")

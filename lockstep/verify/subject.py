@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.config import Config, config_from
 from lockstep.errors import LockstepError, RunError
-from lockstep.launch.failures import (
+from lockstep.failures.failure import (
     first_cause,
     from_exception,
     from_exit_code,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.launch.failures import from_exit_code
+from lockstep.failures.failure import from_exit_code
 from tests.launch.conftest import launch  # noqa: F401  (a fixture)
 from tests.launch.shared import Ended, script
 

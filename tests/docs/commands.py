@@ -91,7 +91,7 @@ def _stop_after_parsing(verb: str, patch: pytest.MonkeyPatch) -> None:
         "evaluate": ("lockstep.launch.evaluate.evaluate", _nothing),
         "sample": ("lockstep.evaluate.sample.sample", _nothing),
         "doctor": ("lockstep.launch.doctor.doctor", _nothing),
-        "warm": ("lockstep.launch.warm.start", _nothing),
+        "warm": ("lockstep.prepared.warm.start", _nothing),
         "data": ("lockstep.data.prepare.prepare", _prepared),
         "data show": ("lockstep.data.show.show", _nothing),
     }

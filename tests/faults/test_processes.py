@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.failures.failure import Failure
 from lockstep.launch.agent import CrashLoop
-from lockstep.launch.failures import Failure
 from lockstep.run_directory.records import RunDirectory
 from tests.faults.tiny import YAML, events, steps
 from tests.forked import Forked

@@ -12,12 +12,12 @@ from torch.distributed.elastic.agent.server.api import (
     WorkerState,
 )
 
+from lockstep.failures.hang import HangWatch
 from lockstep.launch.agent import Agent, NothingToTail
-from lockstep.launch.hang import HangWatch
-from lockstep.launch.live import LiveRanks
 from lockstep.launch.options import LaunchOptions
 from lockstep.launch.rendezvous_handlers import handler, open_store
-from lockstep.launch.world import LiveWorld
+from lockstep.live.ranks import LiveRanks
+from lockstep.live.world import LiveWorld
 from tests.launch.shared import alive, wait_for
 
 

@@ -260,7 +260,7 @@ _AGAIN = """
 import gc, json, os, signal, subprocess, sys, time
 import torch
 import lockstep
-from lockstep.launch import fork_server
+from lockstep.prepared import fork_server
 from lockstep.launch.spawn import spawn_again
 
 def look(number):

@@ -13,7 +13,7 @@ from lockstep.cli import main
 from lockstep.errors import UsageError
 from lockstep.launch import train
 from lockstep.launch.options import LaunchOptions, process_count
-from lockstep.launch.worker import ConsoleOutput
+from lockstep.run_directory.rank_output import ConsoleOutput
 from tests.launch.conftest import Launch
 from tests.launch.shared import finish, script, start, wait_for
 from tests.ranks import free_port

@@ -94,7 +94,7 @@ _LIVE = """
 import sys, time
 from pathlib import Path
 from lockstep.config import MonitorConfig
-from lockstep.launch.worker import to_log
+from lockstep.run_directory.rank_output import to_log
 from lockstep.monitor import Monitor
 from lockstep.run_directory.records import StepRecord
 with to_log(Path("rank-0.log"), on_console=(True, True), descriptors=True):

@@ -206,7 +206,7 @@ _FILLING = """
 import json, resource, sys, time
 from pathlib import Path
 from lockstep.config import MonitorConfig
-from lockstep.launch.worker import to_log
+from lockstep.run_directory.rank_output import to_log
 from lockstep.monitor import Monitor
 from lockstep.run_directory.records import RunDirectory, StepRecord
 run = RunDirectory(Path(sys.argv[1]))

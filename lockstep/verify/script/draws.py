@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.launch.failures import short_path
+from lockstep.failures.failure import short_path
 from lockstep.torch_compat.script_patches import PERMUTATIONS, patch_draws
 
 BatchKey = tuple[int, int]

@@ -16,7 +16,7 @@ import time
 import traceback
 from contextlib import suppress
 
-from lockstep.launch.failures import short_path
+from lockstep.failures.failure import short_path
 from lockstep.machine.processes import descendants, is_running, wants_processor
 from lockstep.verify.own_lines import is_own
 from lockstep.verify.script.record import ScriptRecord

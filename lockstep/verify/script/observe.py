@@ -34,8 +34,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from lockstep.failures.failure import read_all, short_path
 from lockstep.files.paths import RUNS
-from lockstep.launch.failures import read_all, short_path
 from lockstep.launch.script import run_script
 from lockstep.launch.worker import mark_done
 from lockstep.machine.environment import RANK_0_OF_1, rank_facts

@@ -22,11 +22,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from lockstep.failures import failure as failures
+from lockstep.failures.failure import Failure, Stack, Stopped, stacks_file
+from lockstep.failures.stacks import FORCED_STACKS_SIGNAL, STACKS_SIGNAL
 from lockstep.heartbeat.files import DUMP, Beat, Call
 from lockstep.heartbeat.watcher import read_beats, read_limits
-from lockstep.launch import failures
-from lockstep.launch.failures import Failure, Stack, Stopped, stacks_file
-from lockstep.launch.stacks import FORCED_STACKS_SIGNAL, STACKS_SIGNAL
 from lockstep.machine.processes import core_seconds, is_running, is_stopped, send_signal
 from lockstep.process_group.caught_errors import CAUGHT_SECONDS, caught_error
 from lockstep.run_directory.run_files import replace_file
@@ -96,6 +96,7 @@ class HangWatch:
         self.restart()
 
     def restart(self) -> None:
+        """Forget what was seen of the ranks: others are started."""
         self._known.clear()
         self._known_writes.clear()
         self._stopped_since.clear()

@@ -14,11 +14,11 @@ import pytest
 import torch.distributed as dist
 
 from lockstep.errors import RunError
+from lockstep.failures.failure import Failure
+from lockstep.failures.hang import HangWatch
 from lockstep.heartbeat.files import DUMP
 from lockstep.heartbeat.watcher import read_beats
 from lockstep.heartbeat.writer import Heartbeat
-from lockstep.launch.failures import Failure
-from lockstep.launch.hang import HangWatch
 from lockstep.launch.rendezvous_handlers import Membership
 from lockstep.process_group.rendezvous import StoredDepartures
 from tests.launch.shared import environment, wait_for
@@ -27,7 +27,7 @@ _RANK = """
 import ctypes, os, signal, sys, threading, time
 from pathlib import Path
 from lockstep.heartbeat.writer import Heartbeat
-from lockstep.launch.stacks import write_on_request
+from lockstep.failures.stacks import write_on_request
 folder, logs, rank, how = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 mine = Heartbeat(folder, rank)
 beat = mine.beat
@@ -183,7 +183,7 @@ def test_a_rank_whose_library_keeps_the_lock_of_python_is_asked_again(
 _RUNS_PYTHON = """
 import sys, threading
 from pathlib import Path
-from lockstep.launch.stacks import write_on_request
+from lockstep.failures.stacks import write_on_request
 
 def count(n):
     yield from range(n)
@@ -387,7 +387,7 @@ def test_a_meeting_point_that_is_gone_is_told() -> None:
 _TALKING = """
 import sys, time
 import torch.distributed as dist
-from lockstep.launch import hang
+from lockstep.failures import hang
 
 hang._TELL_SECONDS = 0.0  # it asks the store all the time
 store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -2,7 +2,7 @@
 
 `world.py` has the way of it. Loads no torch.
 
-Tests: tests/launch/test_live.py, tests/faults/test_live_recovery.py
+Tests: tests/live/test_ranks.py, tests/faults/test_live_recovery.py
 """
 
 import shutil
@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lockstep.launch.failures import done_mark
-from lockstep.launch.world import LiveWorld, looks_of
+from lockstep.failures.failure import done_mark
+from lockstep.live.world import LiveWorld, looks_of
 
 # Returns whether so many ranks can train. Each machine has a multiple of the second number.
 CanTrain = Callable[[int, int], bool]

@@ -10,7 +10,7 @@ import pytest
 
 from lockstep.config.flags import apply_flags
 from lockstep.errors import UsageError, only_user_code
-from lockstep.launch.explanations import add_explanation
+from lockstep.failures.explanations import add_explanation
 from lockstep.machine.environment import WORLD
 from tests.forked import Forked
 from tests.launch.shared import environment

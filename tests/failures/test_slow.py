@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from torch.distributed import HashStore
 
+from lockstep.failures.hang import OtherMachines
 from lockstep.heartbeat.files import Beat, Write
-from lockstep.launch.hang import OtherMachines
 from tests.faults.tiny import events, steps
 from tests.launch.shared import finish, start, wait_for
 

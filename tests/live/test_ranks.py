@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.failures.failure import done_mark
 from lockstep.heartbeat.watcher import delete_beats
-from lockstep.launch.failures import done_mark
-from lockstep.launch.live import LiveRanks
-from lockstep.launch.world import LiveWorld
+from lockstep.live.ranks import LiveRanks
+from lockstep.live.world import LiveWorld
 
 
 @pytest.fixture

@@ -1,12 +1,12 @@
 """The warm process: a prepared process that outlives the command that started it.
 
-    python -m lockstep.launch.warm_server SOCKET IDLE_MINUTES
+    python -m lockstep.prepared.warm_server SOCKET IDLE_MINUTES
 
 It has one thread, and waits for three things: a message, the end of a fork, and the end of its idle
 time. A command whose sender is gone is killed, as it would have been with its terminal; one that
 runs when the process itself is killed ends with it.
 
-Tests: tests/launch/test_warm.py
+Tests: tests/prepared/test_warm.py
 """
 
 import ctypes
@@ -22,9 +22,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lockstep.launch import fork_server, warm
-from lockstep.launch.prepared import MESSAGE_BYTES, ForkRequest
 from lockstep.machine.signals import Inherited
+from lockstep.prepared import fork_server, warm
+from lockstep.prepared.process import MESSAGE_BYTES, ForkRequest
 
 _PR_SET_PDEATHSIG = 1
 
@@ -245,6 +245,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from lockstep.launch import warm_server
+    from lockstep.prepared import warm_server
 
     warm_server.main()

@@ -1,6 +1,6 @@
 """The prepared process: imports torch and Lockstep, then forks what is asked for.
 
-    python -m lockstep.launch.fork_server DESCRIPTOR
+    python -m lockstep.prepared.fork_server DESCRIPTOR
 
 `DESCRIPTOR` is its end of the channel that `prepared` made. A fork runs a module as `python -m`
 does, and becomes a child of the process that asked: it is the child of a process that ends at once,
@@ -10,7 +10,7 @@ and that process's descendants go to the nearest ancestor that adopts orphans.
       │  <── its pid ──────┘                 └ ends                    │
       └──────────────── is its parent from then on ────────────────────┘
 
-Tests: tests/launch/test_prepared.py
+Tests: tests/prepared/test_process.py
 """
 
 import atexit
@@ -33,7 +33,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.launch.prepared import (
+from lockstep.machine import cores, scratch, signals
+from lockstep.machine.output import flush_both
+from lockstep.machine.processes import is_running
+from lockstep.prepared.process import (
     COMES_AGAIN,
     MESSAGE_BYTES,
     NONE_COMES,
@@ -43,9 +46,6 @@ from lockstep.launch.prepared import (
     give,
     own_prepared_process,
 )
-from lockstep.machine import cores, scratch, signals
-from lockstep.machine.output import flush_both
-from lockstep.machine.processes import is_running
 
 # What a launcher has imported, and a rank at its first step.
 _IMPORTED = (
@@ -59,11 +59,11 @@ _IMPORTED = (
     "lockstep.parallel.fsdp.sharding",
     "lockstep.diagnose.doctor",
     "lockstep.launch.agent",
-    "lockstep.launch.explanations",
+    "lockstep.failures.explanations",
     "lockstep.launch.rendezvous_handlers",
     "lockstep.launch.script",
     "lockstep.launch.train",
-    "lockstep.launch.warm",
+    "lockstep.prepared.warm",
     "lockstep.plan.command",
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
@@ -466,6 +466,6 @@ def _fork_of_this_process() -> PreparedProcess:
 
 if __name__ == "__main__":
     # not this module, which is `__main__`: requests name their classes by module
-    from lockstep.launch import fork_server
+    from lockstep.prepared import fork_server
 
     fork_server.main()

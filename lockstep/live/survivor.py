@@ -9,7 +9,7 @@ One wait has no socket: a group that is made waits for each rank to connect, als
 died after it had told its address, and beyond the group's timeout. So groups are made in a thread,
 which is left behind then.
 
-Tests: tests/launch/test_survivor.py, tests/faults/test_live_recovery.py
+Tests: tests/live/test_survivor.py, tests/faults/test_live_recovery.py
 """
 
 import gc
@@ -26,13 +26,13 @@ from typing import Any
 from lockstep.errors import EXIT_DONE, EXIT_PREEMPTED, UsageError, lost_a_peer
 from lockstep.heartbeat.files import FOLDER
 from lockstep.heartbeat.writer import begin_anew, own_heartbeat
-from lockstep.launch.worker import show_output
-from lockstep.launch.world import LiveWorld, looks_of
+from lockstep.live.world import LiveWorld, looks_of
 from lockstep.machine import cores, signals
 from lockstep.machine.environment import GENERATION, PER_MACHINE, rank_facts
 from lockstep.machine.output import say
 from lockstep.process_group import cluster
 from lockstep.run_directory import recovery_clock
+from lockstep.run_directory.rank_output import show_output
 from lockstep.store_threads import answer_within
 from lockstep.torch_compat import group_creation
 

@@ -10,7 +10,7 @@ random numbers; `fork_server` looks before its first fork, and says which of the
 
 Loads no torch.
 
-Tests: tests/launch/test_prepared.py
+Tests: tests/prepared/test_process.py
 """
 
 import ctypes
@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 
 from lockstep.machine.signals import Inherited, inherited
 
-_SERVER = "lockstep.launch.fork_server"
+_SERVER = "lockstep.prepared.fork_server"
 MESSAGE_BYTES = 200_000
 # what a message begins with: the prepared process reads no more of it, for that might import
 COMES_AGAIN = b"+"
@@ -267,9 +267,11 @@ class ForkedChild:
                 os.kill(self.pid, number)
 
     def terminate(self) -> None:
+        """Ask the process to end (SIGTERM)."""
         self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
+        """End the process (SIGKILL)."""
         self.send_signal(signal.SIGKILL)
 
     def _reap(self, options: int) -> None:

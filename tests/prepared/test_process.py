@@ -15,9 +15,10 @@ from typing import Any
 import psutil
 import pytest
 
-from lockstep.launch import fork_server, prepared
-from lockstep.launch.prepared import ForkRequest, PreparedProcess
-from lockstep.launch.rank_starts import rank_starter, reason_of_script, sets_variables
+from lockstep.prepared import fork_server
+from lockstep.prepared import process as prepared
+from lockstep.prepared.process import ForkRequest, PreparedProcess
+from lockstep.prepared.rank_starts import rank_starter, reason_of_script, sets_variables
 from tests import forked
 from tests.forked import Forked
 from tests.launch.shared import REPOSITORY, environment, start
@@ -216,7 +217,7 @@ def test_what_makes_a_fork_unsafe_is_found() -> None:
     """
     program = """
 import threading
-from lockstep.launch import fork_server
+from lockstep.prepared import fork_server
 import numpy, torch
 say = lambda: print(fork_server.why_not_fork())
 numpy.ones((500, 500)) @ numpy.ones((500, 500))

@@ -2,7 +2,7 @@
 
 A command that starts several launchers starts these so, too.
 
-Tests: tests/launch/test_prepared.py
+Tests: tests/prepared/test_process.py
 """
 
 import ast
@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lockstep.launch.prepared import (
+from lockstep.prepared.process import (
     CannotForkError,
     ForkedChild,
     ForkRequest,

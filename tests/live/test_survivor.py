@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from lockstep.errors import UsageError
-from lockstep.launch.survivor import Survivor
-from lockstep.launch.world import LiveWorld, looks_of
+from lockstep.live.survivor import Survivor
+from lockstep.live.world import LiveWorld, looks_of
 from lockstep.torch_compat.default_store import default_store
 from tests.ranks import run_ranks
 
@@ -140,7 +140,7 @@ def launcher_looks(path: Path, times: int) -> None:
 
 @pytest.fixture
 def survivor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Survivor]:
-    monkeypatch.setattr("lockstep.launch.survivor._WORD_SECONDS", 0.2)
+    monkeypatch.setattr("lockstep.live.survivor._WORD_SECONDS", 0.2)
     monkeypatch.setenv("MASTER_PORT", "0")
     alone = Survivor(tmp_path / "world.json", tmp_path)
     yield alone

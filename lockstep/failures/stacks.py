@@ -7,7 +7,7 @@ Python (SIGSEGV), one in some hundred times. It answers a second signal alone, w
 sends to a rank that has not answered the first for long: code in C keeps the lock there, and no
 frame changes.
 
-Tests: tests/launch/test_hang.py
+Tests: tests/failures/test_hang.py
 """
 
 import faulthandler

@@ -14,8 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lockstep.launch.prepared import ForkedChild, ForkRequest, PreparedProcess
 from lockstep.machine.output import flush_both
+from lockstep.prepared.process import ForkedChild, ForkRequest, PreparedProcess
 
 
 class ForkedRank(ForkedChild):

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from lockstep.launch import warm
+from lockstep.prepared import warm
 from tests.launch.shared import environment
 
 SAYS = """
@@ -221,7 +221,7 @@ def test_other_surroundings_are_refused_and_prepared_anew(server: int) -> None:
 def test_surroundings_are_all_that_a_fork_inherits(monkeypatch: pytest.MonkeyPatch) -> None:
     """One program that reads them, started in another way each time."""
     program = (
-        "import json; from lockstep.launch import warm; print(json.dumps(warm.surroundings()))"
+        "import json; from lockstep.prepared import warm; print(json.dumps(warm.surroundings()))"
     )
 
     def found(*before: str, python: tuple[str, ...] = (), **more: str) -> dict[str, str]:

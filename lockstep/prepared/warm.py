@@ -10,7 +10,7 @@ group. Where it is not, it says what differs; it is replaced, and the command st
 
 Loads no torch.
 
-Tests: tests/launch/test_warm.py
+Tests: tests/prepared/test_warm.py
 """
 
 import hashlib
@@ -32,10 +32,10 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import RunError, UsageError
-from lockstep.launch.prepared import MESSAGE_BYTES, own_prepared_process
-from lockstep.launch.rank_starts import observes_itself, reason_of_script
-from lockstep.launch.worker import print_error
 from lockstep.machine import signals
+from lockstep.prepared.process import MESSAGE_BYTES, own_prepared_process
+from lockstep.prepared.rank_starts import observes_itself, reason_of_script
+from lockstep.run_directory.rank_output import print_error
 
 VERBS = ("train", "launch", "verify", "bench", "plan", "sample", "doctor")
 IDLE_MINUTES = 30
@@ -301,7 +301,7 @@ def start(idle_minutes: float, *, wait: bool = True) -> None:
         _folder().mkdir(mode=0o700)
     path = address()
     process = subprocess.Popen(
-        [sys.executable, "-m", "lockstep.launch.warm_server", str(path), str(idle_minutes)],
+        [sys.executable, "-m", "lockstep.prepared.warm_server", str(path), str(idle_minutes)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE if wait else subprocess.DEVNULL,

@@ -12,7 +12,7 @@ could tell them who goes on. A launcher that reads that it was taken for lost do
 
 Loads no torch.
 
-Tests: tests/launch/test_live_hosts.py, tests/faults/test_live_hosts.py
+Tests: tests/live/test_hosts.py, tests/faults/test_live_hosts.py
 """
 
 import json
@@ -26,9 +26,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lockstep.errors import RunError, UsageError, first_line
-from lockstep.launch.failures import done_mark
-from lockstep.launch.live import LiveRanks, Seen
-from lockstep.launch.world import LiveWorld
+from lockstep.failures.failure import done_mark
+from lockstep.live.ranks import LiveRanks, Seen
+from lockstep.live.world import LiveWorld
 from lockstep.store_threads import StoreThread
 
 SILENT_SECONDS = 10.0  # after which a launcher that says nothing is taken for lost
@@ -373,5 +373,6 @@ class LiveHosts(LiveRanks):
         return math.gcd(*Counter(self._machine_of[rank] for rank in ranks).values())
 
     def tell(self, world: LiveWorld) -> None:
+        """Tell the ranks of this machine who goes on."""
         with self._lock:
             super().tell(world)

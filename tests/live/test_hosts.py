@@ -11,11 +11,11 @@ import pytest
 import torch.distributed as dist
 
 from lockstep.errors import RunError, UsageError
-from lockstep.launch import live_hosts
-from lockstep.launch.failures import done_mark
-from lockstep.launch.live import Seen
-from lockstep.launch.live_hosts import LiveHosts
-from lockstep.launch.world import LiveWorld, looks_of
+from lockstep.failures.failure import done_mark
+from lockstep.live import hosts as live_hosts
+from lockstep.live.hosts import LiveHosts
+from lockstep.live.ranks import Seen
+from lockstep.live.world import LiveWorld, looks_of
 from tests.launch.shared import wait_for
 
 NOBODY: frozenset[int] = frozenset()

@@ -15,7 +15,7 @@ A death while this goes on makes one more generation, and all of it begins again
 
 `live.py` is the launcher's side, `survivor.py` a rank's. Loads no torch.
 
-Tests: tests/launch/test_live.py, tests/faults/test_live_recovery.py
+Tests: tests/live/test_ranks.py, tests/faults/test_live_recovery.py
 """
 
 import json
