@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lockstep.launch.failures import short_path
+from lockstep.failures.failure import short_path
 from lockstep.verify.own_lines import is_own
 
 
