@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks import chaos_live
+from benchmarks import chaos_bucket, chaos_live
 from benchmarks.chaos import CASES, Case, bench, forked, started, undisturbed
+from tests import bucket
 
 Fresh = Callable[..., Any]
 
@@ -40,6 +41,30 @@ def test_a_few_kills_lose_nothing(case: Case, expected: dict[str, str], fresh: F
     assert not report.wrong
     assert report.rounds >= 1
     assert report.checkpoints_proved >= 5
+
+
+@pytest.mark.full
+def test_kills_and_faults_over_a_bucket_lose_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    bucket.require_servers()
+    for name in bucket.environment(""):
+        monkeypatch.setenv(name, "")  # the bench sets them
+    report = chaos_bucket.bench(2, 7, kinds=("request", "faults"))
+    assert not report.wrong
+    assert report.rounds.total() == 2
+    assert report.proved >= 10
+
+
+@pytest.mark.full
+def test_what_a_bucket_has_lost_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own answers: a committed checkpoint is deleted, and another one damaged, by the bench."""
+    bucket.require_servers()
+    for name in bucket.environment(""):
+        monkeypatch.setenv(name, "")
+    report = chaos_bucket.bench(2, 2, kinds=("lose", "damage"))
+    told = "\n".join(report.wrong)
+    assert "lost ['step-" in told
+    assert "is not whole: model/__0_0.distcp: its checksum is not that" in told
+    assert "digest" not in told
 
 
 @pytest.mark.full
