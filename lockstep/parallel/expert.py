@@ -53,8 +53,8 @@ from lockstep.parallel.reproducible.tree import (
     tree_all_reduce,
 )
 from lockstep.parallel.strides import lay_gradients
-from lockstep.parallel.tensor.blocks import OnSend, with_backward
 from lockstep.parallel.tensor.cuts import TensorCuts
+from lockstep.parallel.tensor.layer_cut import OnSend, with_backward
 from lockstep.process_group.mesh import expert_mesh
 from lockstep.torch_compat.fake_tensors import FakeTensor
 

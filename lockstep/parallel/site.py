@@ -26,7 +26,7 @@ from lockstep.parallel.forward_effects.combined_buffers import BufferWays
 from lockstep.parallel.fsdp.units import Unit
 from lockstep.parallel.initial import FirstValues, materialise, to_empty
 from lockstep.parallel.loss_weights import LossWeights
-from lockstep.parallel.tensor.blocks import OnSend
+from lockstep.parallel.tensor.layer_cut import OnSend
 from lockstep.precision import Precision
 from lockstep.process_group.mesh import data_parallel_group
 from lockstep.randomness import RandomState

@@ -22,7 +22,7 @@ from lockstep.machine.environment import RANK_0_OF_1
 from lockstep.models.attention import Attend
 from lockstep.monitor.figures import gather_objects
 from lockstep.parallel.context.attention import SequenceCut
-from lockstep.parallel.tensor.blocks import SEQUENCE
+from lockstep.parallel.tensor.layer_cut import SEQUENCE
 from lockstep.torch_compat.pytree import tree_flatten, tree_unflatten
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lockstep.models.bdh import BDHLayer
 from lockstep.models.sums import logsumexp_in_order, sum_in_order
-from lockstep.parallel.tensor.blocks import LayerCut
+from lockstep.parallel.tensor.layer_cut import LayerCut
 from lockstep.parallel.tensor.loss_parallel import cut_token_losses
 
 _FEW = 48  # positions; 16 of them are left over where 32 are taken at a time

@@ -15,7 +15,7 @@ from lockstep.costs.hardware import cluster_of
 from lockstep.errors import UsageError
 from lockstep.models.language import TokenLosses, set_token_losses
 from lockstep.models.protocol import objective_of
-from lockstep.parallel.tensor.blocks import LayerCut
+from lockstep.parallel.tensor.layer_cut import LayerCut
 from lockstep.parallel.tensor.loss_parallel import cut_token_losses
 from lockstep.plan.candidates import evaluate_layout
 from lockstep.plan.layouts import model_size_of

@@ -41,11 +41,10 @@ from lockstep.parallel.forward_effects.batch_norm_rows import BatchNormRows
 from lockstep.parallel.loss_accumulator import Loss, LossAccumulator
 from lockstep.parallel.reproducible.exact_norm import exact_norm
 from lockstep.parallel.reproducible.tree import TreeReduceScatter
-from lockstep.parallel.tensor import blocks as tensor_blocks
 from lockstep.parallel.tensor import cuts as tensor_cuts
-from lockstep.parallel.tensor import loss_parallel
-from lockstep.parallel.tensor.blocks import LayerCut
+from lockstep.parallel.tensor import loss_parallel, products
 from lockstep.parallel.tensor.cuts import apply_tensor
+from lockstep.parallel.tensor.layer_cut import LayerCut
 from lockstep.process_group.mesh import device_mesh
 from tests.ranks import run_ranks
 
@@ -121,16 +120,16 @@ def cut_layers() -> dict[str, Any]:
     up = torch.tensor([[1.0, 0, 0], [0, 1, 0], [0, 0, 1], [1, 1, 1]])
     down = torch.tensor([[1.0, 0, 0, 1], [0, 1, 0, 1], [0, 0, 1, 1]])
     cut = LayerCut(group, None, sequence=False)
-    hidden = tensor_blocks.column_linear(x, cut.part(up, 0), None, cut)
+    hidden = products.column_linear(x, cut.part(up, 0), None, cut)
     part = hidden.detach() @ cut.part(down, 1).t()
-    y = tensor_blocks.row_linear(hidden, cut.part(down, 1), cut)
+    y = products.row_linear(hidden, cut.part(down, 1), cut)
     y.sum().backward()
     assert torch.equal(y, x @ up.t() @ down.t())
 
     parted = LayerCut(group, None, sequence=True)
-    mine = tensor_blocks.row_linear(hidden.detach(), cut.part(down, 1), parted)
+    mine = products.row_linear(hidden.detach(), cut.part(down, 1), parted)
     assert x.grad is not None
-    looked_up = tensor_blocks.vocabulary_lookup(
+    looked_up = products.vocabulary_lookup(
         torch.tensor([[0, 3]]), cut.part(torch.tensor([[1.0, 2], [3, 4], [5, 6], [7, 8]]), 0), cut
     )
     return {
@@ -322,7 +321,7 @@ def row(title: str, *cells: Any) -> str:
 
 def test_cut_layers(ranks: list[dict[str, dict[str, Any]]]) -> None:
     here = [each["cut_layers"] for each in ranks]
-    doc = tensor_blocks.__doc__ or ""
+    doc = products.__doc__ or ""
     for title, key in (
         ("column_linear(x, up)", "hidden"),
         ("times its part of down", "part"),

@@ -18,8 +18,8 @@ from lockstep.errors import RunError, UsageError
 from lockstep.layout import Layout
 from lockstep.models.transformer import Transformer
 from lockstep.parallel.facts import facts_of
-from lockstep.parallel.tensor.blocks import LayerCut
 from lockstep.parallel.tensor.cuts import apply_tensor
+from lockstep.parallel.tensor.layer_cut import LayerCut
 from lockstep.parallel.tensor.loss_parallel import cut_token_losses
 from lockstep.strategy import resolve
 from tests.models.decoders import NOT_PLANNED

@@ -43,7 +43,7 @@ from torch import Tensor
 from lockstep.errors import UsageError
 from lockstep.models.attention import Attend
 from lockstep.parallel.changes import replace_method
-from lockstep.parallel.tensor.blocks import SEQUENCE, LayerCut, OnSend, with_backward
+from lockstep.parallel.tensor.layer_cut import SEQUENCE, LayerCut, OnSend, with_backward
 
 
 class SequenceCut(LayerCut):

@@ -45,8 +45,9 @@ from lockstep.parallel.context.attention import SequenceCut as SequenceCut
 from lockstep.parallel.context.attention import cut_attention
 from lockstep.parallel.facts import ModelFacts
 from lockstep.parallel.loss_weights import LossWeights
-from lockstep.parallel.tensor.blocks import SEQUENCE, by_pieces, cut_dropout, spread
 from lockstep.parallel.tensor.cuts import sum_over_ranks
+from lockstep.parallel.tensor.layer_cut import SEQUENCE
+from lockstep.parallel.tensor.products import by_pieces, cut_dropout, spread
 from lockstep.tensors import local
 from lockstep.torch_compat.pytree import tree_map
 

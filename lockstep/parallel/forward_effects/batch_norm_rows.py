@@ -29,7 +29,7 @@ from lockstep.errors import UsageError
 from lockstep.parallel.changes import replace_method
 from lockstep.parallel.comm import all_gather_flat
 from lockstep.parallel.execution.passes import AroundMicroBatch, MicroBatchPass
-from lockstep.parallel.tensor.blocks import with_backward
+from lockstep.parallel.tensor.layer_cut import with_backward
 from lockstep.process_group.collectives import create_group
 from lockstep.torch_compat.normalizations import BatchNorm
 

@@ -25,38 +25,30 @@ under sequence parallel, whose tokens are other ones on each rank, and keys of f
 ranks. `sum_over_ranks` adds these up once a step.
 
 Under `reproducible` the layers of the plan are computed in `tensor_blocks` blocks on any number of
-ranks, also on one, and the blocks' sums are added as one tree (`lockstep.parallel.tensor.blocks`).
+ranks, also on one, and the blocks' sums are added as one tree: see
+`lockstep.parallel.tensor.products`. What a cut layer computes is in
+`lockstep.parallel.tensor.layers`.
 
 Tests: tests/parity/test_tensor.py, tests/parallel/test_worked_examples.py
 """
 
-import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
-from types import MethodType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from lockstep.config import StepConfig
-from lockstep.config.checks import divisors
-from lockstep.errors import UsageError
 from lockstep.models.hf_layers import fit_heads, fit_units, is_transposed, refuse_attention_dropout
-from lockstep.models.language import TokenLosses
-from lockstep.models.mixture import through_experts
-from lockstep.parallel.changes import replace_method
 from lockstep.parallel.facts import ModelFacts
 from lockstep.parallel.parallel_model import ParallelModel
-from lockstep.parallel.tensor import blocks as tensor_blocks
-from lockstep.parallel.tensor.blocks import SEQUENCE, LayerCut, OnSend
-from lockstep.parallel.tensor.loss_parallel import cut_token_losses
+from lockstep.parallel.tensor.layer_cut import LayerCut, OnSend
+from lockstep.parallel.tensor.layers import MAKE, check_divides, fuse, repeat_heads, weight_of
 from lockstep.parallel.tensor.plan import PRODUCTS, TensorPlan
 from lockstep.tensors import local
 
@@ -103,7 +95,7 @@ class TensorCuts:
         """
         if name in self.dims:
             return
-        _check_divides(name, parameter.shape[dim], unit, self.cut)
+        check_divides(name, parameter.shape[dim], unit, self.cut)
         self.dims[name] = dim
         self.shapes[name] = parameter.shape
         parameter.data = self.piece(name, parameter.data)
@@ -153,10 +145,16 @@ def apply_tensor(
 ) -> TensorCuts:
     """Cut the layers of a model in place, by its own plan.
 
-    A UsageError if it has none, or a layer does not divide.
+    Args:
+        facts: of the model.
+        mesh: None: one rank computes in blocks.
+        config: how many blocks, and whether sequences are cut between layers.
+        within: how the sequences are cut, of which a rank has its part.
+        own_loss: the loss is the model's own method.
+        on_send: called with the bytes of each message, in a dry run.
 
-    Without a `mesh` one rank computes in blocks. `within`: how the sequences are cut, of which a
-    rank has its part; `own_loss`: the loss is the model's own method.
+    Raises:
+        UsageError: the model has no plan, or a layer does not divide.
     """
     distributed = config.distributed
     model = facts.model
@@ -182,7 +180,7 @@ def apply_tensor(
             continue
 
         if attribute is None:
-            _MAKE[way](module, cut)
+            MAKE[way](module, cut)
         if way == "heads" and _repeats_heads(plan, name, module, most_heads, cut):
             cuts.add_partial(names, module.parameters())
             continue
@@ -199,7 +197,7 @@ def _cut_fused(
 ) -> None:
     """Let a layer that holds several, as q, k and v, and the module around it compute parts."""
     unit = plan.heads[name][1] if way == "fused_heads" else 1
-    _fuse(module, name, unit, cut)
+    fuse(module, name, unit, cut)
     around = model.get_submodule(name.rpartition(".")[0])
     if way == "fused_heads":
         fit_heads(around, cut.ranks)
@@ -220,13 +218,13 @@ def _repeats_heads(
     keys on 4 ranks: rank 1 has queries 2 and 3, whose keys are those of head 0.
     """
     around, width = plan.heads[name]
-    heads = _weight(module).shape[0] // width
+    heads = weight_of(module).shape[0] // width
     copies = _copies(heads, most_heads[around], cut)
     if not copies:
         return False
     if hasattr(around, "num_key_value_groups"):  # of transformers
         around.num_key_value_groups = most_heads[around] // (heads * copies)  # type: ignore[assignment]
-    _repeat_heads(module, width, copies, cut)
+    repeat_heads(module, width, copies, cut)
     return True
 
 
@@ -236,7 +234,7 @@ def _most_heads(plan: TensorPlan) -> dict[nn.Module, int]:
     for name, module, _, way in plan.layers:
         if way == "heads":
             around, width = plan.heads[name]
-            most[around] = max(most.get(around, 0), _weight(module).shape[0] // width)
+            most[around] = max(most.get(around, 0), weight_of(module).shape[0] // width)
     return most
 
 
@@ -248,60 +246,9 @@ def _copies(heads: int, most: int, cut: LayerCut) -> int:
     # In blocks, as many copies as there are blocks of queries, not ranks: what is computed must not
     # depend on the ranks.
     parts = cut.ranks if cut.blocks is None else math.gcd(most, cut.blocks)
-    return parts // heads if heads < parts and parts % heads == 0 and most % cut.ranks == 0 else 0
-
-
-def _repeat_heads(module: nn.Module, width: int, copies: int, cut: LayerCut) -> None:
-    """Keep a layer of few heads complete on each rank; compute heads that its queries attend to."""
-
-    def forward(self: Any, x: Tensor, *given: Tensor) -> Tensor:
-        weight, bias = (given[0], None) if given else (self.weight, self.bias)
-        heads = weight.shape[0] // width
-        bias = None if bias is None else tensor_blocks.repeated_heads(bias, heads, copies, cut)
-        return tensor_blocks.column_linear(
-            x, tensor_blocks.repeated_heads(weight, heads, copies, cut), bias, cut
-        )
-
-    _replace(module, forward)
-
-
-def _fuse(module: Any, name: str, unit: int, cut: LayerCut) -> None:
-    """Keep a weight of several layers complete on each rank; compute this rank's part of each."""
-    # As many parts as all of its layers have: queries of 8 heads, keys and values of 2 have two.
-    parts = math.gcd(*(size // unit for size in module.fused_sizes))
-    _check_divides(f"{name}.weight", parts * unit, unit, cut)
-
-    def forward(self: Any, x: Tensor) -> Tensor:
-        """Multiply by several layers' weights that are fused into one, [parts of q, k, v, …]."""
-        weight = tensor_blocks.fused_rows(_weight(self), self.fused_sizes, parts, cut)
-        bias = (
-            None
-            if self.bias is None
-            else tensor_blocks.fused_rows(self.bias, self.fused_sizes, parts, cut)
-        )
-        fused = tensor_blocks.column_linear(x, weight, bias, cut).unflatten(
-            -1, (parts // cut.ranks, -1)
-        )  # type: ignore[no-untyped-call]
-        # [q0 q1 k0 v0] of each part → all queries, then all keys, then all values
-        layers = fused.split([size // parts for size in self.fused_sizes], -1)
-        return torch.cat([layer.flatten(-2) for layer in layers], -1)
-
-    replace_method(module, MethodType(forward, module), by="tensor")
-
-
-def _weight(module: Any) -> Tensor:
-    weight: Tensor = module.weight
-    return weight.t() if is_transposed(module) else weight
-
-
-def _check_divides(name: str, size: int, unit: int, cut: LayerCut) -> None:
-    if size % (unit * cut.ranks) == 0:
-        return
-    parts = f"{size // unit} heads" if unit > 1 else f"{size} rows or columns"
-    what = f"{name} has {parts}, which {cut.ranks} ranks can't share"
-    sizes = " or ".join(map(str, divisors(math.gcd(size // unit, cut.ranks), cut.ranks)))
-    fix = f"write tensor_size: {sizes}, or give the model a multiple of {cut.ranks}"
-    raise UsageError(what, where="distributed.tensor_size", fix=fix)
+    if heads >= parts or parts % heads or most % cut.ranks:
+        return 0
+    return parts // heads
 
 
 def _cut_parameters(
@@ -328,171 +275,6 @@ def _partial_parameters(module: nn.Module, way: str, cut: LayerCut) -> Iterator[
         yield from module.parameters()
     elif way == "row" and cut.sequence and getattr(module, "bias", None) is not None:
         yield module.bias  # type: ignore[misc]
-
-
-def _linear(
-    product: Callable[[Tensor, Tensor, Tensor | None, LayerCut], Tensor],
-) -> Callable[[nn.Module, LayerCut], None]:
-    """Return what makes a linear layer multiply by `product`, on this rank's part of the weight."""
-
-    def make(module: nn.Module, cut: LayerCut) -> None:
-        def forward(self: Any, x: Tensor, *given: Tensor) -> Tensor:
-            return (
-                product(x, given[0], None, cut)
-                if given
-                else product(x, _weight(self), self.bias, cut)
-            )
-
-        _replace(module, forward)
-
-    return make
-
-
-def _row(module: nn.Module, cut: LayerCut) -> None:
-    """Let a layer whose inputs are shared out multiply: ranks' products are parts of a sum.
-
-    x [B, T, K / ranks] by weight [N, K / ranks] → [B, T, N], once the ranks have added theirs.
-    """
-
-    def forward(self: Any, x: Tensor, *given: Tensor) -> Tensor:
-        y = tensor_blocks.row_linear(x, given[0] if given else _weight(self), cut)
-        if given or self.bias is None:
-            return y
-        # After the sum, or each rank would add it. Of a part of the tokens its gradient is a part,
-        # too: where bits count it is summed piece by piece.
-        bias: Tensor = self.bias.to(y.dtype)
-        if cut.blocks is None or not cut.sequence:
-            return y + bias
-        return tensor_blocks.by_pieces(torch.add, y, (bias,), cut, SEQUENCE)
-
-    _replace(module, forward)
-
-
-def _vocabulary(module: nn.Module, cut: LayerCut) -> None:
-    def forward(self: Any, ids: Tensor, *given: Tensor) -> Tensor:
-        weight = given[0] if given else self.weight
-        return tensor_blocks.vocabulary_lookup(ids, weight, cut, getattr(self, "padding_idx", None))
-
-    _replace(module, forward)
-
-
-def _loss(module: nn.Module, cut: LayerCut) -> None:
-    def forward(self: Any, logits: Tensor, targets: Tensor) -> Tensor:
-        terms = self.terms if isinstance(self, TokenLosses) else (0.0, 0.0)
-        return cut_token_losses(logits, targets, cut, terms)
-
-    if isinstance(module, TokenLosses) and cut.sequence and cut.blocks is not None:
-        module.cut_into(cut.blocks // cut.ranks)
-    if cut.keeps_logits:
-        replace_method(module, MethodType(forward, module), by="tensor")
-
-
-def _experts(module: nn.Module, cut: LayerCut) -> None:
-    if cut.group is None:
-        return
-    before: Callable[..., Tensor] = module.forward.__func__  # type: ignore[attr-defined]  # its self may be a stand-in
-
-    def forward(self: nn.Module, rows: Tensor, counts: list[int]) -> Tensor:
-        return tensor_blocks.experts_apart(MethodType(before, self), rows, counts, cut)
-
-    replace_method(module, MethodType(forward, module), by="tensor")
-
-
-def _routed(module: nn.Module, cut: LayerCut) -> None:
-    """Give each rank the experts of a Hugging Face mixture that it holds."""
-
-    def run(self: Any, rows: Tensor, counts: list[int]) -> Tensor:
-        outputs = []
-        experts = self.gate_up_proj.unbind(), self.down_proj.unbind()
-        for x, gate_up, down in zip(torch.split(rows, counts), *experts, strict=True):
-            gate, up = F.linear(x, gate_up).chunk(2, -1)
-            outputs.append(F.linear(self.act_fn(gate) * up, down))
-        return torch.cat(outputs)
-
-    def forward(self: Any, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        counts = (
-            chosen.flatten()[:, None] == torch.arange(self.num_experts, device=chosen.device)
-        ).sum(0)
-        own: Callable[..., Tensor] = partial(run, self)
-        apart = own if cut.group is None else partial(tensor_blocks.experts_apart, own, cut=cut)
-        return through_experts(apart, tokens, chosen, weights, counts)  # type: ignore[no-any-return]
-
-    replace_method(module, MethodType(forward, module), by="tensor")
-
-
-def _scope(module: nn.Module, cut: LayerCut) -> None:
-    """Let a module enter and leave its heads by those of this rank."""
-
-    def enter(_self: Any, x: Tensor, heads: int) -> Tensor:
-        return tensor_blocks.enter_heads(x, heads, cut)
-
-    def leave(_self: Any, parts: Tensor) -> Tensor:
-        return tensor_blocks.leave_heads(parts, cut)
-
-    replace_method(module, MethodType(enter, module), by="tensor", method="enter")
-    replace_method(module, MethodType(leave, module), by="tensor", method="leave")
-    for inner in module.modules():
-        if isinstance(inner, nn.Dropout):
-            _dropout(inner, cut, 0)
-
-
-def _sequence(module: nn.Module, cut: LayerCut) -> None:
-    if not cut.sequence:
-        return
-    if isinstance(module, nn.Dropout):
-        _dropout(module, cut, SEQUENCE)
-    else:
-        _by_pieces(module, cut, SEQUENCE)
-
-
-def _by_pieces(module: nn.Module, cut: LayerCut, dim: int) -> None:
-    """Make a norm run piece by piece where bits count.
-
-    So a weight's gradient is the same sum over pieces on any number of ranks.
-    """
-    if cut.blocks is None:
-        return
-    plain = copy.copy(module)  # with the same parameters, and its own forward pass
-    names = [name for name, _ in module.named_parameters()]
-
-    def run(piece: Tensor, *weights: Tensor) -> Tensor:
-        return torch.func.functional_call(plain, dict(zip(names, weights, strict=True)), (piece,))  # type: ignore[no-any-return]
-
-    def forward(self: nn.Module, x: Tensor) -> Tensor:
-        return tensor_blocks.by_pieces(run, x, [getattr(self, name) for name in names], cut, dim)
-
-    replace_method(module, MethodType(forward, module), by="tensor")
-
-
-def _dropout(module: nn.Dropout, cut: LayerCut, dim: int) -> None:
-    cuts = [] if cut.group is None else [(cut, dim)]
-    if cut.within is not None:
-        cuts.append((cut.within, getattr(module, "sequence_dim", SEQUENCE)))
-    tensor_blocks.cut_dropout(module, cuts, by="tensor")
-
-
-def _replace(module: nn.Module, run: Callable[..., Tensor]) -> None:
-    """Replace a module's method `product`, which is given the weight, or else `forward`.
-
-    A method of the instance, so that a deep copy of the module has one of its own.
-    """
-    method = "product" if hasattr(module, "product") else "forward"
-    replace_method(module, MethodType(run, module), by="tensor", method=method)
-
-
-_MAKE: dict[str, Callable[[nn.Module, LayerCut], None]] = {
-    "column": _linear(tensor_blocks.column_linear),
-    "heads": _linear(tensor_blocks.column_linear),
-    "row": _row,
-    "vocabulary": _vocabulary,
-    "head": _linear(tensor_blocks.head_linear),
-    "loss": _loss,
-    "routed": _routed,
-    "experts": _experts,
-    "scope": _scope,
-    "inner": lambda module, cut: _by_pieces(module, cut, getattr(module, "heads_dim", -2)),
-    "sequence": _sequence,
-}
 
 
 def train_whole(

@@ -33,7 +33,8 @@ from lockstep.models.language import logits_in
 from lockstep.models.objective import Objective
 from lockstep.models.out_of_range import TargetOutOfBoundsError
 from lockstep.models.sums import logsumexp_in_order, sum_in_order
-from lockstep.parallel.tensor.blocks import LayerCut, in_blocks
+from lockstep.parallel.tensor.layer_cut import LayerCut
+from lockstep.parallel.tensor.products import in_blocks
 from lockstep.torch_compat.fake_tensors import FakeTensor
 
 
