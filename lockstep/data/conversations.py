@@ -22,6 +22,8 @@ or mark everything.
   who writes `<end>` into a question ends nothing. So a mark is put into it before the template sees
   it, and taken out before the rendering is encoded.
 - Messages of ShareGPT's form, `{"from": "human", "value": "…"}`, are read as those of OpenAI's.
+- What a message says may be a list of parts, `{"type": "text", "text": "…"}`. Templates take texts,
+  or such lists, or both; how one renders them says which (`_Contents`).
 - A message of the assistant with `"weight": 0` is read and not trained, as in the chat format of
   OpenAI; with 1, or without a weight, it is trained. The template does not see the weight.
 
@@ -33,7 +35,7 @@ import os
 import re
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,6 +55,8 @@ _OTHER_BEGIN = "answers do not begin as the template's prompt for an answer ends
 _AS_TEXT = "messages hold the text of a special token, which is encoded as text"
 _NOT_TRAINED = "answers have the weight 0, or stand in a prompt: they are read, and not trained"
 _OF_SHAREGPT = {"human": "user", "gpt": "assistant", "observation": "tool"}
+_TEXT_PARTS = ("text", "input_text", "output_text")  # OpenAI's names of a part that is text
+_BETWEEN_PARTS = "\n"  # where a template takes texts alone, as vLLM joins them
 _MARK = "\ue0a5"  # of Unicode's private area, after the first character of a special token's text
 
 Messages = Sequence[Mapping[str, Any]]
@@ -75,6 +79,39 @@ class _Rendered:
     stop: str = ""  # what the last answer lacks
 
 
+class _Contents:
+    """Tells what a template takes as the content of a message: a text, or a list of parts.
+
+    Args:
+        render: the text of a conversation, or None if the template fails.
+    """
+
+    _WORDS = ("first words", "second words")
+
+    def __init__(self, render: Callable[[Messages], str | None]) -> None:
+        parts = [{"type": "text", "text": each} for each in self._WORDS]
+
+        def says(content: Any, words: Sequence[str]) -> bool:
+            """Return whether a rendering has the words; as Python writes a list does not count."""
+            rendered = render([{"role": "user", "content": content}]) or ""
+            is_list = "'type':" in rendered or '"type":' in rendered
+            return not is_list and all(each in rendered for each in words)
+
+        self._takes_parts = says(parts, self._WORDS)
+        # A template for parts goes through the letters of a text, or fails; some take one part.
+        first = self._WORDS[:1]
+        self._takes_text = says(first[0], first) or not says(parts[:1], first)
+
+    def fitted(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a message whose content is what the template takes."""
+        content = message.get("content")
+        if isinstance(content, list) and not self._takes_parts:
+            content = _BETWEEN_PARTS.join(part["text"] for part in content)
+        if isinstance(content, str) and not self._takes_text:
+            content = [{"type": "text", "text": content}]
+        return message if content is message.get("content") else {**message, "content": content}
+
+
 class ChatTemplate:
     """The chat template of a tokenizer.
 
@@ -92,6 +129,7 @@ class ChatTemplate:
         self._special = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
         marked = (re.escape(text[:1] + _MARK + text[1:]) for text in longest_first)
         self._marked = re.compile("|".join(marked) or "(?!)")
+        self._contents = _Contents(self._tried)
         self.notes: Counter[str] = Counter()  # what is worth knowing, and how often it was met
 
     @property
@@ -184,9 +222,10 @@ class ChatTemplate:
 
     def _render(self, messages: Messages, where: str, tools: Any, *, asks: bool = False) -> str:
         """Return the text of a conversation; `asks`: and the prompt for an answer."""
+        fitted = [self._contents.fitted(message) for message in messages]
         try:
             text = self._library.apply_chat_template(
-                list(messages), tools=tools, tokenize=False, add_generation_prompt=asks
+                fitted, tools=tools, tokenize=False, add_generation_prompt=asks
             )
         except Exception as error:  # a template raises what it likes, and jinja many kinds
             what = f"the chat template fails for {where}, up to message {len(messages)}"
@@ -194,6 +233,13 @@ class ChatTemplate:
             why = f"{type(error).__name__}: {first_line(error)}"
             raise UsageError(what, where="data.args.tokenizer", why=why, fix=fix) from None
         return str(text)
+
+    def _tried(self, messages: Messages) -> str | None:
+        """Return the text of a conversation that somebody made up; None if the template fails."""
+        try:
+            return str(self._library.apply_chat_template(list(messages), tokenize=False))
+        except Exception:  # a template raises what it likes
+            return None
 
     def _encoded(self, draft: _Rendered, where: str) -> Trained:
         """Return the tokens of a draft, up to the end of its last answer."""
@@ -315,10 +361,27 @@ def _message(message: Any, number: int, where: str) -> dict[str, Any]:
         what = f"message {number} of {where} has the role {role!r}{did_you_mean(str(role), ROLES)}"
         raise UsageError(what, where=where, fix=f"write one of {', '.join(ROLES)}")
     content = filled.get("content", "")
+    if isinstance(content, list):
+        return {**filled, "content": [_part(part, number, where) for part in content]}
     if not isinstance(content, str):
         what = f"the content of message {number} of {where} is {type(content).__name__}, not text"
         raise UsageError(what, where=where, fix=fix)
     return filled
+
+
+def _part(part: Any, number: int, where: str) -> dict[str, str]:
+    """Return a part of the content of a message, or raise a UsageError if it is not text.
+
+    `number` counts the messages of a conversation from 1.
+    """
+    is_text = isinstance(part, Mapping) and part.get("type") in _TEXT_PARTS
+    if is_text and isinstance(part.get("text"), str):
+        return {"type": "text", "text": part["text"]}
+    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+    what = f"the content of message {number} of {where} has a part of the type {kind!r}"
+    why = "models of texts are trained on texts alone"
+    fix = 'write {"type": "text", "text": "…"}, or leave the row out'
+    raise UsageError(what, where=where, why=why, fix=fix)
 
 
 def _of_sharegpt(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -338,7 +401,11 @@ def _is_trained(message: Mapping[str, Any], number: int, where: str) -> bool:
     if isinstance(weight, bool) or weight not in (0, 1):
         what = f"message {number} of {where} has the weight {weight!r}"
         why = "an answer is trained or it is not: each token counts once in a language model's loss"
-        raise UsageError(what, where=where, why=why, fix="write 1 or 0, or leave the weight out")
+        fix = (
+            "write 1 or 0, or leave the weight out; a share of all that is trained is the weight of"
+            " a source"
+        )
+        raise UsageError(what, where=where, why=why, fix=fix)
     role = message["role"]
     if "weight" in message and weight and role != ANSWERS:
         what = f"message {number} of {where} has a weight, and its role is {role!r}"

@@ -2,11 +2,13 @@
 
 | files | a document is |
 |---|---|
-| `.jsonl`, `.jsonl.gz` | a line: an object with the text, or a conversation, in one of its fields |
+| `.jsonl` | a line: an object with the text, or a conversation, in one of its fields |
 | `.parquet`, `.arrow`, `.csv`, `.tsv` | a row, likewise with one in one of its columns |
 | one array of JSON | an object in it, likewise; the file is read in full |
 | `.npy` | a row of token numbers, or all of them where there is one dimension |
-| any other | the file, UTF-8 text, which comes in several records |
+| any other, not compressed | the file, UTF-8 text, which comes in several records |
+
+Files of JSON and of columns may be compressed: `.jsonl.gz`, `.csv.zst`.
 
 A record's number follows from the files alone, so that a reader can go on after any of them.
 
@@ -96,7 +98,7 @@ def records_of(file: Path, field: Field = TEXT, first: int = 0) -> Iterator[Reco
     require_read(file, "data.args.sources")
     if field.holds_messages:
         what = f"{file} holds no rows, and so no conversations"
-        fix = "write them as .jsonl, .jsonl.gz, .csv, .parquet or .arrow"
+        fix = "write them as .jsonl, .csv, .parquet or .arrow"
         raise UsageError(what, where="messages_field", fix=fix)
     if kind is Kind.TOKENS:
         return islice(_of_tokens(file), first, None)
@@ -195,8 +197,9 @@ def _of_columns(file: Path, field: Field, first: int) -> Iterator[Record]:
         "convert_options": csv.ConvertOptions(column_types=texts),
     }
     try:
-        table = csv.read_csv(file, **options)
-    except (pyarrow.ArrowException, OSError) as error:
+        with opened_lines(file) as opened:
+            table = csv.read_csv(opened, **options)
+    except (pyarrow.ArrowException, *DAMAGED) as error:
         what = f"{file} holds no columns that can be read"
         fix = "write it as UTF-8, with a first line of names, and commas (.csv) or tabs (.tsv)"
         why = first_line(error)

@@ -375,7 +375,7 @@ def _command_parser() -> "_Parser":
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("verb", choices=("prepare",), help=argparse.SUPPRESS)
-    text = "a file or a folder of text, .jsonl, .jsonl.gz, .parquet, .arrow or .npy; or python-docs"
+    text = "a file or a folder of text, .jsonl, .csv, .parquet, .arrow or .npy; or python-docs"
     parser.add_argument("source", metavar="SOURCE", help=text)
     parser.add_argument("--out", metavar="DIR", required=True, help="the folder to make")
     text = "bytes (default), a Hugging Face tokenizer.json, or a folder with one"

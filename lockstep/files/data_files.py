@@ -33,6 +33,8 @@ LONGEST_LINE = 1 << 24  # bytes of a first line that is looked at
 
 COMPRESSED = (".zst", ".xz", ".bz2", ".zip", ".gz", ".tar", ".tgz", ".7z")
 _LINES = re.compile(r"\.(jsonl|ndjson)(\.gz|\.zst)?$")
+_COLUMNS = re.compile(r"\.(csv|tsv)(\.gz|\.zst)?$")
+_PACKED_JSON = re.compile(r"\.json(\.gz|\.zst)$")
 _MAGIC = {  # what files begin with, and the ending of their names
     b"PAR1": ".parquet",
     b"ARROW1": ".arrow",
@@ -82,8 +84,6 @@ _BY_ENDING = {
     ".parquet": Kind.PARQUET,
     ".arrow": Kind.ARROW,
     ".npy": Kind.TOKENS,
-    ".csv": Kind.COLUMNS,
-    ".tsv": Kind.COLUMNS,
     **dict.fromkeys(COMPRESSED, Kind.COMPRESSED),
 }
 # Kinds of files with rows, and those of which the data set `documents` makes documents.
@@ -99,6 +99,10 @@ def kind_of(file: Path) -> Kind:
     name = file.name.lower()
     if _LINES.search(name):
         return Kind.LINES
+    if _COLUMNS.search(name):
+        return Kind.COLUMNS
+    if _PACKED_JSON.search(name):
+        return _of_packed_json(file)
     if (kind := _BY_ENDING.get(file.suffix.lower())) is not None:
         return kind
     with file.open("rb") as opened:
@@ -124,6 +128,19 @@ def told_of_json(files: Sequence[Path]) -> list[str]:
     ]
 
 
+def _of_packed_json(file: Path) -> Kind:
+    """Return what kind of records a compressed file of JSON has.
+
+    Of a file that is damaged, its lines are read: who does it says what is wrong.
+    """
+    try:
+        with opened_lines(file) as opened:
+            head = opened.read(HEAD)
+        return _of_json(file, head) or Kind.COMPRESSED
+    except DAMAGED:
+        return Kind.LINES
+
+
 def _of_json(file: Path, head: bytes) -> Kind | None:
     """Return what kind of records a file of JSON has; None for other files.
 
@@ -134,7 +151,7 @@ def _of_json(file: Path, head: bytes) -> Kind | None:
         return Kind.JSON_ARRAY
     if not begin.startswith(b"{"):
         return None
-    with file.open("rb") as opened:
+    with opened_lines(file) as opened:
         lines = iter(lambda: opened.readline(LONGEST_LINE), b"")
         first_two = list(islice((line for line in lines if line.strip()), 2))
     with suppress(ValueError, RecursionError):
@@ -241,8 +258,9 @@ def row_of_line(file: Path, number: int, line: bytes, name: str) -> dict[str, An
 def rows_of_array(file: Path) -> list[dict[str, Any]]:
     """Return the objects of a file that is one array of JSON, or raise a UsageError."""
     try:
-        rows = json.loads(file.read_bytes())
-    except (ValueError, RecursionError) as error:  # UTF-8 that is none is one, too
+        with opened_lines(file) as opened:
+            rows = json.loads(opened.read())
+    except (*DAMAGED, ValueError, RecursionError) as error:  # UTF-8 that is none is one, too
         what = f"{file} is not JSON"
         why = first_line(error)
         raise UsageError(what, where="data.args", why=why, fix="mend it, or leave it out") from None
@@ -255,7 +273,8 @@ def rows_of_array(file: Path) -> list[dict[str, Any]]:
 
 def separator_of(file: Path) -> str:
     """Return what stands between the columns of a file of them."""
-    return "\t" if file.suffix.lower() == ".tsv" else ","
+    found = _COLUMNS.search(file.name.lower())
+    return "\t" if found is not None and found[1] == "tsv" else ","
 
 
 def first_row(file: Path) -> Mapping[str, Any]:
@@ -270,8 +289,9 @@ def first_row(file: Path) -> Mapping[str, Any]:
         if kind is Kind.JSON_ARRAY:
             return dict(rows_of_array(file)[0])
         if kind is Kind.COLUMNS:
-            with file.open(encoding="utf-8-sig", newline="") as opened:
-                return dict(next(csv.DictReader(opened, delimiter=separator_of(file))))
+            with opened_lines(file) as opened:
+                text = io.TextIOWrapper(opened, encoding="utf-8-sig", newline="")
+                return dict(next(csv.DictReader(text, delimiter=separator_of(file))))
         if kind is Kind.PARQUET:
             parquet = importlib.import_module("pyarrow.parquet").ParquetFile(file)
             return dict(next(parquet.iter_batches(1)).to_pylist()[0])
@@ -321,7 +341,7 @@ def require_read(file: Path, where: str) -> None:
         return
     fix = "convert it to text, JSON lines or parquet, or move it out of the folder"
     if kind is Kind.COMPRESSED:
-        fix = "unpack it; compressed files of JSON lines are read, .jsonl.gz and .jsonl.zst"
+        fix = "unpack it; compressed files of rows are read, such as .jsonl.gz and .csv.zst"
     elif found := _by_magic(file):
         names = f"{quote(str(file))} {quote(str(file.with_suffix(found)))}"
         fix = f"it is a {found} file: name it so, mv {names}"

@@ -25,6 +25,18 @@ THINKS = PLAIN.replace("<|assistant|>{%", "<|assistant|><think>\n{%")
 ENDLESS = PLAIN.replace("<|end|>", "")
 # The number of messages comes first, and so the answer changes what stands before it.
 COUNTS = "{{ messages | length }} messages\n" + PLAIN
+# What a message says is a list of parts, as for models that see images; a text is not rendered.
+PARTS = PLAIN.replace(
+    "{{ m.content }}",
+    "{% for p in m.content %}{% if p.type == 'text' %}{{ p.text }}{% endif %}{% endfor %}",
+)
+FIRST_PART = PLAIN.replace("{{ m.content }}", "{{ m.content[0].text }}")
+# The same, or a text.
+EITHER = PLAIN.replace(
+    "{{ m.content }}",
+    "{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for p in m.content %}{{ p.text }}{% endfor %}{% endif %}",
+)
 # Roles that do not alternate are refused, as many templates do.
 STRICT = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
 STRICT += PLAIN

@@ -116,7 +116,15 @@ def test_a_template_whose_answer_changes_what_is_before_it_is_refused(tmp_path: 
         ),
         ([QUESTION, {"role": "assistant"}], "no 'content' among the fields of message 2 of here"),
         ([{"role": "asistant", "content": "hi"}], "has the role 'asistant'; did you mean"),
-        ([{"role": "user", "content": ["hi"]}], "content of message 1 of here is list, not text"),
+        ([{"role": "user", "content": 3}], "content of message 1 of here is int, not text"),
+        (
+            [{"role": "user", "content": ["hi"]}],
+            "content of message 1 of here has a part of the type 'str'",
+        ),
+        (
+            [QUESTION, {"role": "user", "content": [{"type": "image_url", "image_url": "a.png"}]}],
+            "message 2 of here has a part of the type 'image_url'",
+        ),
         (
             [{"role": "system", "content": "be short"}, QUESTION, ANSWER],
             "(?s)the chat template fails for here, up to message 3.*no system role",
@@ -128,6 +136,40 @@ def test_bad_conversations_are_one_clear_message(
 ) -> None:
     with pytest.raises(UsageError, match=message):
         documents(tmp_path, chats.STRICT, messages)
+
+
+def parted(*texts: str, kind: str = "text") -> list[dict[str, Any]]:
+    return [{"type": kind, "text": text, "image_url": None} for text in texts]
+
+
+@pytest.mark.parametrize("template", ["PLAIN", "EITHER", "PARTS", "FIRST_PART"])
+def test_content_is_a_text_or_a_list_of_parts_as_the_template_takes_it(
+    template: str, tmp_path: Path
+) -> None:
+    """Several parts are joined by a line break where a template takes texts alone, or one part."""
+    expected = [(WHOLE + "<|end|>", "it is 4<|end|>|yes<|end|>")]
+    of_template = getattr(chats, template)
+    assert documents(tmp_path, of_template, BOTH) == expected
+    in_parts = [{**message, "content": parted(message["content"])} for message in BOTH]
+    assert documents(tmp_path, of_template, in_parts) == expected
+    several = [
+        {**QUESTION, "content": parted("2 ", "+ 2?", kind="input_text")},
+        {**ANSWER, "content": parted("it is", " 4")},
+    ]
+    (found,) = documents(tmp_path, of_template, several)
+    between = "" if template in ("EITHER", "PARTS") else "\n"
+    assert found == (
+        f"<|user|>2 {between}+ 2?<|end|>\n<|assistant|>it is{between} 4<|end|>",
+        f"it is{between} 4<|end|>",
+    )
+
+
+def test_the_text_of_a_special_token_in_a_part_is_text(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(str(write_tokenizer(tmp_path, chats.PARTS)))
+    typed = [{**QUESTION, "content": parted("<|end|>")}, ANSWER]
+    (found,) = ChatTemplate(tokenizer).documents(typed, "here")
+    ends = found.tokens == tokenizer.special_tokens()["<|end|>"]
+    assert ends.sum() == 2, "those of the template"
 
 
 def data_of(source: Path, **args: Any) -> Data:

@@ -12,6 +12,7 @@ import pytest
 from lockstep.data import document_files
 from lockstep.data.document_files import Field, records_of
 from lockstep.errors import UsageError
+from lockstep.files.data_files import first_row
 
 ROWS = [{"text": f"document {n}", "n": n} for n in range(7)]
 
@@ -31,7 +32,7 @@ def lines(*rows: Any) -> bytes:
 DAMAGED = gzip.compress(lines(*ROWS), mtime=0)[:12] + b"\xff" * 40  # zlib says so, and not gzip
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "jsonl.zst", "parquet", "arrow"])
+@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "jsonl.zst", "json.gz", "parquet", "arrow"])
 def test_rows_are_documents_and_reading_goes_on_after_any(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -39,7 +40,7 @@ def test_rows_are_documents_and_reading_goes_on_after_any(
     file = tmp_path / f"set.{kind}"
     if kind == "jsonl":
         file.write_bytes(lines(*ROWS))
-    elif kind == "jsonl.gz":
+    elif kind.endswith(".gz"):
         file.write_bytes(gzip.compress(lines(*ROWS)))
     elif kind == "jsonl.zst":
         pack = pytest.importorskip("zstandard").ZstdCompressor().compress
@@ -169,13 +170,19 @@ def test_a_line_that_is_not_utf8_or_nested_too_deep_is_named(tmp_path: Path) -> 
 COLUMNS = 'text,n,note\n12,1,\n"two\nlines, one row",2,x\n,3,"a ""quote"""\n'
 
 
-@pytest.mark.parametrize("name", ["a.csv", "a.tsv"])
+@pytest.mark.parametrize("name", ["a.csv", "a.tsv", "a.csv.gz", "a.tsv.zst"])
 def test_columns_of_text_are_rows(name: str, tmp_path: Path) -> None:
     """A text of digits is a text, other columns may be numbers, and rows have several lines."""
     pytest.importorskip("pyarrow")
     file = tmp_path / name
-    comma = "," if name == "a.csv" else "\t"
+    comma = "," if ".csv" in name else "\t"
     file.write_text(COLUMNS.replace(",", comma), encoding="utf-8-sig")
+    if name.endswith(".gz"):
+        file.write_bytes(gzip.compress(file.read_bytes()))
+    elif name.endswith(".zst"):
+        pack = pytest.importorskip("zstandard").ZstdCompressor().compress
+        file.write_bytes(pack(file.read_bytes()))
+    assert first_row(file)["n"] == "1"
     read = list(records_of(file))
     assert [record.content for record in read if record] == [
         "12",
@@ -206,6 +213,8 @@ def test_an_array_of_json_has_rows(tmp_path: Path) -> None:
         ("a.csv", b"text,label\na,b,c\n", "a.csv holds no columns that can be read"),
         ("a.csv", b"text,label\n\xff,b\n", "a.csv holds no columns that can be read"),
         ("a.csv", b"", "a.csv holds no columns that can be read"),
+        ("a.csv.gz", DAMAGED, "a.csv.gz holds no columns that can be read"),
+        ("a.json.gz", DAMAGED, "a.json.gz can't be read after line 0"),
     ],
 )
 def test_rows_that_can_not_be_read(name: str, content: bytes, said: str, tmp_path: Path) -> None:
