@@ -52,7 +52,6 @@ FILES: dict[str, tuple[bytes, Kind]] = {
     "lines.json.gz": (gzip.compress(lines(ROW, ROW), mtime=0), Kind.LINES),
     "array.json.gz": (gzip.compress(json.dumps([ROW]).encode(), mtime=0), Kind.JSON_ARRAY),
     "settings.json.gz": (gzip.compress(json.dumps(ROW).encode(), mtime=0), Kind.COMPRESSED),
-    "damaged.json.gz": (b"\x1f\x8b\x08\x00", Kind.LINES),
     "a.csv": (b"a,b\n1,2\n", Kind.COLUMNS),
     "a.csv.gz": (gzip.compress(b"a,b\n1,2\n", mtime=0), Kind.COLUMNS),
     "a.tsv.zst": (b"\x28\xb5\x2f\xfd", Kind.COLUMNS),
