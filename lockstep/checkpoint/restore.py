@@ -130,8 +130,9 @@ def load(
         fetches.append(fetch)
         rest = ranks.exchange(failure, describe, compare)
         found = ranks.all_reduce(failure, lambda: [*fetch.problems(), *held.check(rest)], list)
-    if problems := [problem for share in found for problem in share]:
-        raise damaged_error(checkpoint, problems)
+    # several ranks may need the same bytes
+    if problems := {problem for share in found for problem in share}:
+        raise damaged_error(checkpoint, sorted(problems))
     return ranks.run(failure, fill)
 
 

@@ -346,6 +346,6 @@ def test_each_rank_reads_its_ranges_and_all_are_told(tmp_path: Path) -> None:
     for rank in run_ranks(load_as_two, 2, str(tmp_path)):
         assert rank["equal"]
         assert rank["read"] <= size
-        assert "its checksum is not that" in rank["error"]
+        assert rank["error"].count("its checksum is not that") == 1, "though both need the bytes"
         assert not rank["changed"]
         assert rank["chosen"] == ("step-00000000", 0)
