@@ -85,12 +85,14 @@ class HeldBytes:
     @contextmanager
     def fetching(self) -> Generator["Fetch", None, None]:
         """Yield what fetches in a thread during the block, which cuts it short if it fails."""
-        self._ends_early = False
-        with ThreadPoolExecutor(1, "fetch") as thread:
-            try:
-                yield Fetch(self, thread)
-            finally:
-                self._ends_early = True
+        try:
+            with ThreadPoolExecutor(1, "fetch") as thread:
+                try:
+                    yield Fetch(self, thread)
+                finally:
+                    self._ends_early = True
+        finally:
+            self._ends_early = False
 
     def check(self, ranges: Ranges) -> list[str]:
         """Compare the checksums of ranges of files; return a line for each problem."""

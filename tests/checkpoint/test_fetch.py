@@ -236,6 +236,17 @@ def test_what_is_refused_is_not_read_to_its_end(tmp_path: Path) -> None:
     assert OPTIMIZER not in far.storage.read_bytes, "which comes after the model's file"
 
 
+def test_what_was_not_needed_can_be_read_after_a_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In pieces that are shorter than what one checksum covers, as a small object is."""
+    monkeypatch.setattr("lockstep.checkpoint.storage._CHUNK", MARK_BYTES // 8)
+    near = checkpoint.fetched(saved(tmp_path))
+    checkpoint.load(near, zeros(state()), only=["model"])
+    with near.open(OPTIMIZER) as stream:
+        assert stream.read() == (tmp_path / NAME / OPTIMIZER).read_bytes()
+
+
 def test_checkpoints_of_older_versions_have_no_marks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
