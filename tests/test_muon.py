@@ -7,19 +7,24 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from lockstep import muon
 from lockstep.config import config_from
+from lockstep.costs.hardware import cluster_of
 from lockstep.errors import UsageError
-from lockstep.models import get_model
+from lockstep.models import build_model, get_model
 from lockstep.muon import Muon
 from lockstep.parallel.facts import facts_of
 from lockstep.parallel.tensor.matrix_splits import splits_of
+from lockstep.plan.candidates import evaluate_layout
+from lockstep.plan.layouts import model_size_of
+from lockstep.plan.workload import workload_of
 from lockstep.trainer import Trainer
 from tests.parity.same_bits import bits, many, of_one_process, relay
+from tests.parity.toy import Tokens
 from tests.ranks import run_ranks
 
 _MUON = {"training.optimizer": "muon"}
@@ -110,6 +115,32 @@ Counts = tuple[int, int, int, bool]
 """Elements sent to other ranks, exchanges, matrices computed, and whether the parameters are those
 of one process.
 """
+
+
+def test_a_plan_has_its_state_to_the_byte() -> None:
+    """One number for each of a matrix, two for each of the rest, and the numbers of steps."""
+    args = {"n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 64, "block_size": 16}
+    settings = {"model.name": "transformer", "model.args": args, "training.batch_size": 2}
+    config = config_from({**settings, **_MUON})
+    work = workload_of(config)
+    planned = {
+        ranks: evaluate_layout(
+            work,
+            config,
+            cluster_of(ranks, "A100-40GB"),
+            {"distributed.strategy": strategy},
+            model_size_of(work, config),
+        ).memory
+        for ranks, strategy in ((1, "single"), (2, "fsdp"))
+    }
+    trainer = Trainer(build_model(config.model), config=config.replaced({"training.max_steps": 1}))
+    next(iter(trainer.steps(Tokens())))
+    states = trainer.optimizer.state.values()
+    held = sum(t.nbytes for state in states for t in state.values() if isinstance(t, Tensor))
+    assert planned[1] is not None
+    assert planned[2] is not None
+    assert planned[1]["optimizer"] == held
+    assert planned[2]["optimizer"] == pytest.approx(held / 2, rel=1e-2)
 
 
 def _counts(optimizer: Muon, named: dict[str, nn.Parameter]) -> Counts:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from lockstep.checkpoint import export_hugging_face
 from lockstep.data import Data
 from lockstep.errors import UsageError
 from lockstep.trainer import Trainer, build
@@ -107,3 +108,44 @@ def test_rows_train_as_in_a_loop_by_hand(
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+
+
+TAGGED = [
+    {"words": ["ab", "c"], "tags": ["A", "B"]},
+    {"words": ["d"], "tags": ["B"]},
+    {"words": ["e", "f", "g"], "tags": ["B", "C", "A"]},
+    {"words": ["a"], "tags": ["A"]},
+]
+
+
+@pytest.mark.parametrize(
+    ("auto", "rows", "problem", "names"),
+    [
+        (WORDS, TAGGED, None, ["A", "B", "C"]),
+        (TEXTS, texts("no", "yes", "no", "yes"), "single_label_classification", ["no", "yes"]),
+        (TEXTS, texts(["a"], [], ["b"], ["a"]), "multi_label_classification", ["a", "b"]),
+        (TEXTS, texts(0.5, 1.0, -1.5, 0.0), "regression", ["LABEL_0"]),
+    ],
+)
+def test_a_classifiers_folder_is_read_by_plain_transformers_and_trains_on(
+    auto: str, rows: list[Any], problem: str | None, names: list[str], tmp_path: Path
+) -> None:
+    """With the names of its classes, and the same outputs; its head is for the same data again."""
+    fields = {"text_field": "words", "label_field": "tags"} if auto == WORDS else {}
+    data = read(write(tmp_path, *rows), **fields)
+    config = config_of("hf:bert", auto=auto, args=SIZES)
+    trainer = Trainer(build(config, data), config=config)
+    next(iter(trainer.steps(data.train)))
+    saved = trainer.save_checkpoint(tmp_path / "step-00000001")
+    export_hugging_face(saved, tmp_path / "out")
+
+    plain = getattr(transformers, auto).from_pretrained(tmp_path / "out").eval()
+    assert list(plain.config.id2label.values()) == names
+    assert plain.config.problem_type == problem
+    batch = data.train.collated(range(len(rows)))
+    trained: Any = trainer.placed.root
+    with torch.no_grad():
+        assert torch.equal(plain(**batch).logits, trained.eval()(**batch).logits)
+    again: Any = build(config_of(f"hf:{tmp_path / 'out'}"), data)
+    assert type(again) is type(trained)
+    assert torch.equal(again.classifier.weight, trained.classifier.weight)

@@ -211,6 +211,22 @@ def test_chunks_are_the_whole_without_its_logits(name: str) -> None:
         model.train()
 
 
+@pytest.mark.parametrize("name", ["transformer", "hf:llama"])
+def test_chunks_cost_no_precision_in_bfloat16(name: str) -> None:
+    """Under autocast the gradient is as far from that in float32 as without chunks."""
+    model = _wide(name)
+    ids = torch.randint(0, _VOCABULARY, (2, _LENGTH))
+    batch = {"input_ids": ids, "targets": ids.roll(-1, 1)}
+    loss, exact, _ = _loss_and_gradient(model, batch, 1)
+    with torch.autocast("cpu", torch.bfloat16):
+        of_all, whole, _ = _loss_and_gradient(model, batch, 1)
+        by_chunks, gradient, most = _loss_and_gradient(model, batch, 4)
+    assert most <= 2 * math.ceil(_LENGTH / 4) * _VOCABULARY
+    assert by_chunks == pytest.approx(of_all, rel=1e-6)
+    assert of_all == pytest.approx(loss, rel=1e-2)
+    assert (gradient - exact).norm() <= 1.1 * (whole - exact).norm()
+
+
 _CHUNKED = {**_SETTINGS, "training.loss_chunks": 3}
 
 
