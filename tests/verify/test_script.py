@@ -7,6 +7,8 @@ import os
 import runpy
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,9 @@ from lockstep.errors import UsageError
 from lockstep.verify.command import verify_script
 from lockstep.verify.comparison_result import Outcome
 from lockstep.verify.own_lines import code_at
+from lockstep.verify.script import hangs
+from lockstep.verify.script.record import ScriptRecord
+from lockstep.verify.script.task import ScriptTask
 from lockstep.verify.text import script_text as text
 from lockstep.verify.watch import injected
 from tests.sampled import quick_and_full
@@ -178,6 +183,22 @@ def test_scripts_that_hang_or_crash(how: str, kind: str, says: str) -> None:
     assert [found.kind for found in outcome.causes] == [kind]
     assert says in outcome.causes[0].text
     assert "✗" in text("hanging.py", [outcome])
+
+
+def test_a_rank_whose_script_has_ended_does_not_compute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What runs in it then waits for the other ranks, and nobody is to wait for that."""
+    monkeypatch.setattr(hangs, "_PATIENCE", 0.2)
+    monkeypatch.setattr(hangs, "_POLL", 0.1)
+    task = ScriptTask("train.py", (), 1, tmp_path)
+    watch = hangs.ScriptHangWatch(task, 0, 1, ScriptRecord())
+    watch.script_has_ended()
+    waiting = threading.Thread(target=watch._wait_until_all_idle, daemon=True)
+    waiting.start()
+    deadline = time.monotonic() + 60
+    while waiting.is_alive():
+        assert time.monotonic() < deadline, "it computes"
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 import traceback
+from collections import deque
 from contextlib import suppress
 
 from lockstep.failures.failure import short_path
@@ -25,6 +26,9 @@ from lockstep.verify.script.task import ScriptTask
 _PATIENCE = 15.0  # seconds for which no rank may compute; longer than a script sleeps on purpose
 _POLL = 0.5
 _BUSY = 0.05  # share of the processor from which on a rank computes
+# A thread that wants the processor in most of so many looks computes, and has to wait for its turn;
+# one that sleeps in a loop is seen now and then.
+_LOOKS = 8
 
 
 class ScriptHangWatch:
@@ -70,10 +74,14 @@ class ScriptHangWatch:
         mark = self._task.idle_file(self._rank)
         idle_since = time.monotonic()
         used = time.process_time()
+        wanting: deque[bool] = deque(maxlen=_LOOKS)
         while not self._are_idle():
             time.sleep(_POLL)
             now = time.process_time()
-            is_busy = now - used > _BUSY * _POLL or wants_processor(threading.get_native_id())
+            wanting.append(wants_processor(threading.get_native_id()))
+            is_busy = now - used > _BUSY * _POLL or sum(wanting) > _LOOKS / 2
+            if self._script_has_ended:
+                is_busy = False  # what runs is this package's: it waits for the other ranks
             if is_busy or any(map(is_running, descendants(os.getpid()))):
                 idle_since = time.monotonic()
                 mark.unlink(missing_ok=True)
