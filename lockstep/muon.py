@@ -1,8 +1,14 @@
 """Muon for the matrices of a model's hidden layers, AdamW for its other parameters.
 
 Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon) replaces the momentum of a
-matrix by its nearest orthogonal one, which five steps of Newton and Schulz find. So it needs whole
-matrices, where ranks have shards:
+matrix by its nearest orthogonal one, whose singular values are all 1. Five steps of Newton and
+Schulz find it without computing them: each makes a·X + b·(XXᵀ)X + c·(XXᵀ)²X of X, so every singular
+value s becomes a·s + b·s³ + c·s⁵. With a = 3.4445, b = -4.7750 and c = 2.0315, values from 0 to 1
+come near 1 fast, and stay there without coming closer. For a matrix with the values 3 and 1:
+
+    3, 1 → divided by its norm, √10: 0.95, 0.32 → one step: 0.75, 0.94 → five steps: 0.75, 1.13
+
+So it needs whole matrices, where ranks have shards:
 
     rank 0                          rank 1
     rows 0, 1 of A, B and C         rows 2, 3 of A, B and C       momenta, each its own rows

@@ -57,6 +57,7 @@ DOCTESTS = (
     "lockstep.parallel.forward_effects.gathered_rows",
     "lockstep.parallel.diloco.workers",
     "lockstep.parallel.pipeline.plan",
+    "lockstep.parallel.pipeline.schedules",
     "lockstep.parallel.reproducible.tree",
     "lockstep.parallel.strides",
     "lockstep.randomness",

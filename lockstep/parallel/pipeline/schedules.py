@@ -4,7 +4,27 @@ A description has the stages per rank, their placement, and the numbers of micro
 
 A stage that is placed `loop` goes to rank (stage mod ranks); placed `v`, the ranks are walked back
 and forth. In a picture sending takes no time. Theory: with p ranks, m micro-batches and V stages a
-rank, ranks wait (p-1)/(V·m+p-1) of the time. What 1F1B saves is memory.
+rank, ranks wait (p-1)/(V·m+p-1) of the time. What 1F1B saves is memory: a rank keeps the
+activations of as many micro-batches as there are stages from it to the end.
+
+    >>> print(picture("1F1B", ranks=2, stages_per_rank=1, micro_batches=3))
+    1F1B, 2 ranks, 3 micro-batches (F forward, B backward, twice as long)
+    rank 0  F0 F1 ·  ·  B0 B0 F2 B1 B1 ·  B2 B2
+    rank 1  ·  F0 B0 B0 F1 B1 B1 F2 B2 B2 ·  ·
+    bubble: ranks wait 25.0% of the time = (p-1)/(m+p-1) = 1/4
+    kept at most: 2, 1 activations of a micro-batch, by rank
+
+A zero-bubble schedule makes a backward pass in two halves. Another rank waits for the gradients of
+inputs (I), nobody for those of weights (W), which fill the gaps:
+
+    >>> print(picture("InterleavedZeroBubble", ranks=2, stages_per_rank=2, micro_batches=2))
+    InterleavedZeroBubble, 2 ranks × 2 stages, 2 micro-batches (F forward, B backward, twice as
+    long; I of inputs, W of weights, half a backward each)
+    rank 0  Fa0 Fa1 Fb0 Fb1 ·   Ib0 Wb0 Ib1 Wb1 Ia0 Wa0 Ia1 Wa1
+    rank 1  ·   Fa0 Fa1 Fb0 Ib0 Fb1 Ib1 Wb0 Ia0 Wb1 Ia1 Wa0 Wa1
+    stages of rank 0: 0, 2; 1: 1, 3 (a, b … from the first to the last)
+    bubble: ranks wait 7.7% of the time
+    kept at most: 4, 4 activations of a micro-batch, by rank
 
 Tests: tests/parallel/test_pipeline_schedules.py, tests/parallel/test_pipeline_plan.py
 """
@@ -21,7 +41,7 @@ from torch import nn
 
 from lockstep.config import StepConfig, require_equation
 from lockstep.costs.steps import ScheduledPass, pipeline
-from lockstep.division import round_up
+from lockstep.division import ceil_div, round_up
 from lockstep.errors import UsageError
 from lockstep.parallel.execution.programs import UNITS, Program, programs
 from lockstep.strategy import AUTO, resolve, strategy_named
@@ -260,9 +280,8 @@ def picture_of(config: StepConfig, ranks: int | None = None) -> str:
     micro_batches = training.accumulation
     if training.global_batch_size is not None:
         require_equation(training, layout.batch_shares)
-        micro_batches = -(
-            -training.global_batch_size // (training.batch_size * layout.data_parallel_size)
-        )
+        samples = training.batch_size * layout.data_parallel_size  # of one micro-batch on each rank
+        micro_batches = ceil_div(training.global_batch_size, samples)
     of_a_run = min(micro_batches, kind.n_microbatches or micro_batches)
     return picture(kind.schedule, layout.pipeline, kind.stages_per_rank, of_a_run)
 
