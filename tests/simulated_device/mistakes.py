@@ -16,7 +16,7 @@ from lockstep import bad_numbers, checkpoint
 from lockstep.checkpoint.background import AsyncSaver
 from lockstep.data.batches import MicroBatch
 from lockstep.machine import accelerator
-from lockstep.parallel.execution import activation
+from lockstep.parallel.execution import recomputing
 from lockstep.parallel.loss_accumulator import Loss, LossAccumulator
 from lockstep.trainer import Trainer
 from tests.simulated_device import device
@@ -196,7 +196,7 @@ def dropout_that_is_drawn_anew() -> None:
     right = plain()
     full = {"training.gradient_checkpointing": "full"}
     assert not differ(run(**full), right)
-    with replaced(activation, "drawing_from", lambda _state, _random_state: nullcontext()):
+    with replaced(recomputing, "drawing_from", lambda _state, _random_state: nullcontext()):
         assert differ(run(**full), right)
 
 
