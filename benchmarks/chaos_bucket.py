@@ -224,7 +224,8 @@ class Disturbed:
     def _check(self, committed: set[str]) -> None:
         there = self._storage.names()
         wrong = self._report.wrong
-        if self._keeps_all and (lost := committed - set(there)):
+        lost = committed - set(there)
+        if self._keeps_all and lost:
             wrong.append(f"{self.url}: lost {sorted(lost)}")
         if committed and not there:
             wrong.append(f"{self.url}: no checkpoint is left")
