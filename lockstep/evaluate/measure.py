@@ -121,6 +121,9 @@ def evaluate(
     learned = found.data.facts.get("labels")
     if learned is not None:
         chosen = {**metrics_of_labels(learned), **chosen}
+    of_pairs = getattr(state.step.placed.objective.module, "accuracy", None)
+    if of_pairs is not None and "pairs" in found.data.facts:
+        chosen = {"accuracy": of_pairs, **chosen}
     results = evaluated(state, measured_on, chosen or None)
     # a loss over labels, or over pairs of answers, is not one of tokens
     is_text = found.data.decode is not None and not {"labels", "pairs"} & found.data.facts.keys()

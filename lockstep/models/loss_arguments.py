@@ -43,9 +43,18 @@ class FurtherArguments:
     """The arguments of a loss function beside outputs and targets, by name.
 
     Those without a default have to be in a batch.
+
+    Args:
+        loss_fn: the function, or a metric.
+        kind: what it is, for messages.
+        where: the key that names it, for messages.
     """
 
-    def __init__(self, loss_fn: Callable[..., Any]) -> None:
+    def __init__(
+        self, loss_fn: Callable[..., Any], kind: str = "loss function", where: str = "loss_fn"
+    ) -> None:
+        self._kind = kind
+        self._where = where
         self._name = name_of(loss_fn) or type(loss_fn).__name__
         self._needed: list[str] = []
         self._optional: list[str] = []
@@ -79,7 +88,7 @@ class FurtherArguments:
         members = batch if isinstance(batch, dict | Mapping) else {}
         missing = [name for name in self._needed if name not in members]
         if missing:
-            what = f"the loss function {self._name} takes {listed(missing)}, and a batch has"
+            what = f"the {self._kind} {self._name} takes {listed(missing)}, and a batch has"
             names_of_batch = listed([*map(str, members)])
             what += f" {names_of_batch}" if members else f" no names: it is {_kind(batch)}"
             needed = ", ".join(f'"{name}": …' for name in self._needed)
@@ -87,7 +96,7 @@ class FurtherArguments:
                 f'let samples be dicts with these members: {{"x": …, "targets": …, {needed}}},'
                 " where x is an argument of the model's forward"
             )
-            raise UsageError(what, where="loss_fn", fix=fix)
+            raise UsageError(what, where=self._where, fix=fix)
         return {name: members[name] for name in (*self._needed, *self._optional) if name in members}
 
 

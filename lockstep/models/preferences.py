@@ -73,6 +73,8 @@ class DirectPreferences(nn.Module):
             self.reference = _frozen(named)
         # In a tuple, so that its parameters are not this module's.
         self._adapted: tuple[nn.Module, ...] = ()
+        # What the reference says of a batch that a metric has seen, until its loss is computed.
+        self._seen: tuple[Tensor, Tensor] | None = None
 
     def bind_model(self, model: nn.Module) -> None:
         """Take the reference from the model that is to be trained, before it is placed.
@@ -107,10 +109,23 @@ class DirectPreferences(nn.Module):
             targets: [B, T], as the rest of the batch.
         """
         margins = self.margins(outputs, targets, input_ids, document_ids, pairs)
+        self._seen = None
         losses = -(1 - self.label_smoothing) * F.logsigmoid(margins)
         if self.label_smoothing:
             losses = losses - self.label_smoothing * F.logsigmoid(-margins)
         return (losses * pairs).sum()
+
+    def accuracy(
+        self,
+        outputs: Tensor,
+        targets: Tensor,
+        input_ids: Tensor,
+        document_ids: Tensor,
+        pairs: Tensor,
+    ) -> Tensor:
+        """Return whether the margin of each pair is above 0, a metric: float32 [pairs]."""
+        margins = self.margins(outputs, targets, input_ids, document_ids, pairs)
+        return (margins > 0).float()[pairs > 0]
 
     def margins(
         self,
@@ -124,8 +139,11 @@ class DirectPreferences(nn.Module):
 
         It is above 0 where the chosen answer has gained more likelihood than the rejected one.
         """
-        reference = logits_of(self._reference_outputs(input_ids, document_ids))
-        ahead = log_likelihoods(outputs, targets) - log_likelihoods(reference, targets)
+        # Once for a batch: where ranks have shards of the reference they compute it together.
+        if self._seen is None or self._seen[0] is not input_ids:
+            reference = logits_of(self._reference_outputs(input_ids, document_ids))
+            self._seen = (input_ids, log_likelihoods(reference, targets))
+        ahead = log_likelihoods(outputs, targets) - self._seen[1]
         # [B, T] → the sum of each document, [B, 2 P]; what fills a sequence is none of them.
         count = 2 * pairs.shape[1]
         documents = torch.arange(count, device=document_ids.device)

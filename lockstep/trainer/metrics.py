@@ -7,6 +7,7 @@ process.
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,6 +18,7 @@ from lockstep.checkpoint import Ranks
 from lockstep.data import batch_length, move
 from lockstep.errors import RunError, UsageError, only_user_code
 from lockstep.models.batch_parts import logits_of, targets_of
+from lockstep.models.loss_arguments import FurtherArguments
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.trainer.evaluation import OutputCollector, on_cpu
 
@@ -34,7 +36,8 @@ class MetricObject(Protocol):
 Metric = Callable[[Any, Any], Any] | MetricObject
 """An object, or a function (outputs, targets) → values, whose mean is the metric.
 
-The values are a tensor, or a micro-batch's mean.
+What else a function takes are members of the batch by their names. The values are a tensor, or a
+micro-batch's mean.
 """
 Metrics = Mapping[str, Metric] | MetricObject
 """Metrics by name, or an object whose `compute` returns them by name.
@@ -62,6 +65,10 @@ class MetricSet:
         self._functions = {
             name: metric for name, metric in by_name.items() if name not in self._objects
         }
+        self._further = {
+            name: FurtherArguments(each, "metric", "metrics")
+            for name, each in self._functions.items()
+        }
         self._names = list(by_name)
         self._sums = dict.fromkeys(self._functions, (0.0, 0.0))
         self._reset_objects()
@@ -79,7 +86,8 @@ class MetricSet:
         targets = targets_of(batch, default=None)
         means = {}
         for name, function in self._functions.items():
-            values = call_metric(name, function, outputs, targets)
+            more = self._further[name].of(batch)
+            values = call_metric(name, partial(function, **more), outputs, targets)
             means[name] = mean_of_values(name, values, outputs, targets, batch_length(batch))
         return means, on_cpu((outputs, targets)) if self._objects else None
 

@@ -83,6 +83,26 @@ def test_the_loss_is_that_of_the_paper(smoothing: float) -> None:
     assert not any(parameter.requires_grad for parameter in loss_fn.parameters())
 
 
+def test_a_metric_and_the_loss_of_a_batch_ask_the_reference_once() -> None:
+    """Where ranks have shards of it, all of them compute it together, and a metric is of one."""
+    model = tiny()
+    loss_fn = DirectPreferences()
+    loss_fn.bind_model(model)
+    calls = []
+    assert loss_fn.reference is not None
+    loss_fn.reference.register_forward_hook(lambda *_: calls.append(1))
+    batch = batch_of_pairs()
+    logits = model(batch["input_ids"], batch["document_ids"])
+    likelier = F.one_hot(batch["targets"].clamp(min=0), VOCAB) * 2.0
+    sign = 1 - 2 * (batch["document_ids"] % 2)
+    for expected in (1.0, 0.0):
+        moved = logits + sign[..., None] * likelier
+        assert loss_fn.accuracy(moved, **batch).tolist() == [expected] * 3
+        loss_fn(moved, **batch)
+        sign = -sign
+    assert len(calls) == 2
+
+
 def test_without_its_adapters_a_model_is_what_it_was() -> None:
     peft = pytest.importorskip("peft")
     layers = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))

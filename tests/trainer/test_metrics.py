@@ -340,6 +340,25 @@ def test_an_object_that_takes_something_else_is_told_the_same() -> None:
         )
 
 
+def test_a_metric_takes_members_of_the_batch_by_their_names() -> None:
+    def weighed(outputs: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
+        return (outputs.argmax(-1) == targets) * weights
+
+    data = points()
+    weights = torch.arange(float(SAMPLES))
+    rows = [
+        {"input": x, "targets": y, "weights": weight}
+        for (x, y), weight in zip(data, weights, strict=True)
+    ]
+    trainer = Trainer(chain(), loss_fn=nn.CrossEntropyLoss(), batch_size=5)
+    found = trainer.evaluate(DataLoader(rows, batch_size=5), metrics={"weighed": weighed})
+    x, y = data.tensors
+    right = trainer.placed.root.eval()(x).argmax(-1) == y  # type: ignore[union-attr]
+    assert found["weighed"] == pytest.approx(float((right * weights).mean()))
+    with pytest.raises(UsageError, match="the metric weighed takes weights, and a batch has no"):
+        trainer.evaluate(data, metrics={"weighed": weighed})
+
+
 def test_values_of_numpy_and_lists_are_values() -> None:
     trainer = Trainer(chain(), loss_fn=nn.CrossEntropyLoss(), batch_size=4)
     as_array = {
