@@ -222,21 +222,20 @@ def _by_chunks(
     products = getattr(
         module, "products", {"product": "weight"} if hasattr(module, "product") else {}
     )
-    own = {each for each, _ in module.named_parameters(name, recurse=False)}
+    own = {full_name for full_name, _ in module.named_parameters(name, recurse=False)}
     # Hugging Face families define their norms for themselves.
-    norm = type(module).__name__.endswith("RMSNorm") and [
-        name for name, _ in module.named_parameters()
-    ] == ["weight"]
+    only_weight = [attribute for attribute, _ in module.named_parameters()] == ["weight"]
+    is_norm = only_weight and type(module).__name__.endswith("RMSNorm")
     if products:
         for method in products:
             _product_by_chunks(module, method, context)
-        own -= {f"{name}.{each}".lstrip(".") for each in products.values()}
-    elif isinstance(module, nn.Linear | nn.Embedding | nn.RMSNorm | nn.LayerNorm) or norm:
+        own -= {f"{name}.{attribute}".lstrip(".") for attribute in products.values()}
+    elif isinstance(module, nn.Linear | nn.Embedding | nn.RMSNorm | nn.LayerNorm) or is_norm:
         _layer_by_chunks(module, context)
         return set()
     if own <= lent:
-        handed = (getattr(module, each, None) for each in products.values())
-        return {each for each in handed if isinstance(each, nn.Module)}
+        handed = (getattr(module, attribute, None) for attribute in products.values())
+        return {inner for inner in handed if isinstance(inner, nn.Module)}
     what = (
         f"{name or 'the model'}, a {type(module).__name__}, owns parameters, and can't run chunk by"
         " chunk"
@@ -280,7 +279,7 @@ def _product_by_chunks(module: nn.Module, method: str, context: SequenceCut) -> 
 def _layer_by_chunks(module: nn.Module, context: SequenceCut) -> None:
     """Make a module's own forward pass run by chunks, with views of its parameters for each."""
     plain: Callable[..., Tensor] = module.forward.__func__  # type: ignore[attr-defined]
-    names = [each for each, _ in module.named_parameters(recurse=False)]
+    names = [name for name, _ in module.named_parameters(recurse=False)]
 
     def forward(self: nn.Module, x: Tensor) -> Tensor:
         if context.is_outside:
@@ -290,7 +289,7 @@ def _layer_by_chunks(module: nn.Module, context: SequenceCut) -> None:
             return plain(_Lent(self, dict(zip(names, weights, strict=True))), piece)
 
         dim = SEQUENCE if x.dim() > 1 else 0  # positions [T], of a table of them
-        return by_pieces(run, x, [getattr(self, each) for each in names], context, dim)
+        return by_pieces(run, x, [getattr(self, name) for name in names], context, dim)
 
     replace_method(module, MethodType(forward, module), by="context")
 

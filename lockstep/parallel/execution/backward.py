@@ -186,7 +186,7 @@ def first_half(
     )
     if operations is not None:
         half.operations = [
-            (node, [weight_of[each] for each in nodes]) for node, nodes in operations
+            (node, [weight_of[weight] for weight in nodes]) for node, nodes in operations
         ]
         half.starts = []
         half.gradients = []
@@ -226,16 +226,16 @@ def _operations(
     for node in order:
         if node in inputs:
             continue
-        following = [each for each, _ in node.next_functions if each is not None]
-        if any(each in leads_to_input for each in following):
+        following = [after for after, _ in node.next_functions if after is not None]
+        if any(after in leads_to_input for after in following):
             leads_to_input.add(node)
-            used = [behind[each] for each in following if each not in leads_to_input]
+            used = [behind[after] for after in following if after not in leads_to_input]
             if any(used):
                 operations.append((node, list(frozenset().union(*used))))
         elif node in weights:
             behind[node] = frozenset([node])
         else:
-            behind[node] = frozenset().union(*(behind[each] for each in following))
+            behind[node] = frozenset().union(*(behind[after] for after in following))
     used_weights = [weight for _, nodes in operations for weight in nodes]
     reached = {node for node in order if node in weights}
     # used by several operations, or by none of them

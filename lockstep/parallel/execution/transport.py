@@ -145,15 +145,15 @@ class PeerToPeer:
             del self._leaving[:before]
         else:  # waiting would hold up the computation, and the device says what is through
             self._leaving = [(work, kept) for work, kept in self._leaving if not _is_through(work)]
-        sent = [each.detach().contiguous().to(self.carried_on) for each in tensors]
+        sent = [tensor.detach().contiguous().to(self.carried_on) for tensor in tensors]
         if message in self._known.with_strides:
-            strides = [stride for each in tensors for stride in each.stride()]
+            strides = [stride for tensor in tensors for stride in tensor.stride()]
             # once for each shape of a batch
             # host waits for the device
             sent.append(torch.tensor(strides, dtype=torch.int64, device=self.carried_on))
         # Kept until they are through: the transport reads the memory while the pass goes on.
         self._leaving += [
-            (dist.isend(each, group=self.group, group_dst=peer), each) for each in sent
+            (dist.isend(tensor, group=self.group, group_dst=peer), tensor) for tensor in sent
         ]
         self._last = len(sent)
 
@@ -161,11 +161,11 @@ class PeerToPeer:
         """Start to receive a message into new buffers."""
         into = tuple(meta.empty(self.carried_on) for meta in self._known.arriving[message])
         if message in self._known.with_strides:
-            count = sum(each.ndim for each in into)
+            count = sum(tensor.ndim for tensor in into)
             into = (*into, torch.empty(count, dtype=torch.int64, device=self.carried_on))
         self._arriving[message] = (
             into,
-            [dist.irecv(each, group=self.group, group_src=peer) for each in into],
+            [dist.irecv(tensor, group=self.group, group_src=peer) for tensor in into],
         )
 
     def take(self, message: Message) -> Tensors:
@@ -177,11 +177,11 @@ class PeerToPeer:
             # host waits for the device, in the first run of these shapes
             flat = iter(tensors[-1].tolist())
             tensors = tensors[:-1]
-            strides = [tuple(next(flat) for _ in range(each.ndim)) for each in tensors]
+            strides = [tuple(next(flat) for _ in range(tensor.ndim)) for tensor in tensors]
             self.strides[message] = strides
             metas = replace_strides(metas, strides)
-        on_device = [each.to(self.device) for each in tensors]
-        return tuple(meta.leaf_of(each) for meta, each in zip(metas, on_device, strict=True))
+        on_device = [tensor.to(self.device) for tensor in tensors]
+        return tuple(meta.leaf_of(tensor) for meta, tensor in zip(metas, on_device, strict=True))
 
     def finish(self) -> None:
         """Wait until all that was sent is through."""
@@ -249,9 +249,9 @@ class Described:
         """Send a description and the tensors, and wait until they are through."""
         described = [tuple(map(Meta.of, tensors))]
         dist.send_object_list(described, group_dst=peer, group=self.group, device=self.objects_on)
-        for each in tensors:
+        for tensor in tensors:
             dist.send(
-                each.detach().contiguous().to(self.carried_on), group_dst=peer, group=self.group
+                tensor.detach().contiguous().to(self.carried_on), group_dst=peer, group=self.group
             )
 
     def receive(self, message: Message, peer: int) -> None:
@@ -265,10 +265,10 @@ class Described:
         dist.recv_object_list(box, group_src=peer, group=self.group, device=self.objects_on)
         metas: Metas = box[0]
         tensors = [meta.empty(self.carried_on) for meta in metas]
-        for each in tensors:
-            dist.recv(each, group_src=peer, group=self.group)
-        on_device = [each.to(self.device) for each in tensors]
-        return tuple(meta.leaf_of(each) for each, meta in zip(on_device, metas, strict=True))
+        for tensor in tensors:
+            dist.recv(tensor, group_src=peer, group=self.group)
+        on_device = [tensor.to(self.device) for tensor in tensors]
+        return tuple(meta.leaf_of(tensor) for tensor, meta in zip(on_device, metas, strict=True))
 
     def finish(self) -> None:
         """Do nothing: all that was sent is through."""

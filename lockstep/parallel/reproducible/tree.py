@@ -382,10 +382,10 @@ class TreeAllReduce:
         for number, part in enumerate(torch.split(like, self._size)):
             share = ceil_div(part.numel(), ranks)
             filled = ranks * share - part.numel()  # with zeros, at the end
-            parts = [None if each is None else each[number] for each in slices]
+            parts = [None if values is None else values[number] for values in slices]
             if filled:
-                parts = [None if each is None else F.pad(each, (0, filled)) for each in parts]
-            rows = [None if each is None else each.view(ranks, share) for each in parts]
+                parts = [None if values is None else F.pad(values, (0, filled)) for values in parts]
+            rows = [None if values is None else values.view(ranks, share) for values in parts]
             self._scatters.append(TreeReduceScatter(rows, part, share, leaves, group, nodes))
 
     def fold(self) -> None:
