@@ -66,7 +66,7 @@ class ModelUpdate:
     in_place: Callable[[Optimizer], AbstractContextManager[None]] = lambda _optimizer: _NOTHING
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ParallelModel:
     """A model as a rank holds it.
 
@@ -75,58 +75,71 @@ class ParallelModel:
     appends to the lists `around_passes`, `finishers`, `update_finishers` and `checks`.
     """
 
+    # ---- what this rank holds ----
+
     layout: Layout  # the number of ranks along each axis
     parts: list[nn.Module]  # the modules that this rank holds, unwrapped: what has parameters
+    root: nn.Module | None = None  # the model that was given, which a pipeline has taken apart
     # canonical name → parameter (a DTensor where it is sharded), of this rank
     parameters: dict[str, nn.Parameter]
-    objective: Objective  # how a batch becomes a loss
-    random_state: RandomState  # what the model's random numbers depend on
-    # micro-batches in a step → (index, real) of this rank's, in order
-    assign: Callable[[int], list[tuple[int, bool]]]
-    passes: ForwardBackward  # runs the micro-batches of a step; see `forward_backward`
-    evaluate: Evaluate
-    # the model's forward pass outside of the step, for sampling from it
-    forward: Callable[..., Any]
-    # None where micro-batches can't be run one at a time
-    run_micro_batch: RunMicroBatch | None = None
+    num_parameters: int = 0  # of the whole model, tied ones counted once
     # canonical name → others, of tied weights
     aliases: dict[str, list[str]] = field(default_factory=dict)
     # canonical name → persistent buffer, of this rank
     buffers: dict[str, Tensor] = field(default_factory=dict)
+    # what the model makes of its `state_dict`; None: its tensors by name
+    form: StateForm | None = None
+    loss: "LossWeights | None" = None  # the weights of a loss function that is a module
+    # kept in checkpoints: the strategy's
+    state: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    # groups of ranks that hold and train the same parameters, and the names of those they do not
+    replicas: Sequence[tuple[dist.ProcessGroup, AbstractSet[str]]] = ()
+
+    # ---- its passes ----
+
+    objective: Objective  # how a batch becomes a loss
+    random_state: RandomState  # what the model's random numbers depend on
+    # micro-batches in a step → (index, real) of this rank's, in order
+    assign: Callable[[int], list[tuple[int, bool]]]
+    wants_data: bool = True  # whether this rank's micro-batches need their batches
+    passes: ForwardBackward  # runs the micro-batches of a step; see `forward_backward`
     # what watches or changes the passes of a step, innermost first
     around_passes: list[AroundPasses] = field(default_factory=list)
+    # None where micro-batches can't be run one at a time
+    run_micro_batch: RunMicroBatch | None = None
+    evaluate: Evaluate
+    # the model's forward pass outside of the step, for sampling from it
+    forward: Callable[..., Any]
+    context: SequenceCut | None = None  # the way in which sequences are cut; None: they are whole
+    # of ranks that run the same micro-batches, the first adds their losses
+    adds_losses: bool = True
+    # carries losses and counts with the gradients; None: they take an all-reduce of their own
+    carried_figures: CarriedFigures | None = None
+
+    # ---- the end of a step ----
+
+    reproducible: bool = False  # the step must be the same in every bit on any layout
+    local_training: "LocalWorkers | None" = None  # where models train by themselves
     # complete `.grad` after the last backward pass, in this order
     finishers: list[Callable[[], None]] = field(default_factory=list)
-    # called after each update, in this order: was it skipped?
-    update_finishers: list[Callable[[bool], None]] = field(default_factory=list)
-    # called with the number of steps made
-    checks: list[Callable[[int], None]] = field(default_factory=list)
+    # the user's hooks on parameters, called once a step
+    gradient_hooks: GradientHooks = field(default_factory=dict)
     # over which squared norms add up
     norm_groups: list[dist.ProcessGroup] = field(default_factory=list)
     # Names whose gradients this rank counts in a norm; None: all. Of what several ranks hold whole,
     # one counts it.
     counted: set[str] | None = None
-    wants_data: bool = True  # whether this rank's micro-batches need their batches
+    # called after each update, in this order: was it skipped?
+    update_finishers: list[Callable[[bool], None]] = field(default_factory=list)
+    # called with the number of steps made
+    checks: list[Callable[[int], None]] = field(default_factory=list)
+
+    # ---- what it has to say ----
+
     log_lines: list[str] = field(default_factory=list)  # logged at start
     later_log_lines: list[str] = field(default_factory=list)  # see `take_log_lines`
-    # kept in checkpoints: the strategy's
-    state: dict[str, dict[str, Tensor]] = field(default_factory=dict)
-    local_training: "LocalWorkers | None" = None  # where models train by themselves
-    reproducible: bool = False  # the step must be the same in every bit on any layout
-    # the user's hooks on parameters, called once a step
-    gradient_hooks: GradientHooks = field(default_factory=dict)
-    num_parameters: int = 0  # of the whole model, tied ones counted once
-    context: SequenceCut | None = None  # the way in which sequences are cut; None: they are whole
-    root: nn.Module | None = None  # the model that was given, which a pipeline has taken apart
-    # what the model makes of its `state_dict`; None: its tensors by name
-    form: StateForm | None = None
-    loss: "LossWeights | None" = None  # the weights of a loss function that is a module
-    # of ranks that run the same micro-batches, the first adds their losses
-    adds_losses: bool = True
-    # carries losses and counts with the gradients; None: they take an all-reduce of their own
-    carried_figures: CarriedFigures | None = None
-    # groups of ranks that hold and train the same parameters, and the names of those they do not
-    replicas: Sequence[tuple[dist.ProcessGroup, AbstractSet[str]]] = ()
+
+    # ---- methods ----
 
     def forward_backward(
         self, micro_batches: Sequence[MicroBatch], accumulator: LossAccumulator, factor: float
