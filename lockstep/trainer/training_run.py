@@ -145,15 +145,8 @@ class TrainingRun:
                     taken = TakenStep(record, source, batches.last_of_epoch)
                     for consume in self._at_once:
                         consume(taken)
-                except RuntimeError as error:
-                    # torch raises it wherever the loop is when a data worker dies.
-                    explain_dead_worker(error, source)
-                    if batches is not None:
-                        explain_bad_index(error, batches.mine, batches.step, source)
-                    raise
-                except IndexError as error:
-                    if batches is not None:
-                        explain_bad_index(error, batches.mine, batches.step, source)
+                except (RuntimeError, IndexError) as error:
+                    explain(error, batches, source)
                     raise
 
                 yield record
@@ -310,8 +303,17 @@ class TrainingRun:
         report_anomaly(self._run, self.monitor, self.announcer, anomaly, source)
 
 
-def explain_dead_worker(error: RuntimeError, source: StepSource) -> None:
-    """Raise an error that names the samples being read, if `error` is that a data worker died."""
-    explained = source.explain(error) if isinstance(source, StepLoader) else None
-    if explained is not None:
-        raise explained from None
+def explain(
+    error: RuntimeError | IndexError, batches: StepBatches | None, source: StepSource
+) -> None:
+    """Raise an error that names the samples behind `error`, if it is about some; else return.
+
+    They were being read when a data worker died, of which torch tells wherever the loop is; or a
+    layer has no place for one of their indices.
+    """
+    if isinstance(error, RuntimeError) and isinstance(source, StepLoader):
+        explained = source.explain(error)
+        if explained is not None:
+            raise explained from None
+    if batches is not None:
+        explain_bad_index(error, batches.mine, batches.step, source)
