@@ -18,8 +18,8 @@ reversible network) is seeded with the key of the call that it repeats. A genera
 the key that it was last seeded with. Whatever repeats a forward pass restores that state first, so
 the key there says after which call the repetition begins.
 
-What reads samples seeds the generators of Python, NumPy and torch before each of them
-(`seed_from`), and restores them afterwards (`lockstep.generator_states`).
+What reads samples seeds the generators of Python, NumPy and torch before each of them (`seed_from`,
+`preserve_states`).
 
 Tests: tests/test_randomness.py, tests/parallel/test_worked_examples.py
 """
@@ -37,7 +37,7 @@ import torch
 from torch import nn
 
 from lockstep.drawless import DrawlessModules, never_draws
-from lockstep.generator_states import HostRandom, HostState
+from lockstep.host_draws import HostRandom, HostState
 from lockstep.machine.accelerator import default_generator
 from lockstep.torch_compat.backward_pass import graph_task, running_node
 
@@ -74,6 +74,28 @@ def seed_from(*parts: object) -> None:
 def seed_torch_from(*parts: object) -> None:
     """Seed torch's CPU generator as `seed_from` does, and no other."""
     torch.default_generator.manual_seed(derive_key(*parts))
+
+
+def states() -> tuple[Any, Any, torch.Tensor]:
+    """Return the states of the three generators, for `set_states`."""
+    return random.getstate(), np.random.get_state(legacy=False), torch.get_rng_state()
+
+
+def set_states(saved: tuple[Any, Any, torch.Tensor]) -> None:
+    """Restore what `states` returned."""
+    random.setstate(saved[0])
+    np.random.set_state(saved[1])
+    torch.set_rng_state(saved[2])
+
+
+@contextmanager
+def preserve_states() -> Iterator[None]:
+    """Restore the states of the three generators after the block."""
+    saved = states()
+    try:
+        yield
+    finally:
+        set_states(saved)
 
 
 _running = 0  # blocks of `RandomState.running` that are open, of any state

@@ -30,9 +30,8 @@ from lockstep.data.iterable_epoch import IterableEpoch, NotRestoredError, start_
 from lockstep.data.mistakes import collate_by_default, reason, users_line
 from lockstep.division import ceil_div
 from lockstep.errors import RunError, UsageError
-from lockstep.generator_states import preserve_states
 from lockstep.process_group.collectives import is_main_process
-from lockstep.randomness import seed_from
+from lockstep.randomness import preserve_states, seed_from
 
 _log = logging.getLogger("lockstep")
 

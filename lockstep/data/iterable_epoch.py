@@ -24,9 +24,8 @@ from lockstep.data.fingerprint import alike, summary
 from lockstep.data.mistakes import advice, reason, users_line
 from lockstep.data.order import set_epoch
 from lockstep.errors import LockstepError, RunError, UsageError
-from lockstep.generator_states import preserve_states
 from lockstep.heartbeat.writer import recorder_of_work
-from lockstep.randomness import seed_from
+from lockstep.randomness import preserve_states, seed_from
 
 # items that are compared; a random choice between two sources can restore one by chance
 WITNESSES = 8

@@ -22,9 +22,8 @@ from lockstep.data.generators import Generator, generators_of, restore, states_o
 from lockstep.data.permutation import AHEAD, EpochOrder, epoch_order
 from lockstep.division import ceil_div
 from lockstep.errors import UsageError
-from lockstep.generator_states import preserve_states, set_states, states
 from lockstep.machine.environment import rank_facts
-from lockstep.randomness import seed_from
+from lockstep.randomness import preserve_states, seed_from, set_states, states
 
 
 def set_epoch(holder: Any, epoch: int) -> bool:

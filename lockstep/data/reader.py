@@ -25,15 +25,9 @@ from lockstep.data.fingerprint import summary
 from lockstep.data.generators import generators_of, preserve, seed_generators
 from lockstep.data.mistakes import advice, collate_by_default, users_line
 from lockstep.errors import RunError
-from lockstep.generator_states import (
-    HostGenerators,
-    have_moved,
-    host_generators,
-    preserve_states,
-    restore_host_generators,
-)
 from lockstep.heartbeat.writer import recorder_of_work, went_forward
-from lockstep.randomness import seed_from, seed_torch_from
+from lockstep.host_draws import HostGenerators, have_moved, host_generators, restore_host_generators
+from lockstep.randomness import preserve_states, seed_from, seed_torch_from
 
 INLINE_LIMIT = 256 * 1024  # bytes; above about this size shared memory is faster
 _NUMPY_DTYPES = {

@@ -24,9 +24,8 @@ import torch.distributed as dist
 from torch import nn
 
 from lockstep.config import StepConfig
-from lockstep.config.checks import step_contradictions
 from lockstep.drawless import is_run_by_torch
-from lockstep.errors import UsageError, listed, refuse
+from lockstep.errors import UsageError, listed
 from lockstep.layout import Layout
 from lockstep.models.hf_cache import switch_cache_off
 from lockstep.models.hf_decoder import is_known_decoder
@@ -50,12 +49,7 @@ from lockstep.parallel.loss_weights import LossWeights
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parallel.pipeline.chain_check import check_chain
 from lockstep.parallel.placement import place_whole
-from lockstep.parallel.refusals import (
-    refuse_hooks_outside_segments,
-    refuse_parameters,
-    refuse_scripted,
-    refuse_wrapped,
-)
+from lockstep.parallel.refusals import refuse_parameters, refuse_unplaceable
 from lockstep.parallel.replicas import divergence
 from lockstep.parallel.reproducible.determinism import join_uses_of_inputs, switch_on
 from lockstep.parallel.row_by_row import lay_out
@@ -91,7 +85,7 @@ def place(
         UsageError: the model, or the config, can't be had on this layout.
     """
     device_type = device.type if dry_run is None else dry_run.device_type
-    refuse_unplaceable(facts, layout, config, device_type)
+    refuse_unplaceable(facts, layout, config, device_type, in_stages=_in_stages(layout))
     loss = loss_weights_of(facts, layout, config)
     switch_tf32(config.precision.tf32)
     loss_parameters = {} if loss is None else loss.own
@@ -120,19 +114,6 @@ def place(
         form=facts.form,
     )
     return watch(placed, site) if dry_run is None else placed
-
-
-def refuse_unplaceable(
-    facts: ModelFacts, layout: Layout, config: StepConfig, device_type: str
-) -> None:
-    """Refuse a model or a config that this layout can't have, before anything is changed."""
-    sharded = strategy_named(layout.strategy).cuts_parameters(layout)
-    refuse_wrapped(facts.model)
-    refuse(step_contradictions(config, layout, device_type))
-    refuse_parameters(facts.model, sharded=sharded, reproducible=config.distributed.reproducible)
-    refuse_scripted(facts, sharded=sharded)
-    if _in_stages(layout):
-        refuse_hooks_outside_segments(facts)
 
 
 def loss_weights_of(facts: ModelFacts, layout: Layout, config: StepConfig) -> LossWeights | None:

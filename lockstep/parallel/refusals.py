@@ -8,10 +8,35 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from lockstep.errors import UsageError, listed
+from lockstep.config import StepConfig
+from lockstep.config.checks import step_contradictions
+from lockstep.errors import UsageError, listed, refuse
+from lockstep.layout import Layout
 from lockstep.models.hf_cache import without_cache
 from lockstep.parallel.facts import ModelFacts
+from lockstep.strategy import strategy_named
 from lockstep.torch_compat.module_hooks import has_hooks
+
+
+def refuse_unplaceable(
+    facts: ModelFacts, layout: Layout, config: StepConfig, device_type: str, *, in_stages: bool
+) -> None:
+    """Refuse a model or a config that this layout can't have.
+
+    Args:
+        facts: of the model.
+        layout: the number of ranks along each axis.
+        config: the sections that say how a step is made.
+        device_type: of the ranks.
+        in_stages: a pipeline runs the model's segments.
+    """
+    sharded = strategy_named(layout.strategy).cuts_parameters(layout)
+    refuse_wrapped(facts.model)
+    refuse(step_contradictions(config, layout, device_type))
+    refuse_parameters(facts.model, sharded=sharded, reproducible=config.distributed.reproducible)
+    _refuse_scripted(facts, sharded=sharded)
+    if in_stages:
+        _refuse_hooks_outside_segments(facts)
 
 
 def refuse_wrapped(model: nn.Module) -> None:
@@ -64,7 +89,7 @@ def refuse_parameters(model: nn.Module, *, sharded: bool, reproducible: bool) ->
         )
 
 
-def refuse_scripted(facts: ModelFacts, *, sharded: bool) -> None:
+def _refuse_scripted(facts: ModelFacts, *, sharded: bool) -> None:
     """Refuse TorchScript in modules that get hooks.
 
     These are the model, its blocks and segments, its loss function, and on FSDP all of its modules.
@@ -81,7 +106,7 @@ def refuse_scripted(facts: ModelFacts, *, sharded: bool) -> None:
         raise UsageError(what, why=why, fix=fix + ("; or write strategy: ddp" if sharded else ""))
 
 
-def refuse_hooks_outside_segments(facts: ModelFacts) -> None:
+def _refuse_hooks_outside_segments(facts: ModelFacts) -> None:
     """Refuse hooks on modules that a pipeline does not call.
 
     It runs the model's segments one by one.

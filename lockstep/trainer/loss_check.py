@@ -24,7 +24,6 @@ from torch import Tensor, nn
 
 from lockstep.data.batches import MicroBatch
 from lockstep.errors import UsageError, listed, warn_at_caller
-from lockstep.generator_states import preserve_states
 from lockstep.models.batch_parts import num_samples
 from lockstep.models.observed import LossCalls
 from lockstep.monitor.figures import gather_objects
@@ -33,6 +32,7 @@ from lockstep.parallel.loss_accumulator import Loss, LossAccumulator
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parallel.place import compiled_blocks
 from lockstep.process_group.collectives import is_main_process, object_device
+from lockstep.randomness import preserve_states
 from lockstep.torch_compat.compiler_loading import run_eagerly
 from lockstep.torch_compat.pytree import tree_flatten, tree_map_only, tree_unflatten
 from lockstep.trainer.evaluation import evaluating, restored_buffers

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from lockstep.data.reader import Reader, ReadFailure, ReadRequest
-from lockstep.generator_states import have_moved, host_generators, restore_host_generators
+from lockstep.host_draws import have_moved, host_generators, restore_host_generators
 
 DRAWS: dict[str, Callable[[], float]] = {
     "random": random.random,

@@ -31,7 +31,7 @@ from torch.utils.checkpoint import (
 )
 
 from lockstep.errors import UsageError
-from lockstep.generator_states import HostState
+from lockstep.host_draws import HostState
 from lockstep.parallel.changes import replace_method
 from lockstep.parallel.execution.block_runs import BlockRuns
 from lockstep.parallel.execution.recomputing import (

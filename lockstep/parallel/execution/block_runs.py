@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp import FSDPModule
 
-from lockstep.generator_states import HostState
+from lockstep.host_draws import HostState
 from lockstep.parallel.execution.recomputing import (
     ChangingBuffers,
     Copies,

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lockstep.generator_states import HostState
+from lockstep.host_draws import HostState
 from lockstep.machine.accelerator import default_generator
 from lockstep.randomness import RandomState
 from lockstep.torch_compat.normalizations import BatchNorm

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import UsageError
-from lockstep.generator_states import preserve_states
 from lockstep.models.batch_parts import logits_of
 from lockstep.models.chain import lent, run_segment
 from lockstep.parallel.facts import ModelFacts, Named
 from lockstep.parallel.forward_effects.buffers import restored, restored_attributes
+from lockstep.randomness import preserve_states
 from lockstep.torch_compat.pytree import tree_leaves
 
 _SAMPLES = 2

@@ -1,8 +1,9 @@
-"""Saves, compares and restores the states of the global generators of Python, NumPy and torch.
+"""Whether code of a user's draws from the global generators of Python and NumPy, and their states.
 
-Code of a user's may draw from any of them: data from all three, a model from the first two beside
-its device's (`HostRandom`). What seeds them for a sample or a segment (`lockstep.randomness`) gives
-them back as they were.
+Most data and models do not, and seeding these generators, saving and restoring them takes longer
+than torch's. So draws are found by comparing states: data are read without their seeds until a
+micro-batch has drawn (`have_moved`), and a model that has not drawn in its first step gets no more
+keys for them (`HostRandom`).
 
 Tests: tests/data/test_late_draws.py, tests/test_randomness.py
 """
@@ -12,35 +13,10 @@ import inspect
 import random
 import sys
 from array import array
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
-
-
-def states() -> tuple[Any, Any, torch.Tensor]:
-    """Return the states of the three generators, for `set_states`."""
-    return random.getstate(), np.random.get_state(legacy=False), torch.get_rng_state()
-
-
-def set_states(saved: tuple[Any, Any, torch.Tensor]) -> None:
-    """Restore what `states` returned."""
-    random.setstate(saved[0])
-    np.random.set_state(saved[1])
-    torch.set_rng_state(saved[2])
-
-
-@contextmanager
-def preserve_states() -> Iterator[None]:
-    """Restore the states of the three generators after the block."""
-    saved = states()
-    try:
-        yield
-    finally:
-        set_states(saved)
-
 
 # The state of Python's generator, and that of NumPy's.
 HostGenerators = tuple[Any, Any]
