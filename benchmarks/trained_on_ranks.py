@@ -13,6 +13,7 @@ import argparse
 import json
 import math
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -36,19 +37,23 @@ from lockstep.report.read import read_run
 
 BATCH = 12
 RANKS = (1, 2, 4)
+SAME = BATCH // max(
+    RANKS
+)  # samples of a micro-batch where bits count: any number of ranks has some
 EVERY = 50
 MODEL: dict[str, Any] = MODELS["GPT-2"] | {"args": MODELS["GPT-2"]["args"] | {"vocab_size": 65}}
 EVALUATED = 20 * BATCH  # samples of the estimate at the end
 
 
 class Outcome(NamedTuple):
-    """Loss on the held-out text at the end; seconds of a step (median), of the whole command;
-    digest of the weights.
+    """Loss on the held-out text at the end; seconds of a step (median), of the whole command, of
+    all processors in it; digest of the weights.
     """
 
     loss: float
     step: float
     whole: float
+    processors: float
     digest: str = ""
 
 
@@ -99,7 +104,13 @@ def lockstep(text: Path, ranks: int, steps: int, folder: Path, *, same_bits: boo
     config = {
         "model": MODEL,
         "training": (
-            RECIPE | {"max_steps": steps, "batch_size": BATCH // ranks, "eval_steps": steps}
+            RECIPE
+            | {
+                "max_steps": steps,
+                "batch_size": SAME if same_bits else BATCH // ranks,
+                "global_batch_size": BATCH,
+                "eval_steps": steps,
+            }
         ),
         "distributed": {"strategy": "single" if ranks == 1 else "ddp", "reproducible": same_bits},
         "precision": {"mode": "fp32"},
@@ -113,16 +124,24 @@ def lockstep(text: Path, ranks: int, steps: int, folder: Path, *, same_bits: boo
     path = run.with_suffix(".yaml")
     path.write_text(json.dumps(config))
     command = [sys.executable, "-m", "lockstep", "train", str(path), "--output-dir", str(run)]
-    begun = time.perf_counter()
-    subprocess.run(
-        [*command, "--nproc-per-node", str(ranks)], check=True, stdout=subprocess.DEVNULL
-    )
-    whole = time.perf_counter() - begun
+    whole, processors = timed([*command, "--nproc-per-node", str(ranks)])
     data = read_run(run)
     newest = checkpoint.newest(run / "checkpoints")
     assert newest is not None
     step = median(row["step_seconds"] for row in data.rows)
-    return Outcome(data.evaluations[-1]["eval_loss"], step, whole, checkpoint.digest(newest))
+    loss = data.evaluations[-1]["eval_loss"]
+    return Outcome(loss, step, whole, processors, checkpoint.digest(newest))
+
+
+def timed(command: Sequence[Any]) -> tuple[float, float]:
+    """Run a command; return the seconds that it takes, and those of all processors in it."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    begun = time.perf_counter()
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    whole = time.perf_counter() - begun
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return whole, used
 
 
 def by_hand(text: Path, ranks: int, steps: int, folder: Path) -> Outcome:
@@ -138,11 +157,9 @@ def by_hand(text: Path, ranks: int, steps: int, folder: Path) -> Outcome:
         "--hand",
         answer,
     ]
-    begun = time.perf_counter()
-    subprocess.run([*command, "--steps", str(steps)], check=True, stdout=subprocess.DEVNULL)
-    whole = time.perf_counter() - begun
+    whole, processors = timed([*command, "--steps", str(steps)])
     loss, step = json.loads(answer.read_text())
-    return Outcome(loss, step, whole)
+    return Outcome(loss, step, whole, processors)
 
 
 def train_by_hand(path: Path, steps: int) -> tuple[float, float]:
@@ -240,7 +257,8 @@ def main() -> None:
             for what, one in (("by hand", hand), ("Lockstep", ours), ("Lockstep, same bits", same)):
                 rows.append(
                     f"| {ranks} | {what} | {one.loss:.4f} | {1000 * one.step:.1f} ms |"
-                    f" {one.step / hand.step:.2f} | {one.whole:.0f} s | {one.digest[:16]} |"
+                    f" {one.step / hand.step:.2f} | {one.whole:.0f} s | {one.processors:.0f} s |"
+                    f" {one.digest[:16]} |"
                 )
                 print(rows[-1], flush=True)
     text = page(
@@ -254,10 +272,11 @@ def main() -> None:
             " batches of random places of the held-out text, the same for all, nats a character."
             " nanoGPT publishes 1.88 after about 3 minutes of a laptop. By hand: the same model and"
             " torch's DDP. Whole: the command from start to end, with imports, the last evaluation"
-            " and, with Lockstep, a checkpoint."
+            " and, with Lockstep, a checkpoint. Processors: the time of all of them in it. Where"
+            f" bits count, micro-batches have {SAME} samples on any number of ranks."
         ],
-        "| ranks | loop | loss at the end | median step | of the one by hand | whole | digest of"
-        " the weights |",
+        "| ranks | loop | loss at the end | median step | of the one by hand | whole | processors |"
+        " digest of the weights |",
         rows,
     )
     tell(text, RESULTS / "trained_on_ranks.md" if args.write else None)

@@ -131,9 +131,9 @@ def _positions_of(model: Path) -> int:
 
 
 def _keys_of_conversations(data: Path) -> dict[str, Any]:
-    """Return the keys of a source that name fields of a file's rows; of a folder: `messages`."""
+    """Return the keys of a source that name fields of its rows, by the first one; or refuse it."""
     if data.is_dir():
-        return {"messages_field": "messages"}
+        data = files_of(data, "--data")[0]
     kind = kind_of(data)
     require_read(data, "--data")
     if kind in (Kind.TEXT, Kind.TOKENS):

@@ -18,6 +18,12 @@ from typing import Any
 
 from lockstep.data.prompts import answer_messages, prompt_messages, untrained
 from lockstep.errors import UsageError, listed
+from lockstep.files.row_fields import (
+    field_of_row,
+    has_field,
+    names_of_fields,
+    with_messages_read,
+)
 
 PROMPT = "prompt"  # the field of a prompt where no other is named
 _OF_ANSWERS = ("assistant", "gpt")  # the roles in OpenAI's form and in ShareGPT's
@@ -49,13 +55,13 @@ def pair_of(
         ("chosen_field", [chosen]),
         ("rejected_field", [rejected]),
     ):
-        absent = [name for name in names if name not in row]
+        absent = [name for name in names if not has_field(row, name)]
         if absent:
             what = f"there is no {absent[0]!r} in {where}"
-            fix = f"name the fields of the pair: it has {listed(list(row)) or 'none'}"
+            fix = f"name the fields of the pair: it has {listed(names_of_fields(row)) or 'none'}"
             raise UsageError(what, where=key, fix=fix)
-    better = _messages(row[chosen], chosen, where)
-    worse = _messages(row[rejected], rejected, where)
+    better = _messages(field_of_row(row, chosen), chosen, where)
+    worse = _messages(field_of_row(row, rejected), rejected, where)
     given, tools = _prompt_and_tools(row, prompts)
     if _is_whole(better) != _is_whole(worse):
         what = f"one answer of {where} is a conversation with its prompt, and the other is not"
@@ -86,7 +92,8 @@ def _prompt_and_tools(
 ) -> tuple[list[Any], Sequence[Any] | None]:
     """Return what the fields of a prompt hold, as far as they are filled, and the row's tools."""
     tools = row.get("tools")
-    given = [row[name] for name in prompts or (PROMPT,) if row.get(name) not in (None, "")]
+    values = [with_messages_read(field_of_row(row, name)) for name in prompts or (PROMPT,)]
+    given = [value for value in values if value not in (None, "")]
     if len(given) == 1 and isinstance(given[0], Mapping) and "messages" in given[0]:
         tools = tools or given[0].get("tools")
         given = [given[0]["messages"]]

@@ -40,6 +40,12 @@ from lockstep.files.data_files import (
     rows_of_array,
     separator_of,
 )
+from lockstep.files.row_fields import (
+    field_of_row,
+    has_field,
+    names_of_fields,
+    with_messages_read,
+)
 
 ROWS = 1024  # that are read at once from a parquet file
 
@@ -143,15 +149,17 @@ def content_of(row: Mapping[str, Any], field: Field, where: str) -> Any:
         return pair_of(row, field.prompts, field.name, field.rejected, where)
     if field.prompts:
         return conversation_of(row, field.prompts, field.name, where)
-    if field.name not in row:
+    if not has_field(row, field.name):
         what = f"there is no {field.name!r} in {where}"
         holds = "the messages" if field.holds_messages else "the text"
-        fix = f"name the field that holds {holds}: it has {listed(list(row)) or 'none'}"
+        fix = f"name the field that holds {holds}: it has {listed(names_of_fields(row)) or 'none'}"
         keys = {} if field.holds_messages else conversation_keys(row)
         if keys:
             fix = f"of conversations write {as_keys(keys)}"
         raise UsageError(what, where=field.key, fix=fix)
-    content = row[field.name]
+    content = field_of_row(row, field.name)
+    if field.holds_messages:
+        content = with_messages_read(content)
     kind = type(content).__name__
     if field.holds_messages and not isinstance(content, list):
         what = f"{field.name!r} is {kind}, not a list of messages, in {where}"

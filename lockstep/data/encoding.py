@@ -26,6 +26,7 @@ from lockstep.data.document_files import Record
 from lockstep.data.filters import Filters
 from lockstep.data.language import DocumentEncoder, Tokenizer
 from lockstep.errors import RunError, UsageError
+from lockstep.files.row_fields import tools_of_row
 
 BATCH_BYTES = 1 << 20  # of records that are handed to a worker at once
 BATCH_RECORDS = 4096
@@ -101,7 +102,7 @@ class Encoder:
             return Encoded([(tokens, None)], False, ends=record.ends, notes=notes)
         assert self._template is not None
         self._template.notes.clear()
-        tools = (record.row or {}).get("tools")
+        tools = _tools((record.row or {}).get("tools"), record.where)
         documents = self._template.documents(record.content, record.where, tools)
         pieces: list[Piece] = [(each.tokens, each.trained) for each in documents]
         return Encoded(pieces, True, notes=Counter(self._template.notes))
@@ -112,9 +113,8 @@ class Encoder:
             return Encoded([], True, why_none="with two answers that are the same")
         assert self._template is not None
         self._template.notes.clear()
-        both = [
-            self._answered(messages, where, pair.tools) for messages in (pair.chosen, pair.rejected)
-        ]
+        tools = _tools(pair.tools, where)
+        both = [self._answered(messages, where, tools) for messages in (pair.chosen, pair.rejected)]
         if any(each is None for each in both):
             return Encoded([], True)
         chosen, rejected = (each for each in both if each is not None)
@@ -146,6 +146,16 @@ class Encoder:
             fix = "give the tokenizer.json with which the tokens were made"
             raise UsageError(what, where="tokenizer", why=why, fix=fix)
         return content.astype(self._tokenizer.dtype)
+
+
+def _tools(given: Any, where: str) -> Sequence[Any] | None:
+    """Return the tools of a row, which a table may keep as JSON; a UsageError if they are none."""
+    tools = tools_of_row(given)
+    if tools in (None, "") or isinstance(tools, list):
+        return tools or None
+    what = f"the tools of {where} are {type(given).__name__}, not a list"
+    fix = "write a list of tools, or leave the field out"
+    raise UsageError(what, where=where, fix=fix)
 
 
 def _half_of_a_pair(record: Record) -> str | None:

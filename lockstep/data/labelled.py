@@ -39,6 +39,7 @@ from lockstep.data.language import IGNORED, Tokenizer, at_least_one, check_fract
 from lockstep.errors import UsageError, did_you_mean, listed
 from lockstep.files.data_files import files_of
 from lockstep.files.paths import local_path
+from lockstep.files.row_fields import field_of_row, names_of_fields
 
 _WHERE = "data.args"
 
@@ -244,12 +245,13 @@ def _rows(path: str, where: str, text_field: str, label_field: str) -> Iterator[
                 )
                 raise UsageError(what, where=where, fix=fix)
             for key, name in (("text_field", text_field), ("label_field", label_field)):
-                if row.get(name) is None:
+                if field_of_row(row, name) is None:
                     what = f"there is no {name!r} in {record.where}"
-                    fix = f"write data.args.{key}: it has {listed(list(map(str, row)))}"
+                    fix = f"write data.args.{key}: it has {listed(names_of_fields(row))}"
                     raise UsageError(what, where=record.where, fix=fix)
             count += 1
-            yield _LabelledRow(row[text_field], row[label_field], record.where)
+            text = field_of_row(row, text_field)
+            yield _LabelledRow(text, field_of_row(row, label_field), record.where)
     if not count:
         raise UsageError(f"{path} has no rows", where=where, fix="name a file of rows, or fill it")
 

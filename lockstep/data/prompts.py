@@ -12,6 +12,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lockstep.errors import UsageError, listed
+from lockstep.files.row_fields import (
+    field_of_row,
+    has_field,
+    names_of_fields,
+    with_messages_read,
+)
 
 BETWEEN = "\n\n"  # stands between the texts of several fields of a prompt
 
@@ -28,17 +34,20 @@ def conversation_of(
         where: the row, for messages.
     """
     for key, names in (("prompt_field", prompts), ("answer_field", [answer])):
-        absent = [name for name in names if name not in row]
+        absent = [name for name in names if not has_field(row, name)]
         if absent:
             what = f"there is no {absent[0]!r} in {where}"
-            fix = f"name the fields of prompt and answer: it has {listed(list(row)) or 'none'}"
+            known = listed(names_of_fields(row)) or "none"
+            fix = f"name the fields of prompt and answer: it has {known}"
             raise UsageError(what, where=key, fix=fix)
-    given = [row[name] for name in prompts if row[name] not in (None, "")]
+    values = [with_messages_read(field_of_row(row, name)) for name in prompts]
+    given = [value for value in values if value not in (None, "")]
     if not given:
         what = f"the prompt of {where} is empty"
         fix = f"fill {listed(list(prompts))}, or leave the row out"
         raise UsageError(what, where=where, fix=fix)
-    return [*prompt_messages(given, prompts, where), *answer_messages(row[answer], answer, where)]
+    answered = answer_messages(field_of_row(row, answer), answer, where)
+    return [*prompt_messages(given, prompts, where), *answered]
 
 
 def prompt_messages(given: Sequence[Any], names: Sequence[str], where: str) -> list[Any]:
@@ -63,6 +72,7 @@ def untrained(messages: Sequence[Any]) -> list[Any]:
 
 def answer_messages(given: Any, name: str, where: str) -> list[Any]:
     """Return the messages of an answer."""
+    given = with_messages_read(given)
     if isinstance(given, str):
         return [{"role": "assistant", "content": given}]
     if isinstance(given, list):

@@ -17,6 +17,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from enum import Enum
+from glob import glob
 from itertools import islice
 from pathlib import Path
 from shlex import quote
@@ -26,6 +27,13 @@ import yaml
 
 from lockstep.errors import UsageError, first_line, listed
 from lockstep.files.paths import local_path
+from lockstep.files.row_fields import (
+    field_of_row,
+    has_field,
+    is_conversation,
+    names_of_fields,
+    with_messages_read,
+)
 
 HEADER = "tokens.json"  # is in a folder that `lockstep data prepare` made
 HEAD = 1 << 16  # bytes that are looked at
@@ -306,6 +314,8 @@ def files_of(path: Path, where: str = "data.args.path") -> list[Path]:
     Raise a UsageError if none.
     """
     fix = "give the path of a text file, or of a folder of them"
+    if not path.exists() and (found := _matching(path)):
+        return found
     if not path.exists():
         raise UsageError(f"there is no file or folder {str(path)!r}", where=where, fix=fix)
     files = [path]
@@ -319,6 +329,14 @@ def files_of(path: Path, where: str = "data.args.path") -> list[Path]:
         what = "is empty" if path.is_file() else "has no text: no file in it, or only empty ones"
         raise UsageError(f"{path} {what}", where=where, fix=fix)
     return files
+
+
+def _matching(path: Path) -> list[Path]:
+    """Return the files that a path with `*` matches, in order, without hidden or empty ones."""
+    if not any(sign in str(path) for sign in "*?["):
+        return []
+    found = (Path(each) for each in glob(str(path), recursive=True))
+    return sorted(each for each in found if each.is_file() and each.stat().st_size)
 
 
 def require_text(file: Path, where: str = "data.args.path") -> None:
@@ -339,7 +357,10 @@ def require_read(file: Path, where: str) -> None:
     kind = kind_of(file)
     if kind in READ:
         return
-    fix = "convert it to text, JSON lines or parquet, or move it out of the folder"
+    fix = (
+        "convert it to text, JSON lines or parquet, or name the files that are meant:"
+        f' path: "{file.parent}/**/*.py"'
+    )
     if kind is Kind.COMPRESSED:
         fix = "unpack it; compressed files of rows are read, such as .jsonl.gz and .csv.zst"
     elif found := _by_magic(file):
@@ -385,8 +406,9 @@ def source_of(file: Path) -> str | dict[str, Any]:
         return str(file)
     if keys := conversation_keys(row):
         return {"path": str(file), **keys}
-    texts = [key for key, value in row.items() if isinstance(value, str)]
-    named = max(texts, key=lambda key: len(row[key])) if texts else "NAME"
+    texts = {name: field_of_row(row, name) for name in names_of_fields(row)}
+    lengths = {name: len(text) for name, text in texts.items() if isinstance(text, str)}
+    named = max(lengths, key=lambda name: lengths[name]) if lengths else "NAME"
     return {"path": str(file), "text_field": str(named)}
 
 
@@ -396,7 +418,7 @@ def conversation_keys(row: Mapping[str, Any]) -> dict[str, Any]:
     Of other names than `messages` those of a prompt and its answer come first: TRL's prompts
     are lists of messages, too.
     """
-    chats = [str(key) for key, value in row.items() if _is_conversation(value)]
+    chats = [str(key) for key, value in row.items() if _is_chat(value)]
     if "messages" in chats or row.get("messages", 0) is None:  # a row may have none
         return {"messages_field": "messages"}
     for prompt, answer in _PROMPTS:
@@ -414,7 +436,7 @@ def preference_keys(row: Mapping[str, Any]) -> dict[str, Any]:
     for chosen, rejected in _PAIRS:
         if all(isinstance(row.get(key), str | list | dict) for key in (chosen, rejected)):
             keys = {"chosen_field": chosen, "rejected_field": rejected}
-            answer = row[chosen]
+            answer = with_messages_read(row[chosen])
             first = answer[0] if isinstance(answer, list) and answer else answer
             roles = {first.get("role"), first.get("from")} if isinstance(first, dict) else set()
             named = next((key for key in _PROMPTS_OF_PAIRS if row.get(key)), None)
@@ -426,15 +448,12 @@ def preference_keys(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def _says_something(value: Any) -> bool:
     """Return whether a field of a row holds a text or messages."""
-    return isinstance(value, str) or _is_conversation(value)
+    return isinstance(value, str) or is_conversation(value)
 
 
-def _is_conversation(value: Any) -> bool:
-    """Return whether a field of a row holds messages, each with a role."""
-    return isinstance(value, list) and all(
-        isinstance(one, dict) and ("role" in one or {"from", "value"} <= one.keys())
-        for one in value
-    )
+def _is_chat(value: Any) -> bool:
+    """Return whether a field of a row holds messages, also as JSON in a text."""
+    return is_conversation(with_messages_read(value))
 
 
 def source_like(path: Path, trained_on: Sequence[Any]) -> str | dict[str, Any]:
@@ -452,7 +471,7 @@ def source_like(path: Path, trained_on: Sequence[Any]) -> str | dict[str, Any]:
         given = source if isinstance(source, Mapping) else {}
         keys = {key: given[key] for key in FIELD_KEYS if key in given}
         named = [name for value in keys.values() for name in _listed(value)] or ["text"]
-        if all(name in row for name in named):
+        if all(has_field(row, name) for name in named):
             if "special_tokens" in given:
                 keys["special_tokens"] = given["special_tokens"]
             return {"path": str(path), **keys} if keys else str(path)

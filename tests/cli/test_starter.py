@@ -139,6 +139,21 @@ def test_a_chat_model_and_conversations_make_a_config(
     assert "has files already" in refused(capsys, *asked)
 
 
+def test_a_folder_is_as_its_first_file_says(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("tokenizers")
+    write_chat_model(here / "model")
+    (here / "rows").mkdir()
+    (here / "rows" / "0.jsonl").write_text(json.dumps({"question": "a", "answer": "b"}) + "\n")
+    assert cli.main(["init", "tuned", "--finetune", "model", "--data", "rows"]) == 0
+    source = load_config(here / "tuned" / "train.yaml").data.args["sources"][0]
+    assert source == {"path": "../rows", "prompt_field": "question", "answer_field": "answer"}
+    (here / "texts").mkdir()
+    (here / "texts" / "a.py").write_text("x = 1\n")
+    capsys.readouterr()
+    told = refused(capsys, "init", "new", "--finetune", "model", "--data", "texts")
+    assert "a.py holds text, and no conversations" in told
+
+
 def test_prompts_and_answers_make_a_config(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("tokenizers")
     write_chat_model(here / "model")
