@@ -159,7 +159,7 @@ def test_what_can_not_be_learned_is_one_error_that_names_the_line(
 def test_files_and_tokenizers_that_do_not_do(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("words")
     config = DataConfig(name="labelled", args={"path": str(tmp_path / "notes.txt")})
-    with pytest.raises(UsageError, match="and no rows with labels"):
+    with pytest.raises(UsageError, match="and no rows with text, label"):
         check_data(config)
     pytest.importorskip("tokenizers")
     folder = write_tokenizer(tmp_path / "model", template=None, eos=None)
