@@ -66,7 +66,14 @@ _PROMPTS = (
     ("instruction", "output"),
     ("instruction", "response"),
     ("question", "answer"),
+    ("question", "response"),
+    ("query", "response"),
+    ("problem", "solution"),
+    ("input", "output"),
 )
+# What stands before a prompt, or belongs to an instruction, in a field of its own.
+_BEFORE = ("system", "system_prompt")
+_AFTER_INSTRUCTION = ("input", "context")
 
 
 # Names under which data sets hold two answers, of which the first was preferred, and their prompt.
@@ -423,8 +430,7 @@ def conversation_keys(row: Mapping[str, Any]) -> dict[str, Any]:
         return {"messages_field": "messages"}
     for prompt, answer in _PROMPTS:
         if all(_says_something(row.get(key)) for key in (prompt, answer)):
-            both = [prompt, "input"] if prompt == "instruction" and "input" in row else prompt
-            return {"prompt_field": both, "answer_field": answer}
+            return {"prompt_field": _prompt_fields(row, prompt), "answer_field": answer}
     return {"messages_field": chats[0]} if chats else {}
 
 
@@ -441,9 +447,19 @@ def preference_keys(row: Mapping[str, Any]) -> dict[str, Any]:
             roles = {first.get("role"), first.get("from")} if isinstance(first, dict) else set()
             named = next((key for key in _PROMPTS_OF_PAIRS if row.get(key)), None)
             if named is not None and not roles & {"system", "user", "human", "developer"}:
-                return {"prompt_field": named, **keys}
+                return {"prompt_field": _prompt_fields(row, named), **keys}
             return keys
     return {}
+
+
+def _prompt_fields(row: Mapping[str, Any], prompt: str) -> str | list[str]:
+    """Return the field of a prompt, or with what belongs to it several; of messages, that one."""
+    if not isinstance(with_messages_read(row[prompt]), str):
+        return prompt
+    before = [name for name in _BEFORE if name in row]
+    after = [name for name in _AFTER_INSTRUCTION if name in row and prompt == "instruction"]
+    names = [*before[:1], prompt, *after[:1]]
+    return names if len(names) > 1 else prompt
 
 
 def _says_something(value: Any) -> bool:

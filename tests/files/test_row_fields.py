@@ -62,6 +62,39 @@ def test_documents_and_labels_are_read_from_structures(tmp_path: Path) -> None:
     assert [message["content"] for message in found] == ["?", "!"]
 
 
+@pytest.mark.parametrize(
+    ("row", "prompt", "answer"),
+    [
+        (
+            ["instruction", "context", "response", "category"],
+            ["instruction", "context"],
+            "response",
+        ),
+        (["instruction", "input", "output"], ["instruction", "input"], "output"),
+        (
+            ["id", "system_prompt", "question", "response"],
+            ["system_prompt", "question"],
+            "response",
+        ),
+        (["query", "type", "response"], "query", "response"),
+        (["problem", "solution", "level"], "problem", "solution"),
+        (["question", "answer"], "question", "answer"),
+    ],
+)
+def test_prompts_and_answers_are_found_by_the_names_of_public_sets(
+    row: list[str], prompt: Any, answer: str
+) -> None:
+    found = conversation_keys(dict.fromkeys(row, "words"))
+    assert found == {"prompt_field": prompt, "answer_field": answer}
+
+
+def test_what_stands_before_the_prompt_of_a_pair_is_in_it() -> None:
+    row = dict.fromkeys(["system", "question", "chosen", "rejected"], "words")
+    assert preference_keys(row)["prompt_field"] == ["system", "question"]
+    asked = {"system": "words", "prompt": CHAT[:1], "chosen": "a", "rejected": "b"}
+    assert preference_keys(asked)["prompt_field"] == "prompt"
+
+
 def test_messages_that_a_table_keeps_as_json_are_messages(tmp_path: Path) -> None:
     row = {"messages": json.dumps(CHAT), "n": 1}
     assert conversation_keys(row) == {"messages_field": "messages"}
