@@ -53,6 +53,8 @@ from lockstep.machine.environment import rank_facts
 
 # from the end of a rank's connections to its last beat, if the script ends them itself
 _LEAVING_SECONDS = 1.0
+# Work that goes forward sooner after it was recorded tells the launcher nothing more.
+_FORWARD_SECONDS = 0.01
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -91,6 +93,8 @@ class Heartbeat:
         self._number = 0
         self._awaits_write = False
         self._writes = 0
+        # when work last went forward in the main thread, and in the background
+        self._went_forward = [0.0, 0.0]
         self._under_way: list[int] = []  # numbers of nested calls, the outermost first
         self._state: tuple[int, int, float] = (0, PHASES.index("pause"), time.monotonic())
         self._others: dict[int, mmap.mmap] = {}
@@ -273,11 +277,13 @@ class Heartbeat:
 
         Data workers call it for their rank, and the thread of a background write for that write.
         """
-        if self._map is not None:
-            in_background = threading.current_thread() is not threading.main_thread()
-            struct.pack_into(
-                "<d", self._map, WRITE_AT if in_background else FORWARD_AT, time.monotonic()
-            )
+        if self._map is None:
+            return
+        now = time.monotonic()
+        in_background = threading.get_ident() != threading.main_thread().ident
+        if now - self._went_forward[in_background] >= _FORWARD_SECONDS:
+            self._went_forward[in_background] = now
+            struct.pack_into("<d", self._map, WRITE_AT if in_background else FORWARD_AT, now)
 
     @contextmanager
     def background_write(self) -> Iterator[None]:

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from torch.nn.parallel import DistributedDataParallel
 
 
-def time_every_pass(model: DistributedDataParallel) -> None:
-    """Measure every backward pass rather than one in a hundred."""
-    model._set_ddp_runtime_logging_sample_rate(1)  # type: ignore[no-untyped-call]
+def time_passes(model: DistributedDataParallel, one_in: int) -> None:
+    """Measure one backward pass in so many, and the first ten, rather than one in a hundred."""
+    model._set_ddp_runtime_logging_sample_rate(one_in)  # type: ignore[no-untyped-call]
 
 
 def wait_seconds(model: DistributedDataParallel) -> float:
