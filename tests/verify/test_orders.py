@@ -104,7 +104,7 @@ def test_epochs_that_have_one_order_by_chance_are_not_found() -> None:
     class Small(Told):
         def __iter__(self) -> Iterator[list[int]]:
             self.draws += 1
-            return iter([[0], [1]] if self.epoch // 2 % 2 else [[1], [0]])
+            yield from [[0], [1]] if self.epoch // 2 % 2 else [[1], [0]]
 
     assert passes(Small())[0] == []
 

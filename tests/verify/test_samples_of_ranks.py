@@ -145,7 +145,7 @@ def test_numbers_without_a_loader() -> None:
         (range(10, 20), False),  # the other half
         ([*range(10, 19), 0], False),  # the last batch is filled up, and one is left out
         (range(5, 15), True),  # half of another order
-        ([10] * 5 + [0] * 5, False),  # drawn, as by weights
+        ([0, 1, 2, 3, 4, 4, 3, 2, 1, 0], False),  # drawn, as by weights
     ],
 )
 def test_complete_passes_that_overlap_are_of_other_orders(
