@@ -141,6 +141,22 @@ def test_gradients_that_are_one_multiple_are_told_by_their_names() -> None:
     assert scaled_cause(GradientEvidence(sizes, [other, other], right, [], TORCH)) is None
 
 
+def test_a_number_is_a_multiple_of_any_other() -> None:
+    """A bias of one element tells no factor by itself, and with other parameters it does; two
+    weights of ranks fit any parameter of two elements.
+    """
+    sizes = {"weight": 2, "bias": 1}
+    right = np.array([1.0, 3.0, 4.0])
+    own = [np.array([2.0, 0.0, 4.0]), np.array([0.0, 6.0, 4.0])]
+    other = np.array([1.0, 3.5, 1.2])
+    assert reduction_cause(GradientEvidence(sizes, [other] * 2, right, own, TORCH)) is None
+    alone = np.array([1.0, 3.0, 1.2])
+    assert scaled_cause(GradientEvidence(sizes, [alone] * 2, right, [], TORCH)) is None
+    found = reduction_cause(GradientEvidence(sizes, [0.3 * right] * 2, right, own, TORCH))
+    assert found is not None
+    assert found.text == "the gradient is 0.3 × the mean over ranks"
+
+
 @pytest.mark.parametrize(
     ("ranks", "kind", "says"),
     [

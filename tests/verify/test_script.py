@@ -117,6 +117,12 @@ def test_scripts_in_public_idiom(idiom: Idiom) -> None:
     assert judged.right, judged
 
 
+@pytest.mark.full
+def test_the_gradient_of_an_inner_step_is_not_a_rank_s_own() -> None:
+    judged = judge(Idiom("meta_learned", ("summed",), ("sum of gradients",)))
+    assert judged.text == "the gradient is the sum over ranks, 2 × the mean that one process has"
+
+
 @pytest.mark.parametrize("faults", [pytest.param([], marks=pytest.mark.full), ["uneven"]])
 def test_updates_that_rounding_makes_hide_nothing_and_are_no_fault(faults: list[str]) -> None:
     """A process that is left to itself makes other updates; with the ranks' gradients it makes

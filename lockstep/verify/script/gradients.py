@@ -214,7 +214,10 @@ def scaled_cause(evidence: GradientEvidence) -> Cause | None:
             return None
         names.append(name)
         factors.append(times)
-    if not names or max(factors) - min(factors) > _NEARLY * abs(factors[0]):
+    # A number is a multiple of any other.
+    if all(evidence.sizes[name] == 1 for name in names):
+        return None
+    if max(factors) - min(factors) > _NEARLY * abs(factors[0]):
         return None
     text = f"the gradient of {listed(names, 5)} is {factors[0]:.3g} × that of one process"
     by = f"divided by {factors[0]:.3g}, it is the gradient of one process"

@@ -448,7 +448,12 @@ class _ScriptObserver:
         self._passes += 1
 
     def _own_gradient(self, name: str, gradient: Tensor) -> None:
-        """Add what a backward pass computes of a gradient, before ranks are reduced."""
+        """Add what a backward pass computes of a gradient, before ranks are reduced.
+
+        Those that `torch.autograd.grad` returns, as for an inner step, are not accumulated.
+        """
+        if not self._in_backward and not self._in_schedule:
+            return
         piece = values.piece_of(gradient)
         of_step = self._step.own.setdefault(name, piece)
         if of_step is not piece:

@@ -51,6 +51,8 @@ class _Mistake:
 
     kind: str  # of the cause; "" if nothing is known of it
     text: str  # `{which}` stands for the parameters
+    # how many factors were fitted: some fit any parameter that has no more elements
+    fitted: int = 0
 
 
 _UNEXPLAINED = _Mistake("", "")
@@ -70,6 +72,9 @@ def reduction_cause(evidence: GradientEvidence) -> Cause | None:
             if mistake is not None:
                 apart.setdefault(mistake, []).append(name)
     apart.pop(_UNEXPLAINED, None)
+    for mistake, names in list(apart.items()):
+        if all(evidence.sizes[name] <= mistake.fitted for name in names):
+            del apart[mistake]
     if not apart:
         return None
     mistake = max(apart, key=lambda each: len(apart[each]))
@@ -162,10 +167,11 @@ def _mistake_of_all(final: Values, own: Sequence[Values], mean: Values) -> _Mist
             )
     times = factor(final, mean)
     if distance(final, times * mean) <= ADDS_UP:
-        return _Mistake(SUM, f"the gradient{{which}} is {times:.3g} × the mean over ranks")
+        text = f"the gradient{{which}} is {times:.3g} × the mean over ranks"
+        return _Mistake(SUM, text, fitted=1)
     fitted = weighted_sum(own, final)
     if not fitted.is_unique or fitted.residual > ADDS_UP:
         return _UNEXPLAINED
     weights = ", ".join(f"{weight:.3g}" for weight in np.round(fitted.weights, 6) + 0.0)
     text = f"the ranks' gradients{{which}} count {weights}, and 1/{ranks} each in a mean"
-    return _Mistake("weights of ranks", text)
+    return _Mistake("weights of ranks", text, fitted=ranks)
