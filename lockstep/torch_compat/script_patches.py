@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.pipelining import schedules, stage
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader, DistributedSampler, dataloader
 
 COLLECTIVES = (
@@ -338,6 +338,18 @@ def patch_modules(made: Callable[[Any], None]) -> Undo:
 def patch_schedules(stepped: Callable[[Any], None]) -> Undo:
     """Report each step of a learning rate schedule."""
     return _after(LRScheduler, "step", lambda self, _result: stepped(self))
+
+
+def patch_plateaus(stepped: Callable[[float], None]) -> None:
+    """Report each number that a schedule is given which looks for a plateau, as of a loss."""
+    original = ReduceLROnPlateau.step
+
+    @wraps(original)
+    def observed(self: Any, metrics: Any, *args: Any, **kwargs: Any) -> None:
+        stepped(float(metrics))
+        original(self, metrics, *args, **kwargs)
+
+    setattr(ReduceLROnPlateau, "step", observed)  # noqa: B010
 
 
 def patch_seeds(seeded: Callable[[Any], None]) -> Undo:

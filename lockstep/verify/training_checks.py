@@ -22,6 +22,7 @@ from lockstep.verify.loop.passes import PassChecks
 from lockstep.verify.loop.samplers import SamplerChecks
 from lockstep.verify.loop.schedules import ScheduleChecks
 from lockstep.verify.loop.updates import UpdateChecks, parameters_of
+from lockstep.verify.loop.wrappers import WrapperChecks
 
 
 class TrainingChecks:
@@ -41,6 +42,7 @@ class TrainingChecks:
         self._models = ModelChecks(self._log, self.made)
         self._passes = PassChecks(self._log)
         self._updates = UpdateChecks(self._log, self.made, self._models, self._passes)
+        self._wrappers = WrapperChecks(self._log, self.made)
         self._schedules = ScheduleChecks(self._log, self.made)
         self._samplers = SamplerChecks(self._log)
 
@@ -109,10 +111,12 @@ class TrainingChecks:
     def model_called(self, model: nn.Module) -> None:
         """Look at a model that is called from outside, with gradients."""
         self._models.model_called(model)
+        self._wrappers.model_called(model)
 
     def backward(self, loss: Any) -> None:
         """Look at a backward pass that begins."""
         self._updates.note_cleared()
+        self._wrappers.backward()
         self._passes.begin(loss)
 
     def backward_done(self) -> None:
@@ -125,6 +129,7 @@ class TrainingChecks:
 
     def begin_update(self, optimizer: Optimizer) -> None:
         """Look at what an optimizer is about to use."""
+        self._wrappers.begin_update(parameters_of(optimizer))
         self._updates.begin(optimizer)
 
     def schedule_stepped(self, schedule: LRScheduler) -> None:

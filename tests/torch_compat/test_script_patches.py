@@ -153,6 +153,21 @@ def test_modules_modes_seeds_and_schedules_are_seen_and_put_back() -> None:
     assert found == expected
 
 
+def test_what_is_looked_at_for_a_plateau() -> None:
+    (found,) = run_ranks(looked_for, 1)
+    assert found == [0.5, 0.25]
+
+
+def looked_for() -> list[float]:
+    found: list[float] = []
+    script_patches.patch_plateaus(found.append)
+    optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.1)
+    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    schedule.step(0.5)
+    schedule.step(torch.tensor(0.25))  # type: ignore[arg-type]
+    return found
+
+
 def test_mixed_precision_of_fsdp_is_seen_and_left_out() -> None:
     (found,) = run_ranks(sharded, 1)
     seen, output = found

@@ -14,6 +14,7 @@ from lockstep.verify.script.gradients import (
     scaled_cause,
     shards_cause,
     shared_cause,
+    unscaled,
 )
 from lockstep.verify.script.record import TORCH
 from lockstep.verify.script.reduction import reduction_cause
@@ -139,6 +140,17 @@ def test_gradients_that_are_one_multiple_are_told_by_their_names() -> None:
     assert found.text == "the gradient of tower is 0.5 × that of one process"
     other = np.array([0.5, 3.5, 4.0])
     assert scaled_cause(GradientEvidence(sizes, [other, other], right, [], TORCH)) is None
+
+
+def test_a_loss_that_a_script_scales_is_no_factor_of_a_rank() -> None:
+    """It multiplies its loss by 4, and divides by it before the update; rank 1 multiplies by 8."""
+    right = np.array([1.0, 3.0, 4.0])
+    own = [4.0 * right, 8.0 * right]
+    seen = unscaled(own, 4.0 * right, right)
+    assert [gradient.tolist() for gradient in seen] == [right.tolist(), (2 * right).tolist()]
+    clipped = np.array([1.0, 1.0, 1.0])  # by the script itself, element by element
+    assert unscaled(own, 4.0 * right, clipped) is own
+    assert unscaled(own, right, right) is own
 
 
 def test_a_number_is_a_multiple_of_any_other() -> None:

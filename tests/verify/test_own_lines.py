@@ -10,6 +10,7 @@ from lockstep.verify import own_lines
 from lockstep.verify.comparison_result import UNKNOWN, Cause, Outcome
 from lockstep.verify.own_lines import own_line
 from lockstep.verify.script.cause_lines import LineEvidence, name_lines
+from lockstep.verify.script.draws import LoopDraw
 from lockstep.verify.script.fixes import NORMALISATION
 from lockstep.verify.script.gradients import NOT_SYNCHRONISED, SUM
 from lockstep.verify.script.operations import (
@@ -175,3 +176,26 @@ def test_lines_of_other_causes() -> None:
     made = ScriptLines(optimizers=["t.py:8"], made={"": "t.py:7"})
     assert lines_of("learning rate", STEP, lines=made, column="settings") == "t.py:8"
     assert lines_of("first values", lines=made, parameters=("head.weight",)) == "t.py:7"
+
+
+def test_where_replicas_part() -> None:
+    """Weights that are written beside the update have their line; else it is that of the update."""
+    written = OperationDifference("t is given something else", "t.py:9")
+    assert lines_of("replicas", BACK, STEP, differs=written, parameters=("0.bias",)) == "t.py:9"
+    assert lines_of("replicas", BACK, STEP, differs=written) == "t.py:40"
+    assert lines_of("replicas", BACK, STEP, parameters=("0.bias",)) == "t.py:40"
+
+
+def test_an_order_of_each_rank_has_the_line_that_draws_it() -> None:
+    """Ranks are seeded alike for their models, and draw their orders by seeds of their own."""
+    records = [ScriptRecord(steps=[step(BACK)]) for _ in range(2)]
+    for record, order in zip(records, ([0, 1], [1, 0]), strict=True):
+        record.lines.seeds.append(("t.py:2", "0"))
+        record.draws.append(LoopDraw((-1, 0), "t.py:5", "torch.randperm", 0, order, True))
+    outcome = Outcome("2 ranks", 2, causes=[Cause("samples", "")])
+    name_lines(outcome, LineEvidence(records))
+    assert outcome.causes[0].line == "t.py:5"
+    records[1].draws[:] = records[0].draws
+    outcome = Outcome("2 ranks", 2, causes=[Cause("samples", "")])
+    name_lines(outcome, LineEvidence(records))
+    assert outcome.causes[0].line == "t.py:2"

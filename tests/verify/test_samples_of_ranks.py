@@ -165,3 +165,15 @@ def test_complete_passes_that_overlap_are_of_other_orders(
     assert kinds(World(records)) == ({"samples": True} if is_error else {})
     records[1].orders[0][0].is_complete = False
     assert kinds(World(records)) == {}
+
+
+def test_ranks_that_look_for_a_plateau_in_losses_of_their_own() -> None:
+    records = [ScriptRecord([RecordedStep(losses=[1.0])], metrics=[0.5, 0.25]) for _ in range(2)]
+    assert kinds(World(records)) == {}
+    records[1].metrics = [0.5, 0.3]
+    (cause,) = seen_on_ranks(World(records))
+    assert cause.kind == "learning rate schedule"
+    assert "in its call 2" in cause.text
+    for record in records:
+        record.metrics = [float("nan")]
+    assert kinds(World(records)) == {}

@@ -191,6 +191,15 @@ def schedule_each(self: Loop, loss: Tensor) -> None:
     self.schedule.step()
 
 
+def bias_before_a_normalisation(self: Loop) -> None:
+    """The gradient of the first bias is nothing but rounding, and no update of SGD shows it."""
+    Loop.__init__(self)
+    self.model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1))
+    nn.init.ones_(self.model[0].bias)
+    self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+    self.schedule = StepLR(self.optimizer, 2)
+
+
 def infinite(self: Loop, x: Tensor) -> Tensor:
     return Loop.loss(self, x) * torch.inf
 
@@ -203,6 +212,7 @@ def infinite(self: Loop, x: Tensor) -> Tensor:
         (loop(step=two_optimizers), None),
         (loop(__init__=freezing_the_first, step=average_of_the_last), None),
         (loop(__init__=freezing_the_first, step=gradients_of_frozen), "frozen parameters"),
+        (loop(__init__=bias_before_a_normalisation), None),
         (loop(step=without_zeroing), "gradients not zeroed"),
         (loop(step=twice), "update without a gradient"),
         (loop(__init__=other_optimizer), "stale optimizer"),

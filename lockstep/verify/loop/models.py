@@ -8,7 +8,6 @@ from collections import Counter
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.errors import listed
 from lockstep.torch_compat.wrapper_names import WRAPPER_NAMES
@@ -108,7 +107,7 @@ class ModelChecks:
         self._calls[id(model), _in_training(model)] += 1
 
     def _begin_with(self, model: nn.Module) -> None:
-        """Learn a model's names, tied and frozen parameters; note where a wrapper is bypassed."""
+        """Learn a model's names, and its tied and frozen parameters."""
         self.models.append(model)
         shared: dict[int, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -117,17 +116,6 @@ class ModelChecks:
             if not parameter.requires_grad:
                 self._frozen.add(id(parameter))
         self._tied |= {tuple(names): None for names in shared.values() if len(names) > 1}
-        if isinstance(model, DistributedDataParallel):
-            return
-        for wrapper in self._made.of_kind(DistributedDataParallel):
-            inside = {id(module) for module in wrapper.modules()} - {id(wrapper)}
-            if id(model) in inside:
-                text = (
-                    f"{type(model).__name__} is called beside the DistributedDataParallel that"
-                    " wraps it: its gradients are not reduced"
-                )
-                fix = "call the wrapper, and not what it wraps"
-                self._log.find("gradient synchronisation", text, fix, own_line())
 
     def is_frozen(self, parameter: Tensor) -> bool:
         """Return whether a parameter has required no gradient since its model was called first."""

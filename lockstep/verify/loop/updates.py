@@ -20,6 +20,10 @@ from lockstep.verify.loop.models import ModelChecks
 from lockstep.verify.loop.passes import PassChecks, has_gradient
 from lockstep.verify.own_lines import own_line
 
+# Relative to the largest gradient: below it one is rounding, as that of a bias before a
+# normalisation, and moves nothing.
+_ROUNDING = 1e-6
+
 
 class Nesting:
     """Tells an optimizer's step from those inside of it, as ZeroRedundancyOptimizer takes them."""
@@ -121,7 +125,12 @@ class UpdateChecks:
             )
             fix = "make the optimizer from the model that is called"
             self._log.find("stale optimizer", text, fix, self._made.line_of(optimizer))
-        self._before = {id(p): (local(p).detach().clone(), has_gradient(p)) for p in own}
+        sizes = [_size_of_gradient(p) for p in own]
+        least = _ROUNDING * max(sizes, default=0.0)
+        self._before = {
+            id(p): (local(p).detach().clone(), size > least)
+            for p, size in zip(own, sizes, strict=True)
+        }
         if not _are_finite(own):
             text = (
                 f"a gradient of step {self._log.steps + 1} is not finite, and the optimizer uses it"
@@ -186,6 +195,15 @@ class UpdateChecks:
         if names:
             text = f"{listed(names, 5)} have gradients, and no update changes them"
             self._log.find("parameters that do not move", text)
+
+
+def _size_of_gradient(parameter: Tensor) -> float:
+    """Return the norm of a gradient; 0 without one."""
+    gradient = parameter.grad
+    if gradient is None:
+        return 0.0
+    values = local(gradient).detach()
+    return float((values.coalesce().values() if values.is_sparse else values).float().norm())
 
 
 def _are_finite(parameters: list[Tensor]) -> bool:

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from lockstep.verify.comparison_result import UNKNOWN, Cause, Outcome
+from lockstep.verify.script.draws import drawn_apart
 from lockstep.verify.script.fixes import NORMALISATION
 from lockstep.verify.script.gradients import COMPUTATION, NOT_SYNCHRONISED, SUM
 from lockstep.verify.script.operations import BACKWARD, UPDATE, OperationDifference
@@ -100,7 +101,7 @@ def _line(cause: Cause, evidence: LineEvidence) -> str:
         "communication hook": _first([each.lines.hook for each in evidence.records]),
         "learning rate schedule": _first([each.lines.schedule for each in evidence.records]),
         "uneven steps": recorded.reads.get(record.training_loader or 0, ""),
-        "replicas": step.line_of(UPDATE),
+        "replicas": _line_of_replicas(cause, evidence),
     }
     if cause.column == "settings" and cause.kind not in lines:
         first = record.steps[0].settings if record.steps else []
@@ -120,11 +121,18 @@ def _of_parameters(cause: Cause, lines: dict[str, str], record: ScriptRecord) ->
 
 
 def _line_of_samples(evidence: LineEvidence) -> str:
-    """Return where the loader is made; without one, what makes ranks draw the same samples."""
+    """Return where the loader is made; without one, what orders the samples of each rank.
+
+    These are orders that differ, or what makes ranks draw the same.
+    """
     record = evidence.records[0]
     loader = next(iter(record.training_loaders), None)
     if loader is not None:
         return record.lines.loaders.get(loader, "")
+    apart = drawn_apart([each.draws for each in evidence.records])
+    orders = [draw.line for draw in record.draws if draw.is_permutation and draw.place in apart]
+    if orders:
+        return orders[0]
     seed = seed_that_agrees([each.lines for each in evidence.records])
     drawn = [draw.line for draw in record.draws if draw.outside]
     return seed or next(iter(reversed(drawn)), "")
@@ -143,6 +151,17 @@ def _line_of_sum(cause: Cause, evidence: LineEvidence) -> str:
     if is_partial and evidence.differs is not None:
         return evidence.differs.line
     return evidence.loss
+
+
+def _line_of_replicas(cause: Cause, evidence: LineEvidence) -> str:
+    """Return where replicas part: in an update; else where weights are written that differ then.
+
+    The cause names these weights, of which the first operation that differs is given some.
+    """
+    differs = evidence.differs
+    if cause.parameters and differs is not None and not differs.is_update:
+        return differs.line
+    return evidence.last_step.line_of(UPDATE)
 
 
 def _line_of_synchronisation(cause: Cause, evidence: LineEvidence) -> str:

@@ -174,6 +174,7 @@ def _gradient_causes(
             or _output_cause(c, first.step, reference)
             or gradients.shared_cause(evidence)
             or _stage_cause(c)
+            or _loss_cause(c, first.step, reference)
         )
         return [] if cause is None else [cause]
     cause = reduction_cause(evidence)
@@ -275,6 +276,9 @@ def _evidence(c: ScriptComparison, number: int, reference: ScriptRecord) -> Grad
     elif len(units) > 1 and c.can_take_parts():
         own = _own_by_losses(c, number, c.alone_on_each(number), mine)
     right = c.gradients(number, World([reference]))[0]
+    of_process = World([reference]).tensors([reference.steps[number].own])[0]
+    if own and of_process:
+        own = gradients.unscaled(own, vector(of_process, c.sizes), right)
     ranks = [mine[rank] for rank in units] if own else mine
     return GradientEvidence(c.sizes, ranks, right, own, c.outcome.framework)
 
@@ -362,6 +366,30 @@ def _stage_cause(c: ScriptComparison) -> Cause | None:
     )
     by = "each operation of the ranks' layers, and of one process"
     return script_cause(gradients.COMPUTATION, text, by, c.outcome.framework)
+
+
+def _loss_cause(c: ScriptComparison, number: int, reference: ScriptRecord) -> Cause | None:
+    """Return the cause if ranks that share the model compute another loss than one process.
+
+    A rank that computes a part of the loss, as of its part of a sequence, has one that adds up.
+    """
+    if len(c.world.units) > 1 or c.ranks == 1:
+        return None
+    right = sum(reference.steps[number].losses)
+    ranks = [sum(record.steps[number].losses) for record in c.records]
+    is_seen = all(ranks) and bool(right)
+    parts = (sum(ranks), sum(ranks) / c.ranks, *ranks)
+    if not is_seen or any(abs(part - right) <= ROUNDING * abs(right) for part in parts):
+        return None
+    losses = listed([f"{loss:.6g}" for loss in ranks])
+    text = (
+        f"ranks that share the model have the losses {losses}, and one process with the same"
+        f" samples has {right:.6g}"
+    )
+    by = "what each backward pass starts from, on the ranks and in one process"
+    cause = script_cause(gradients.COMPUTATION, text, by, c.outcome.framework)
+    cause.place_at(c.traced[0].steps[number].loss_line if c.traced else "")
+    return cause
 
 
 def _coupling_cause(

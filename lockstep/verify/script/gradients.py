@@ -91,6 +91,24 @@ def floor_of(gradient: Values) -> float:
     return _NO_MORE_THAN_ROUNDING * float(np.linalg.norm(gradient))
 
 
+def unscaled(own: list[Values], of_process: Values, right: Values) -> list[Values]:
+    """Return ranks' own gradients divided by what the script divides its gradients by.
+
+    A script may multiply its loss, and divide its gradients before the update, as where 16 bits
+    would lose small ones. One process shows by which number.
+
+    Args:
+        own: of each rank, before the script divides them.
+        of_process: the same of one process.
+        right: that of one process with which its optimizer steps.
+    """
+    times = factor(of_process, right)
+    is_scaled = times > 0 and not is_same(of_process, right)
+    if not is_scaled or not is_same(of_process, times * right):
+        return own
+    return [gradient / times for gradient in own]
+
+
 def weighing_cause(evidence: GradientEvidence) -> Cause | None:
     """Return the cause if one process does not take the mean of the ranks' own gradients.
 

@@ -57,6 +57,7 @@ def judge_script(runs: Runs, ranks: int) -> Outcome:
         framework = next(
             (record.framework for record in hang.records if record is not None), outcome.framework
         )
+        judgement.note_hang(hang)
         outcome.causes.append(hang_cause(hang.records, hang.locations, framework))
         outcome.fail(outcome.causes[-1].text)
     except LockstepError as error:
@@ -149,6 +150,10 @@ class _Judgement(ScriptComparison):
             self._judge_by(reference)
         if outcome.not_judged:
             outcome.causes.extend(replicas_apart(self.world, outcome.steps))
+
+    def note_hang(self, hang: HangError) -> None:
+        """Keep what ranks had recorded when they hung, for the lines of causes."""
+        self.records = [record for record in hang.records if record is not None] or self.records
 
     def _judge_by(self, reference: ScriptRecord) -> None:
         """Compare the ranks with one process that has their samples."""

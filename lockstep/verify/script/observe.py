@@ -202,6 +202,7 @@ class _ScriptObserver:
         script_patches.patch_modes(self._checks.left_training)
         script_patches.patch_modules(self._module_made)
         script_patches.patch_schedules(self._schedule_stepped)
+        script_patches.patch_plateaus(self._plateau_looked_for)
         script_patches.patch_seeds(self._seeded)
         script_patches.patch_products(self._multiplied)
         script_patches.patch_names()
@@ -271,6 +272,11 @@ class _ScriptObserver:
     def _schedule_stepped(self, schedule: LRScheduler) -> None:
         self._checks.schedule_stepped(schedule)
         if schedule.last_epoch > 0:  # else it is made
+            self.record.lines.note_schedule(own_line())
+
+    def _plateau_looked_for(self, metric: float) -> None:
+        if self.active:
+            self.record.metrics.append(metric)
             self.record.lines.note_schedule(own_line())
 
     def _broadcast(self, text: str) -> None:

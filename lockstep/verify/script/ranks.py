@@ -6,6 +6,7 @@ Their random numbers, first values, precision, replicas and hangs are here, thei
 Tests: tests/verify/test_samples_of_ranks.py, tests/verify/test_script.py
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -40,6 +41,7 @@ def seen_on_ranks(world: World) -> list[Cause]:
         _same_loop_draws(world),
         _other_first_values(world),
         _other_precision(world),
+        _other_metrics(world),
     ]
     return [cause for cause in causes if cause is not None]
 
@@ -175,6 +177,24 @@ def _other_precision(world: World) -> Cause | None:
     return None
 
 
+def _other_metrics(world: World) -> Cause | None:
+    """Return the cause if ranks give their schedules other numbers, by which rates are to fall."""
+    by_rank = zip(*(record.metrics for record in world.records), strict=False)
+    for number, metrics in enumerate(by_rank):
+        for rank, metric in enumerate(metrics):
+            are_numbers = not math.isnan(metric) and not math.isnan(metrics[0])
+            if are_numbers and not _close(metric, metrics[0]):
+                text = (
+                    f"in its call {number + 1}, ReduceLROnPlateau is given {metric:.6g} on rank"
+                    f" {rank} and {metrics[0]:.6g} on rank 0: it lowers the learning rate of each"
+                    " rank by a loss of its own"
+                )
+                by = "the numbers that ReduceLROnPlateau is given on each rank"
+                fix = "average it over ranks first: dist.all_reduce(loss); loss /= world_size"
+                return Cause("learning rate schedule", text, [by], fix=fix, column="settings")
+    return None
+
+
 def replicas_cause(world: World, number: int) -> Cause | None:
     """Return the cause if replicas that were equal differ.
 
@@ -194,7 +214,7 @@ def replicas_cause(world: World, number: int) -> Cause | None:
             fix = (
                 "let nothing but the optimizer write weights, or let it write the same on all ranks"
             )
-            return Cause("replicas", text, [by], fix=fix, column="weights")
+            return Cause("replicas", text, [by], fix=fix, column="weights", parameters=changed)
         if _are_unequal(world.tensors([step.values for step in steps])):
             if _are_unequal(world.tensors([step.gradients for step in steps])):
                 return None  # the gradients are the cause
@@ -279,12 +299,10 @@ def hang_cause(
             ]
             each = ", ".join(f"rank {rank} calls {words}" for rank, words in enumerate(in_words))
             text = f"ranks call different collectives: {each}; {at}"
-            return script_cause(
-                "hang",
-                text,
-                "the collectives that the script calls on each rank, in order",
-                framework,
-            )
+            by = "the collectives that the script calls on each rank, in order"
+            cause = script_cause("hang", text, by, framework)
+            cause.place_at(next(line for _, _, line in filter(None, calls)))
+            return cause
     ended = [rank for rank, location in locations.items() if not location]
     if ended:
         record = records[ended[0]]
@@ -294,9 +312,11 @@ def hang_cause(
             f" it: {at}"
         )
         return script_cause("uneven steps", text, "the stacks of the ranks", framework)
-    return script_cause(
-        "hang", f"all ranks wait for each other: {at}", "the stacks of the ranks", framework
-    )
+    text = f"all ranks wait for each other: {at}"
+    cause = script_cause("hang", text, "the stacks of the ranks", framework)
+    file, number, _ = next(iter(locations.values())).split(":", 2)
+    cause.place_at(f"{file}:{number}")
+    return cause
 
 
 @dataclass(frozen=True)

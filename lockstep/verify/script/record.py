@@ -195,6 +195,8 @@ class ScriptRecord:
     # places of draws for which the ranks' numbers could not be given to this process
     unkeyed: list[str] = field(default_factory=list)
     lines: ScriptLines = field(default_factory=ScriptLines)  # where the script did what
+    # numbers that schedules were given which look for a plateau
+    metrics: list[float] = field(default_factory=list)
     # communication hooks of DistributedDataParallel: name, and whether torch offers it
     hooks: list[tuple[str, bool]] = field(default_factory=list)
 
