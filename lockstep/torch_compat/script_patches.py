@@ -349,7 +349,7 @@ def patch_plateaus(stepped: Callable[[float], None]) -> None:
         stepped(float(metrics))
         original(self, metrics, *args, **kwargs)
 
-    setattr(ReduceLROnPlateau, "step", observed)  # noqa: B010
+    _set(ReduceLROnPlateau, "step", observed)
 
 
 def patch_seeds(seeded: Callable[[Any], None]) -> Undo:
