@@ -3,8 +3,8 @@
     python -m benchmarks.muloco --write
 
 Workers train in one process, in turn, which gives the same losses, to the bit, as workers on ranks
-(`tests/parallel/test_diloco.py`). All ways train the same small transformer on the same samples;
-each is tried with every rate of a grid, and the best of a way is compared with the best of
+(`tests/parallel/diloco/test_diloco.py`). All ways train the same small transformer on the same
+samples; each is tried with every rate of a grid, and the best of a way is compared with the best of
 synchronous Muon, by the loss on text that was not trained on. Some runs go side by side, in
 processes of one thread each: losses do not depend on what else the machine does.
 """

@@ -5,7 +5,7 @@ They are: a loss that is not finite, a spike of it, and a vote to stop.
 It assumes that loss, norm and votes are equal on all ranks, so that every rank decides the same at
 the same step.
 
-Tests: tests/faults/test_numbers.py, tests/parallel/test_recompute.py
+Tests: tests/faults/test_numbers.py, tests/parallel/execution/test_recompute.py
 """
 
 import math

@@ -2,7 +2,8 @@
 
 Imports torch and nothing of Lockstep: scripts that `lockstep verify` observes load it, too.
 
-Tests: tests/test_tensors.py, tests/process_group/test_mesh.py, tests/parallel/test_divergence.py
+Tests: tests/test_tensors.py, tests/process_group/test_mesh.py,
+tests/parallel/replicas/test_divergence.py
 """
 
 import pickle

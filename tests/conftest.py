@@ -31,10 +31,10 @@ _ACCELERATORS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MAS
 
 # Files that run in one worker: what they share is made once.
 _TOGETHER = (
-    # the results of one launch of ranks (`tests.parallel.pipeline_launch`)
+    # the results of one launch of ranks (`tests.parallel.pipeline.pipeline_launch`)
     (
-        "tests/parallel/test_pipeline.py",
-        "tests/parallel/test_pipeline_hybrid.py",
+        "tests/parallel/pipeline/test_pipeline.py",
+        "tests/parallel/pipeline/test_pipeline_hybrid.py",
         "tests/parity/test_pipeline.py",
     ),
     # the parsed files of the package (`tests.house`)
@@ -43,7 +43,7 @@ _TOGETHER = (
         "tests/test_errors.py",
         "tests/test_house.py",
         "tests/test_rooms.py",
-        "tests/parallel/test_axes.py",
+        "tests/parallel/axes/test_axes.py",
         "tests/docs/test_glossary.py",
     ),
 )
@@ -58,7 +58,7 @@ _APART = (
 )
 # The longest files begin first, so that no worker ends long after the others.
 _LONGEST = (
-    "tests/parallel/test_pipeline.py",
+    "tests/parallel/pipeline/test_pipeline.py",
     "tests/verify/test_script.py",
     "tests/verify/test_faults.py",
     "tests/launch/test_hosts.py",
@@ -67,7 +67,7 @@ _LONGEST = (
     "tests/trainer/test_resume.py",
     "tests/checkpoint/test_object_store.py",
     "tests/evaluate/test_evaluate.py",
-    "tests/parallel/test_diloco.py",
+    "tests/parallel/diloco/test_diloco.py",
     "tests/launch/test_hosts_compared.py",
     "tests/parity/test_compiled.py",
     "tests/parity/test_same_bits.py",
@@ -82,7 +82,7 @@ _LONGEST = (
     "tests/parity/test_change_of_topology.py",
     "tests/seams/test_strategy.py",
     "tests/parallel/test_traffic.py",
-    "tests/parallel/test_fsdp.py",
+    "tests/parallel/fsdp/test_fsdp.py",
     "tests/monitor/test_ranks.py",
     "tests/simulated_device/test_simulated_device.py",
     "tests/trainer/test_metrics.py",

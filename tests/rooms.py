@@ -1,8 +1,8 @@
 """Which tests test which file of the package: by name, or by a line `Tests:` in its docstring.
 
 `lockstep/checkpoint/keep.py` has `tests/checkpoint/test_keep.py`, and `parallel/fsdp/order.py` has
-`tests/parallel/test_fsdp_order.py`. A file without a test of its name says in the docstring of its
-module which files of tests hold it, as the last paragraph:
+`tests/parallel/fsdp/test_fsdp_order.py`. A file without a test of its name says in the docstring of
+its module which files of tests hold it, as the last paragraph:
 
     Tests: tests/parity/test_context.py, tests/models/test_documents.py
 

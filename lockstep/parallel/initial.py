@@ -6,8 +6,9 @@ beside its own share. Nor does it where the values lie in files (`lockstep.model
 a rank reads its piece. Any other module is built whole on every rank under one seed, compared, and
 cut.
 
-Tests: tests/parallel/test_buffers.py, tests/parallel/test_attributes.py,
-tests/seams/test_mistakes.py, tests/parity/test_data_parallel.py
+Tests: tests/parallel/forward_effects/test_buffers.py,
+tests/parallel/forward_effects/test_attributes.py, tests/seams/test_mistakes.py,
+tests/parity/test_data_parallel.py
 """
 
 import copy

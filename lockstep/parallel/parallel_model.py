@@ -3,7 +3,7 @@
 A strategy decides where a micro-batch runs and where a parameter lies. It never decides what a step
 is: the samples, the random numbers, the loss and its normalisation are the same for all of them.
 
-Tests: tests/parallel/test_executor.py, tests/parity/test_law_one.py
+Tests: tests/parallel/execution/test_executor.py, tests/parity/test_law_one.py
 """
 
 import re

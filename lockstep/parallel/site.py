@@ -3,7 +3,7 @@
 `place` makes it of a model's facts and the config, and shows it to each axis (`Axis.on`) and to a
 strategy of a user's (`Strategy.place`).
 
-Tests: tests/parallel/test_axes.py, tests/plan/test_layouts.py
+Tests: tests/parallel/axes/test_axes.py, tests/plan/test_layouts.py
 """
 
 from collections.abc import Callable, Sequence

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.parallel.pipeline_cases import Steps, deep, piped, steps_of, trainer_of, worst
+from tests.parallel.pipeline.pipeline_cases import Steps, deep, piped, steps_of, trainer_of, worst
 from tests.parity.toy import Tokens
 from tests.ranks import run_ranks
 from tests.sampled import chosen, quick_and_full

@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 
 from lockstep.models.protocol import require_segments
-from tests.parallel.pipeline_launch import case_name, launched
+from tests.parallel.pipeline.pipeline_launch import case_name, launched
 from tests.parity.pipelines import MODELS, Case, Result, difference, grid, run, run_all
 from tests.ranks import run_ranks
 from tests.sampled import quick_and_full

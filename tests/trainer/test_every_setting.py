@@ -37,11 +37,11 @@ ACTS = {
     "loss_fn": "the loss",
     "data": "how a dataset is read (tests/data)",
     "training.batch_norm_samples": (
-        "batch normalisation over ranks (tests/parallel/test_buffers.py)"
+        "batch normalisation over ranks (tests/parallel/forward_effects/test_buffers.py)"
     ),
     "training.bad_numbers": "a step with bad numbers (tests/faults/test_numbers.py)",
     "training.gradient_checkpointing": (
-        "what is kept of a forward pass (tests/parallel/test_activation.py)"
+        "what is kept of a forward pass (tests/parallel/execution/test_activation.py)"
     ),
     "training.label_smoothing": "a language model's loss (tests/models/test_token_losses.py)",
     "training.z_loss": "a language model's loss (tests/models/test_token_losses.py)",

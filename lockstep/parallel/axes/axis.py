@@ -22,7 +22,7 @@ and `lockstep plan`, of each class:
 Those of the strategy come first, then those that any strategy may have, by their sizes
 (`lockstep.registry.BY_SIZE`).
 
-Tests: tests/parallel/test_axes.py, tests/seams/test_axis.py
+Tests: tests/parallel/axes/test_axes.py, tests/seams/test_axis.py
 """
 
 import inspect

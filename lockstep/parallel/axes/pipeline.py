@@ -8,7 +8,8 @@ replicates each of them by FSDP2: on a mesh of (replicas, 1) it replicates, and 
 correct gradients with it, which does not hold for DDP. FSDP2 holds the full gradients of a rank's
 stages until a step's end. Any other one stands around the passes of each stage.
 
-Tests: tests/parallel/test_pipeline.py, tests/parity/test_pipeline.py, tests/seams/test_axis.py
+Tests: tests/parallel/pipeline/test_pipeline.py, tests/parity/test_pipeline.py,
+tests/seams/test_axis.py
 """
 
 from collections.abc import Iterator

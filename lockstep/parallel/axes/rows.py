@@ -1,6 +1,6 @@
 """The axis `batch_norm`: rows of neighbouring ranks whose micro-batches are normalised together.
 
-Tests: tests/parallel/test_buffers.py
+Tests: tests/parallel/forward_effects/test_buffers.py
 """
 
 from collections.abc import Sequence

@@ -3,7 +3,7 @@
 With `replicate` beside it, shards are replicated. A model is cut as a whole, or stage by stage
 under a pipeline. How FSDP2 cuts and gathers is in `lockstep.parallel.fsdp.sharding`.
 
-Tests: tests/parallel/test_fsdp.py, tests/parity/test_data_parallel.py
+Tests: tests/parallel/fsdp/test_fsdp.py, tests/parity/test_data_parallel.py
 """
 
 from collections.abc import Sequence

@@ -19,7 +19,7 @@ are zero in the mean. What P Qᵀ lacks of a mean of higher rank stays in them, 
 torch's own bf16 hook refuses gloo, though gloo reduces bf16. Whether half precision pays depends on
 the link: under `auto` the first steps alternate between both (`Trial`).
 
-Tests: tests/parallel/test_compression.py, tests/parallel/test_worked_examples.py
+Tests: tests/parallel/comm/test_compression.py, tests/parallel/test_worked_examples.py
 """
 
 import math

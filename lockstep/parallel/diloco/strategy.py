@@ -5,7 +5,7 @@ SGD (Stich 2018, arXiv:1805.09767). Fragments (Douillard et al. 2025, arXiv:2501
 exchanged at different steps, H apart each. W workers in one process, which runs them in turn, take
 the same steps as W workers on W ranks.
 
-Tests: tests/parallel/test_diloco.py
+Tests: tests/parallel/diloco/test_diloco.py
 """
 
 from collections.abc import Iterator

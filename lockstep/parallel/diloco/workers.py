@@ -10,7 +10,7 @@ there. One number θ = 1, which two workers have trained to 0.8 and 0.6, at the 
     along                  0.3 + 0.9 · 0.3 = 0.57
     θ                      1 − 0.7 · 0.57 = 0.601, from which both go on
 
-Tests: tests/parallel/test_diloco.py, tests/parallel/test_worked_examples.py
+Tests: tests/parallel/diloco/test_diloco.py, tests/parallel/test_worked_examples.py
 """
 
 from collections import defaultdict

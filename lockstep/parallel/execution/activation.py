@@ -13,7 +13,7 @@ a block for the backward pass:
 A recomputed block begins with the random numbers and buffers that its forward pass began with
 (`recomputing.py`).
 
-Tests: tests/parallel/test_activation.py, tests/parallel/test_recompute.py
+Tests: tests/parallel/execution/test_activation.py, tests/parallel/execution/test_recompute.py
 """
 
 import weakref

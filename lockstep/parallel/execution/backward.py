@@ -16,7 +16,7 @@ exactly one such operation, it starts at the outputs, and goes all the way again
 weight (the graph between its two uses would be freed by the first), or its gradient does not meet
 that of an input.
 
-Tests: tests/parallel/test_backward.py
+Tests: tests/parallel/execution/test_backward.py
 """
 
 from collections.abc import Callable, Sequence

@@ -8,7 +8,7 @@ Three blocks, of which a run keeps x alone, and nothing that autograd saves in t
 
 A block continues a run if it is given what the block before returned.
 
-Tests: tests/parallel/test_activation.py, tests/parallel/test_recompute.py
+Tests: tests/parallel/execution/test_activation.py, tests/parallel/execution/test_recompute.py
 """
 
 import weakref

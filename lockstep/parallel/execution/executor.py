@@ -16,7 +16,7 @@ What a pass leaves for a stage of the same rank is taken from here, what it leav
 is sent. The loss is not multiplied by its weight: the weight is the gradient with which its
 backward pass starts, under all strategies.
 
-Tests: tests/parallel/test_executor.py
+Tests: tests/parallel/execution/test_executor.py
 """
 
 from collections.abc import Callable, Mapping, Sequence

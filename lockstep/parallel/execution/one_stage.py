@@ -1,6 +1,6 @@
 """Forward passes alone of a model that a rank runs from batch to loss: evaluation, and samples.
 
-Tests: tests/parallel/test_executor.py, tests/parity/test_data_parallel.py
+Tests: tests/parallel/execution/test_executor.py, tests/parity/test_data_parallel.py
 """
 
 from collections.abc import Sequence

@@ -15,7 +15,7 @@ Between the forward and the backward pass of one micro-batch, those of others ru
 (`lockstep.parallel.placement`) and `around_stage` (`lockstep.parallel.pipeline.placing`) make the
 lists.
 
-Tests: tests/parallel/test_executor.py
+Tests: tests/parallel/execution/test_executor.py
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -24,7 +24,7 @@ ranks; and the pass that makes it needs earlier ones alone. The order must be th
 so the units are fixed, and nothing else may be started on the process group while a run is under
 way.
 
-Tests: tests/parallel/test_transport.py
+Tests: tests/parallel/execution/test_transport.py
 """
 
 from collections.abc import Mapping, Sequence

@@ -4,7 +4,7 @@ A block that is recomputed in the backward pass has to compute what it computed 
 it draws the same numbers, and reads running statistics as they were before that pass wrote them.
 What it writes in turn is dropped.
 
-Tests: tests/parallel/test_activation.py, tests/parallel/test_recompute.py
+Tests: tests/parallel/execution/test_activation.py, tests/parallel/execution/test_recompute.py
 """
 
 from collections.abc import Iterator

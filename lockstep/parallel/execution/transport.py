@@ -12,7 +12,7 @@ arrives gets the strides that it had, on which the bits of the next kernel may d
 activations follow from shapes, as the ranks have learned them; those of gradients travel with the
 first ones of each shape, where bits count.
 
-Tests: tests/parallel/test_transport.py
+Tests: tests/parallel/execution/test_transport.py
 """
 
 import math

@@ -7,7 +7,7 @@ for a look. Modules of torch itself keep no numbers, and tensors are left to the
 anyway, as a reference would keep them in memory. Parameters and modules that were replaced are seen
 as well, but not under FSDP2, which itself puts gathered parameters in the place of pieces.
 
-Tests: tests/parallel/test_state_between_calls.py
+Tests: tests/parallel/forward_effects/test_state_between_calls.py
 """
 
 from collections import deque

@@ -13,7 +13,7 @@ of two ranks:
 The running variance takes 5 · 4 / 3, as torch's does. Squares of the values themselves, 84 less
 4 · 4², would cancel where the mean is large.
 
-Tests: tests/parallel/test_buffers.py, tests/parity/test_same_bits.py,
+Tests: tests/parallel/forward_effects/test_buffers.py, tests/parity/test_same_bits.py,
 tests/parallel/test_worked_examples.py
 """
 

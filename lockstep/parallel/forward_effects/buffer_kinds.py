@@ -1,6 +1,7 @@
 """Finds buffers whose changes in a forward pass a step can explain, and where they are registered.
 
-Tests: tests/parallel/test_combined_buffers.py, tests/parallel/test_state_between_calls.py
+Tests: tests/parallel/forward_effects/test_combined_buffers.py,
+tests/parallel/forward_effects/test_state_between_calls.py
 """
 
 from dataclasses import dataclass, field

@@ -16,8 +16,8 @@ A queue of four slots, its pointer at 3, in a step of two micro-batches that wri
 both write slots 3 and 0 of their own copy. Laid one after the other, the first has slots 3 and 0,
 the second 1 and 2, and the pointer is at 3 again, as if they had run one after the other.
 
-Tests: tests/parallel/test_buffers.py, tests/parallel/test_combined_buffers.py,
-tests/parallel/test_worked_examples.py
+Tests: tests/parallel/forward_effects/test_buffers.py,
+tests/parallel/forward_effects/test_combined_buffers.py, tests/parallel/test_worked_examples.py
 """
 
 from collections.abc import Mapping, Sequence

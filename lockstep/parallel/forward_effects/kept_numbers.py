@@ -5,7 +5,7 @@ kept for others to look at is none: it is written alone. Nothing but reading tel
 for one forward pass the objects that hold changed numbers record how they are used: modules and
 plain objects by a class of their own, dicts and lists by copies that take their place.
 
-Tests: tests/parallel/test_combined_buffers.py
+Tests: tests/parallel/forward_effects/test_combined_buffers.py
 """
 
 import sys

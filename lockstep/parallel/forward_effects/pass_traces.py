@@ -8,7 +8,8 @@ Read before and after one pass of the model, or of a stage of it (`PassTraces`):
     self.calls += 1                            a number that changes by as much in each pass
     torch.rand(3, generator=self.own)          a generator of the model's own that has moved
 
-Tests: tests/parallel/test_state_between_calls.py, tests/parallel/test_attributes.py
+Tests: tests/parallel/forward_effects/test_state_between_calls.py,
+tests/parallel/forward_effects/test_attributes.py
 """
 
 import random

@@ -18,7 +18,8 @@ next one reads, and replaces, and a list whose members it uses, and that it adds
 steps only what two passes do this with, as a cache that grows does it once in a while. State is
 refused under `reproducible`, and on several ranks it is a warning.
 
-Tests: tests/parallel/test_state_between_calls.py, tests/parallel/test_chain_check.py
+Tests: tests/parallel/forward_effects/test_state_between_calls.py,
+tests/parallel/pipeline/test_chain_check.py
 """
 
 import logging

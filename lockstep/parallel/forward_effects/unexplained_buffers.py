@@ -8,7 +8,8 @@ become rarer: 1, 2, 4, 8 …, and wherever replicas are compared. Under `reprodu
 is refused; else it is a warning, and ranks take rank 0's after each step. An evaluation that writes
 them is told, too.
 
-Tests: tests/parallel/test_combined_buffers.py, tests/parallel/test_state_between_calls.py
+Tests: tests/parallel/forward_effects/test_combined_buffers.py,
+tests/parallel/forward_effects/test_state_between_calls.py
 """
 
 import logging

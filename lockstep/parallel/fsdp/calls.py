@@ -8,7 +8,7 @@ One list for each moment, in the order in which things happen:
     after the model's call  the rest of the order is joined. Then FSDP2 frees the root.
     after a pass            the order is completed; ranks compare which parameters were used
 
-Tests: tests/parallel/test_fsdp.py, tests/parallel/test_fsdp_order.py,
+Tests: tests/parallel/fsdp/test_fsdp.py, tests/parallel/fsdp/test_fsdp_order.py,
 tests/parity/test_own_recomputation.py
 """
 

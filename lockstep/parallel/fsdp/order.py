@@ -27,7 +27,7 @@ its inputs are attached to the token.
 What a checkpoint of the model's own gathers once more in the backward pass can't be joined: that is
 an error.
 
-Tests: tests/parallel/test_fsdp_order.py, tests/parallel/test_worked_examples.py
+Tests: tests/parallel/fsdp/test_fsdp_order.py, tests/parallel/test_worked_examples.py
 """
 
 import time

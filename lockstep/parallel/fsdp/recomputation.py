@@ -8,7 +8,7 @@ other messages with these.
     checkpoint(unit 1), checkpoint(unit 2)    nothing is gathered again
     checkpoint(units 1 and 2 in a row)        1 and 2 are in one call: both are gathered again
 
-Tests: tests/parallel/test_fsdp_order.py, tests/parity/test_own_recomputation.py
+Tests: tests/parallel/fsdp/test_fsdp_order.py, tests/parity/test_own_recomputation.py
 """
 
 from types import FrameType

@@ -15,7 +15,7 @@ Gradients are summed, not averaged: losses are divided by the step's count alrea
 shard parameters without a dim (CLIP's `logit_scale`), so every rank holds them complete and FSDP2
 ignores them (`Scalars`). Source: Zhao et al. 2023, "PyTorch FSDP"; torch.distributed.fsdp.
 
-Tests: tests/parallel/test_fsdp.py, tests/parallel/test_memory.py,
+Tests: tests/parallel/fsdp/test_fsdp.py, tests/parallel/test_memory.py,
 tests/parity/test_data_parallel.py
 """
 

@@ -16,7 +16,7 @@ expert 1 alone: the maximum over ranks of [1, 1, 0] and [0, 1, 0] is [1, 1, 0]. 
 expert 0 was zeros when FSDP2 reduced it; expert 2's `.grad` becomes None, as in one process, so
 that an optimizer leaves its weights and moments alone.
 
-Tests: tests/parallel/test_fsdp.py
+Tests: tests/parallel/fsdp/test_fsdp.py
 """
 
 import inspect

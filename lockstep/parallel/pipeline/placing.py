@@ -7,7 +7,7 @@
     what stands around     each pass of a stage: one list, made here alone
     the runner             which runs the schedule over messages (runner.py)
 
-Tests: tests/parallel/test_pipeline.py, tests/parity/test_pipeline.py
+Tests: tests/parallel/pipeline/test_pipeline.py, tests/parity/test_pipeline.py
 """
 
 from collections.abc import Callable

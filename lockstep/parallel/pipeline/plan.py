@@ -1,6 +1,6 @@
 """Plans a pipeline before it is built: cuts of the chain, each rank's stages, time of a step.
 
-Tests: tests/parallel/test_pipeline_plan.py, tests/plan/test_segments.py,
+Tests: tests/parallel/pipeline/test_pipeline_plan.py, tests/plan/test_segments.py,
 tests/parallel/test_worked_examples.py
 """
 

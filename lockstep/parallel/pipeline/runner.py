@@ -5,7 +5,7 @@ a stage does with its activations, and in what carries them: micro-batches whose
 have seen (`Shapes`) go through together, into buffers that wait for them; those of new shapes go
 one by one, each message after its description.
 
-Tests: tests/parallel/test_executor.py, tests/parallel/test_pipeline.py,
+Tests: tests/parallel/execution/test_executor.py, tests/parallel/pipeline/test_pipeline.py,
 tests/parity/test_pipeline.py
 """
 

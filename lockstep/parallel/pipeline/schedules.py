@@ -26,7 +26,8 @@ inputs (I), nobody for those of weights (W), which fill the gaps:
     bubble: ranks wait 7.7% of the time
     kept at most: 4, 4 activations of a micro-batch, by rank
 
-Tests: tests/parallel/test_pipeline_schedules.py, tests/parallel/test_pipeline_plan.py
+Tests: tests/parallel/pipeline/test_pipeline_schedules.py,
+tests/parallel/pipeline/test_pipeline_plan.py
 """
 
 import logging

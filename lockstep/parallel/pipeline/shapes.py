@@ -5,7 +5,7 @@ shape of batch gets a *signature*, a number that the first stage sends to all ot
 and a new one is sent through the stages once. The signatures of all data-parallel ranks are
 gathered together: FSDP2's collectives need these ranks to do the same things.
 
-Tests: tests/parallel/test_transport.py, tests/parallel/test_pipeline.py
+Tests: tests/parallel/execution/test_transport.py, tests/parallel/pipeline/test_pipeline.py
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -3,7 +3,7 @@
 The first stage takes its inputs from the batch, the last one turns outputs into a loss or returns
 them, as the `StageCall` says with which it is called: nothing but tensors travels between stages.
 
-Tests: tests/parallel/test_pipeline.py, tests/parity/test_pipeline.py
+Tests: tests/parallel/pipeline/test_pipeline.py, tests/parity/test_pipeline.py
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -5,7 +5,7 @@ segments of several stages use (it is registered in several modules, or lent to 
 held, whole or as the same shard, once by each of these stages' ranks. They make the same update
 from the same sum; norms count it on the first of them alone.
 
-Tests: tests/parallel/test_pipeline_hybrid.py, tests/checkpoint/test_own_forms.py
+Tests: tests/parallel/pipeline/test_pipeline_hybrid.py, tests/checkpoint/test_own_forms.py
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,6 +1,6 @@
 """FSDP2 under a pipeline: a stage's gradients stay here until a step ends, then are reduced once.
 
-Tests: tests/parallel/test_pipeline_hybrid.py
+Tests: tests/parallel/pipeline/test_pipeline_hybrid.py
 """
 
 from typing import Any

@@ -1,6 +1,6 @@
 """The strategy `pipeline`: stages along one axis of the mesh, replicas or shards along the others.
 
-Tests: tests/parallel/test_pipeline.py, tests/plan/test_layouts.py
+Tests: tests/parallel/pipeline/test_pipeline.py, tests/plan/test_layouts.py
 """
 
 from collections.abc import Iterator

@@ -10,7 +10,7 @@ A table [4, 6] that the first stage looks up and the last one multiplies by, on 
 backward pass of a micro-batch rank 1 makes g' [4, 6] and sends it with the gradient of its input;
 rank 0 makes g and has the leaf g' + g, the order of one process.
 
-Tests: tests/parallel/test_tree.py, tests/parity/test_same_bits.py
+Tests: tests/parallel/reproducible/test_tree.py, tests/parity/test_same_bits.py
 """
 
 import math

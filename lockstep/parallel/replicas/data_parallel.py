@@ -7,7 +7,7 @@ GPU's part. The GPUs are driven by threads, in which keyed random numbers can't 
 segment after the other: a model that draws is repeatable on the same number of GPUs, but draws
 other numbers than under the other strategies.
 
-Tests: tests/parallel/test_dp.py, tests/parity/test_data_parallel.py
+Tests: tests/parallel/replicas/test_dp.py, tests/parity/test_data_parallel.py
 """
 
 from collections.abc import Iterator

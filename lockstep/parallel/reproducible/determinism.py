@@ -13,7 +13,7 @@ FSDP2 passes a unit's inputs through one autograd node, where the uses inside th
 before they go on. `join_uses_of_inputs` gives each unit such a node on every topology, so all of
 them add as the second line does.
 
-Tests: tests/parallel/test_tree.py, tests/parity/test_same_bits.py
+Tests: tests/parallel/reproducible/test_tree.py, tests/parity/test_same_bits.py
 """
 
 import dataclasses

@@ -17,7 +17,7 @@ own, an all-reduce adds those of the ranks, exactly, and the norm is √(25 · 2
 Source: the idea of pre-rounding, Demmel and Nguyen 2013, "Fast Reproducible Floating-Point
 Summation".
 
-Tests: tests/parallel/test_exact_norm.py, tests/parallel/test_worked_examples.py
+Tests: tests/parallel/reproducible/test_exact_norm.py, tests/parallel/test_worked_examples.py
 """
 
 import math

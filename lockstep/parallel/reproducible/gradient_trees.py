@@ -22,7 +22,7 @@ bytes; a plain one would add leaves in an order that depends on the ranks. FSDP2
 alone: its all-reduce over replicas can't be replaced, but a hook after the reduce-scatter does what
 it would do.
 
-Tests: tests/parallel/test_tree.py, tests/parity/test_same_bits.py,
+Tests: tests/parallel/reproducible/test_tree.py, tests/parity/test_same_bits.py,
 tests/parity/test_shared_inputs.py
 """
 

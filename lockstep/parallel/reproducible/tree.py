@@ -37,7 +37,7 @@ where a buffer has a place for them: the sign of a zero may differ, and `clear_z
 +. A dummy's gradient is never added: 0 × inf is nan. Weights that several segments use have one
 leaf a micro-batch, added from the last use to the first.
 
-Tests: tests/parallel/test_tree.py, tests/parallel/test_worked_examples.py
+Tests: tests/parallel/reproducible/test_tree.py, tests/parallel/test_worked_examples.py
 """
 
 from collections.abc import Iterable, Sequence, Set

@@ -48,7 +48,7 @@ from lockstep.models.hf_layers import fit_heads, fit_units, is_transposed, refus
 from lockstep.parallel.facts import ModelFacts
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parallel.tensor.layer_cut import LayerCut, OnSend
-from lockstep.parallel.tensor.layers import MAKE, check_divides, fuse, repeat_heads, weight_of
+from lockstep.parallel.tensor.layers import AXIS, MAKE, check_divides, fuse, repeat_heads, weight_of
 from lockstep.parallel.tensor.plan import PRODUCTS, TensorPlan
 from lockstep.tensors import local
 
@@ -70,8 +70,8 @@ class TensorCuts:
     def __post_init__(self) -> None:
         # each takes half a millisecond, and `whole` is called for each gradient
         if self.mesh is not None:
-            self._along = self.mesh["tensor"]
-            self._along_both = self.mesh["tensor", "shard"]
+            self._along = self.mesh[AXIS]
+            self._along_both = self.mesh[AXIS, "shard"]
 
     def piece(self, name: str, full: Tensor) -> Tensor:
         """Return this rank's piece of a parameter's value, in memory of its own.
@@ -163,7 +163,7 @@ def apply_tensor(
     if mesh is not None:
         refuse_attention_dropout(model)
     cut = LayerCut(
-        None if mesh is None else mesh["tensor"].get_group(),
+        None if mesh is None else mesh[AXIS].get_group(),
         distributed.blocks_of_layers if distributed.reproducible else None,
         sequence=distributed.cuts_sequences_between_layers
         and {"vocabulary", "sequence", "head"} <= plan.ways,

@@ -39,6 +39,8 @@ from lockstep.parallel.tensor import products
 from lockstep.parallel.tensor.layer_cut import SEQUENCE, LayerCut
 from lockstep.parallel.tensor.loss_parallel import cut_token_losses
 
+AXIS = "tensor"  # over whose ranks layers are cut
+
 
 def _replace(module: nn.Module, run: Callable[..., Tensor]) -> None:
     """Replace a module's method `product`, which is given the weight, or else `forward`.
@@ -46,7 +48,7 @@ def _replace(module: nn.Module, run: Callable[..., Tensor]) -> None:
     A method of the instance, so that a deep copy of the module has one of its own.
     """
     method = "product" if hasattr(module, "product") else "forward"
-    replace_method(module, MethodType(run, module), by="tensor", method=method)
+    replace_method(module, MethodType(run, module), by=AXIS, method=method)
 
 
 def weight_of(module: Any) -> Tensor:
@@ -137,7 +139,7 @@ def fuse(module: Any, name: str, unit: int, cut: LayerCut) -> None:
         layers = fused.split([size // parts for size in self.fused_sizes], -1)
         return torch.cat([layer.flatten(-2) for layer in layers], -1)
 
-    replace_method(module, MethodType(forward, module), by="tensor")
+    replace_method(module, MethodType(forward, module), by=AXIS)
 
 
 def _vocabulary(module: nn.Module, cut: LayerCut) -> None:
@@ -160,7 +162,7 @@ def _loss(module: nn.Module, cut: LayerCut) -> None:
     if isinstance(module, TokenLosses) and cut.sequence and cut.blocks is not None:
         module.cut_into(cut.blocks // cut.ranks)
     if cut.keeps_logits:
-        replace_method(module, MethodType(forward, module), by="tensor")
+        replace_method(module, MethodType(forward, module), by=AXIS)
 
 
 def _experts(module: nn.Module, cut: LayerCut) -> None:
@@ -172,7 +174,7 @@ def _experts(module: nn.Module, cut: LayerCut) -> None:
     def forward(self: nn.Module, rows: Tensor, counts: list[int]) -> Tensor:
         return products.experts_apart(MethodType(before, self), rows, counts, cut)
 
-    replace_method(module, MethodType(forward, module), by="tensor")
+    replace_method(module, MethodType(forward, module), by=AXIS)
 
 
 def _routed(module: nn.Module, cut: LayerCut) -> None:
@@ -194,7 +196,7 @@ def _routed(module: nn.Module, cut: LayerCut) -> None:
         apart = own if cut.group is None else partial(products.experts_apart, own, cut=cut)
         return through_experts(apart, tokens, chosen, weights, counts)  # type: ignore[no-any-return]
 
-    replace_method(module, MethodType(forward, module), by="tensor")
+    replace_method(module, MethodType(forward, module), by=AXIS)
 
 
 def _scope(module: nn.Module, cut: LayerCut) -> None:
@@ -206,8 +208,8 @@ def _scope(module: nn.Module, cut: LayerCut) -> None:
     def leave(_self: Any, parts: Tensor) -> Tensor:
         return products.leave_heads(parts, cut)
 
-    replace_method(module, MethodType(enter, module), by="tensor", method="enter")
-    replace_method(module, MethodType(leave, module), by="tensor", method="leave")
+    replace_method(module, MethodType(enter, module), by=AXIS, method="enter")
+    replace_method(module, MethodType(leave, module), by=AXIS, method="leave")
     for inner in module.modules():
         if isinstance(inner, nn.Dropout):
             _dropout(inner, cut, 0)
@@ -239,7 +241,7 @@ def _by_pieces(module: nn.Module, cut: LayerCut, dim: int) -> None:
     def forward(self: nn.Module, x: Tensor) -> Tensor:
         return products.by_pieces(run, x, [getattr(self, name) for name in names], cut, dim)
 
-    replace_method(module, MethodType(forward, module), by="tensor")
+    replace_method(module, MethodType(forward, module), by=AXIS)
 
 
 def _dropout(module: nn.Dropout, cut: LayerCut, dim: int) -> None:
@@ -247,7 +249,7 @@ def _dropout(module: nn.Dropout, cut: LayerCut, dim: int) -> None:
     cuts = [] if cut.group is None else [(cut, dim)]
     if cut.within is not None:
         cuts.append((cut.within, getattr(module, "sequence_dim", SEQUENCE)))
-    products.cut_dropout(module, cuts, by="tensor")
+    products.cut_dropout(module, cuts, by=AXIS)
 
 
 # way of a plan → what makes a layer of it compute this rank's part

@@ -17,7 +17,14 @@ from lockstep.parallel.diloco.workers import BLOCK, QuantizedAllReduce, bytes_ea
 from lockstep.strategy import resolve
 from lockstep.trainer import Trainer, saved_state
 from tests.hosts import can_make_hosts, hosts, require_root
-from tests.parallel.diloco_cases import Run, all_of, interrupted, on_ranks, resumed, trainer_for
+from tests.parallel.diloco.diloco_cases import (
+    Run,
+    all_of,
+    interrupted,
+    on_ranks,
+    resumed,
+    trainer_for,
+)
 from tests.parity.toy import Tokens, language_model
 from tests.ranks import run_ranks
 from tests.sampled import chosen, quick_and_full

@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 from benchmarks.pipeline_schedules import Case, one
 from lockstep.parallel.pipeline.schedules import timeline
-from tests.parallel.pipeline_cases import piped, trainer_of
+from tests.parallel.pipeline.pipeline_cases import piped, trainer_of
 from tests.ranks import run_ranks
 
 RANKS = 4

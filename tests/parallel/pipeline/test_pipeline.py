@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.parallel.pipeline_cases import (
+from tests.parallel.pipeline.pipeline_cases import (
     deep,
     look,
     message_of,
@@ -17,7 +17,7 @@ from tests.parallel.pipeline_cases import (
     train,
     worst,
 )
-from tests.parallel.pipeline_launch import (
+from tests.parallel.pipeline.pipeline_launch import (
     CHECKPOINTED,
     ON_TWO,
     ONLY_FULL,

@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tests.parallel.pipeline_cases import piped, save, several
+from tests.parallel.pipeline.pipeline_cases import piped, save, several
 from tests.parity.pipelines import SCHEDULES, SPLIT_BACKWARD, Case, grid
 from tests.ranks import run_ranks
 

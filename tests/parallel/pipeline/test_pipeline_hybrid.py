@@ -5,7 +5,7 @@ another.
 import pytest
 import torch
 
-from tests.parallel.pipeline_cases import (
+from tests.parallel.pipeline.pipeline_cases import (
     evaluation,
     go_on,
     piped,
@@ -14,7 +14,7 @@ from tests.parallel.pipeline_cases import (
     train,
     worst,
 )
-from tests.parallel.pipeline_launch import (
+from tests.parallel.pipeline.pipeline_launch import (
     GOES_ON,
     GOES_ON_IN_FULL,
     IN_TURN,
@@ -26,7 +26,7 @@ from tests.parallel.pipeline_launch import (
     loads_on,
     uninterrupted,
 )
-from tests.parallel.test_pipeline import off
+from tests.parallel.pipeline.test_pipeline import off
 from tests.parity.pipelines import SCHEDULES
 from tests.ranks import run_ranks
 

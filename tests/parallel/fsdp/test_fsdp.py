@@ -37,7 +37,7 @@ POLICIES: dict[str, dict[str, Any]] = {
             "LlamaRMSNorm",
         ]
     },
-    "function": {"auto_wrap_policy": "tests.parallel.test_fsdp:has_a_matrix"},
+    "function": {"auto_wrap_policy": "tests.parallel.fsdp.test_fsdp:has_a_matrix"},
 }
 OPTIONS: dict[str, dict[str, Any]] = {
     "forward prefetch": {"forward_prefetch": True},
@@ -310,7 +310,7 @@ def test_policies_of_torch_pick_units(name: str) -> None:
     from lockstep.parallel.fsdp.units import in_order, units_of
 
     model = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Sequential(nn.Linear(2, 2)))
-    config = FSDPConfig(auto_wrap_policy=f"tests.parallel.test_fsdp:{name}")
+    config = FSDPConfig(auto_wrap_policy=f"tests.parallel.fsdp.test_fsdp:{name}")
     units = units_of(facts_of(model), config)
     assert [(unit.name, unit.own) for unit in units] == [
         ("2.0", ("weight", "bias")),
