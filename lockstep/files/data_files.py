@@ -321,8 +321,9 @@ def files_of(path: Path, where: str = "data.args.path") -> list[Path]:
     Raise a UsageError if none.
     """
     fix = "give the path of a text file, or of a folder of them"
-    if not path.exists() and (found := _matching(path)):
-        return found
+    matching = [] if path.exists() else _matching(path)
+    if matching:
+        return matching
     if not path.exists():
         raise UsageError(f"there is no file or folder {str(path)!r}", where=where, fix=fix)
     files = [path]
