@@ -56,10 +56,15 @@ FILES = {
     "pipeline": 16,
     "replicate": 19,
     "shard": 18,
-    "context": 18,
+    "context": 17,
     "tensor": 20,
     "expert": 15,
     "batch_norm": 7,
+}
+# (axis, file) where the word means something else: a column of a data set, an argument of a sink
+OF_ANOTHER_MEANING = {
+    ("context", "lockstep.files.data_files"),
+    ("context", "lockstep.monitor.sinks"),
 }
 
 
@@ -82,7 +87,11 @@ def test_few_files_name_an_axis() -> None:
     for axis, most in FILES.items():
         keys = {repr(key) for key in (axis, f"{axis}_size", f"distributed.{axis}_size")}
         keys |= {f".{axis}_size", f"layout.{axis}", AXES.load(axis).__name__}
-        found = sorted(module for module, said in words.items() if keys & said)
+        found = sorted(
+            module
+            for module, said in words.items()
+            if keys & said and (axis, module) not in OF_ANOTHER_MEANING
+        )
         assert len(found) <= most, (axis, found)
     assert FILES.keys() == set(AXES.shipped)
 
