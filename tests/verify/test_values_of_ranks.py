@@ -24,7 +24,7 @@ from lockstep.verify.script.record import (
 )
 from lockstep.verify.script.runs import Runs
 from lockstep.verify.script.task import GivenValues, ScriptTask
-from lockstep.verify.script.values import say_length
+from lockstep.verify.script.values import piece_of, say_length
 from lockstep.verify.script.world import World
 
 
@@ -123,3 +123,12 @@ def test_one_process_takes_the_names_of_ranks_by_the_order_in_its_optimizer(tmp_
     assert names([optimizer]) == ([*order], "body.0")
     own = [name.removeprefix("body.") for name in order]
     assert names([optimizer, optimizer]) == (own, "0")  # nothing tells which of them steps first
+
+
+def test_a_sparse_gradient_is_kept_with_its_zeros() -> None:
+    words = nn.Embedding(4, 2, sparse=True)
+    words(torch.tensor([1, 1, 3])).sum().backward()
+    assert words.weight.grad is not None
+    piece = piece_of(words.weight.grad)
+    assert piece.local.tolist() == [[0.0, 0.0], [2.0, 2.0], [0.0, 0.0], [1.0, 1.0]]
+    assert piece.shape == (4, 2)

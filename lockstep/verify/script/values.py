@@ -58,6 +58,8 @@ def piece_of(tensor: Tensor, *, flat: bool = False) -> TensorPiece:
     `flat`: it is a piece of a tensor that FSDP1 has flattened.
     """
     value = local(tensor).detach().cpu().clone()
+    if value.is_sparse:  # as gradients of embeddings may be
+        value = value.to_dense()
     if value.is_floating_point() and value.dtype != torch.float64:
         value = value.float()
     cuts: list[tuple[int, int, int]] = []
