@@ -182,7 +182,17 @@ def writer_has_ended(draft: str) -> bool | None:
         return False
     if match[1] != own[1]:
         return None
-    return match[2] == own[2] or not psutil.pid_exists(int(match[2]))
+    return match[2] == own[2] or not _lives(int(match[2]))
+
+
+def _lives(pid: int) -> bool:
+    """Return whether a process exists that is not a zombie, which writes nothing."""
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+    except psutil.AccessDenied:
+        return True
 
 
 def _is_dead_draft(folder: Path) -> bool:

@@ -67,14 +67,18 @@ class Holder:
 
     @property
     def is_running(self) -> bool:
-        """Return whether the process exists on this machine."""
+        """Return whether the process lives on this machine.
+
+        One that was killed with its parent may stay as a zombie for as long as nobody waits for it,
+        in a container whose first process does not.
+        """
         try:
             os.kill(self.pid, 0)
         except ProcessLookupError:
             return False
         except PermissionError:
             pass
-        return _started(self.pid) == self.started
+        return _started(self.pid) == self.started and not _is_zombie(self.pid)
 
     def __str__(self) -> str:
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
@@ -300,8 +304,17 @@ def _is_at(handle: int, path: Path) -> bool:
 
 
 def _started(pid: int) -> str:
-    fields_of = _text(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    fields_of = _stat_fields(pid)
     return fields_of[19] if len(fields_of) > 19 else ""
+
+
+def _is_zombie(pid: int) -> bool:
+    return _stat_fields(pid)[:1] in (["Z"], ["X"])
+
+
+def _stat_fields(pid: int) -> list[str]:
+    """Return what the kernel says of a process after its name: its state first."""
+    return _text(f"/proc/{pid}/stat").rpartition(")")[2].split()
 
 
 def _text(path: str) -> str:

@@ -11,11 +11,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from lockstep.checkpoint.posix import draft_name, writer_has_ended
 from lockstep.cli import main
 from lockstep.errors import RunError, UsageError
 from lockstep.run_directory import run_lock
@@ -289,3 +291,18 @@ def test_a_run_that_was_taken_over_ends(tmp_path: Path) -> None:
     wait_for(lambda: lock._lost is not None)
     with pytest.raises(RunError, match="another run has taken over"):
         run.train(Points())
+
+
+def test_a_killed_process_that_nobody_waits_for_holds_nothing() -> None:
+    """Its number stays in use until its parent waits; it is dead all the same."""
+    with subprocess.Popen(["sleep", "600"]) as process:
+        holder = replace(
+            Holder.this_process(), pid=process.pid, started=run_lock._started(process.pid)
+        )
+        draft = draft_name("step-00000001", pid=process.pid)
+        assert holder.is_running
+        assert writer_has_ended(draft) is False
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert not holder.is_running
+        assert writer_has_ended(draft) is True
