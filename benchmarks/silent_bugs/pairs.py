@@ -14,6 +14,7 @@ from benchmarks.page import machine, page, table, tell
 from lockstep.machine.scratch import temporary
 from lockstep.verify.compare_command import Program
 from lockstep.verify.comparison_result import Outcome
+from lockstep.verify.launchers import PlainScript
 from lockstep.verify.script.pair import compare_scripts
 
 SCRIPT = Path(__file__).parent / "scripts" / "pair.py"
@@ -73,9 +74,7 @@ def judge(pair: Pair) -> Outcome:
     both = [pair.both] if pair.both else []
     with temporary("pairs") as folder:
         a, b = (
-            Program((str(SCRIPT), *both, *ways), is_script=True, ranks=None).runs(
-                name, STEPS, folder
-            )
+            Program(PlainScript(str(SCRIPT), (*both, *ways)), ranks=None).runs(name, STEPS, folder)
             for name, ways in (("a", []), ("b", [pair.b]))
         )
         return compare_scripts(a, b, pair.ranks, folder)
