@@ -9,7 +9,9 @@ from tests.ranks import run_ranks
 for package in ("transformers", "peft"):
     pytest.importorskip(package)
 
-_TOPOLOGIES = ("ddp:2", "fsdp:2")
+# Topologies, with adapters or without, that run in one launch.
+_SOME = [("ddp:2", False), ("fsdp:2", True)]
+_OTHERS = [("ddp:2", True), ("fsdp:2", False)]
 
 
 @pytest.fixture(scope="module")
@@ -40,10 +42,14 @@ def test_losses_are_those_of_plain_pytorch(
     )
 
 
+@pytest.mark.parametrize(
+    "cases",
+    [_SOME, pytest.param(_OTHERS, marks=pytest.mark.full)],
+    ids=["some", "others"],
+)
 def test_the_digest_on_two_ranks_is_that_of_one(
-    folder: str, single: dict[bool, tuple[list[float], str]]
+    cases: list[tuple[str, bool]], folder: str, single: dict[bool, tuple[list[float], str]]
 ) -> None:
-    cases = [(folder, topology, each) for topology in _TOPOLOGIES for each in (True, False)]
-    for rank in run_ranks(preferred.many, 2, cases):
-        for (_, topology, adapters), found in zip(cases, rank, strict=True):
+    for rank in run_ranks(preferred.many, 2, [(folder, *case) for case in cases]):
+        for (topology, adapters), found in zip(cases, rank, strict=True):
             assert found == single[adapters], (topology, adapters)
