@@ -9,9 +9,10 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.ranks import free_port
@@ -104,6 +105,16 @@ def slurm_cluster(folder: Path, patch: pytest.MonkeyPatch) -> Iterator[Path]:
                 process.wait(10)
             except subprocess.TimeoutExpired:
                 process.kill()
+        _end_steps(conf)
+
+
+def _end_steps(conf: Path) -> None:
+    """End the steps of killed jobs: they are no children of slurmd, and wait for it without end."""
+    for process in psutil.process_iter():
+        with suppress(psutil.AccessDenied, psutil.NoSuchProcess):
+            if process.name() == "slurmstepd" and process.environ().get("SLURM_CONF") == str(conf):
+                process.kill()
+                process.wait(10)
 
 
 def output(*command: str) -> str:

@@ -197,6 +197,7 @@ def test_a_rank_whose_script_has_ended_does_not_compute(
     """What runs in it then waits for the other ranks, and nobody is to wait for that."""
     monkeypatch.setattr(hangs, "_PATIENCE", 0.2)
     monkeypatch.setattr(hangs, "_POLL", 0.1)
+    monkeypatch.setattr(hangs, "descendants", lambda _process: ())  # those of the tests
     task = ScriptTask("train.py", (), 1, tmp_path)
     watch = hangs.ScriptHangWatch(task, 0, 1, ScriptRecord())
     watch.script_has_ended()

@@ -63,7 +63,7 @@ class ScriptHangWatch:
             self._task.write_record(self._rank, self._record)
             hang_file = self._task.hang_file(self._rank)
             hang_file.write_text(json.dumps(self._location(main)))
-            while self._are_idle():
+            while self.are_idle():
                 if all(map(self._has_written, range(self._world))):
                     os._exit(0)
                 time.sleep(_POLL / 10)
@@ -75,7 +75,7 @@ class ScriptHangWatch:
         idle_since = time.monotonic()
         used = time.process_time()
         wanting: deque[bool] = deque(maxlen=_LOOKS)
-        while not self._are_idle():
+        while not self.are_idle():
             time.sleep(_POLL)
             now = time.process_time()
             wanting.append(wants_processor(threading.get_native_id()))
@@ -89,7 +89,8 @@ class ScriptHangWatch:
                 mark.write_text(str(os.getpid()))
             used = now
 
-    def _are_idle(self) -> bool:
+    def are_idle(self) -> bool:
+        """Return whether no rank has computed for a while."""
         return all(self._task.idle_file(rank).exists() for rank in range(self._world))
 
     def _has_written(self, rank: int) -> bool:

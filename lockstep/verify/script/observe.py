@@ -233,9 +233,11 @@ class _ScriptObserver:
         task.write_record(self.rank, self.record)
         deadline = time.monotonic() + _WAIT
         while time.monotonic() < deadline and not read_all(task.folder):  # the failures of others
-            if any(task.hang_file(rank).exists() for rank in range(self.world)):
+            # Looked at first: a rank that hangs writes its record once all are idle.
+            all_have_ended = all(task.record_file(rank).exists() for rank in range(self.world))
+            if self._hang_watch.are_idle():
                 time.sleep(_WAIT)  # `ScriptHangWatch` ends this process
-            if all(task.record_file(rank).exists() for rank in range(self.world)):
+            if all_have_ended:
                 break
             time.sleep(0.01)
         mark_done()  # where the command is Lockstep's launcher

@@ -1,0 +1,3 @@
+"""The launches of tests/launch, and its four hosts."""
+
+from tests.launch.conftest import four, launch  # noqa: F401
