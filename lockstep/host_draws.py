@@ -1,4 +1,4 @@
-"""Whether code of a user's draws from the global generators of Python and NumPy, and their states.
+"""Finds out whether a user's code draws from the global generators of Python and NumPy.
 
 Most data and models do not, and seeding these generators, saving and restoring them takes longer
 than torch's. So draws are found by comparing states: data are read without their seeds until a

@@ -187,7 +187,7 @@ class _Calls:
 
 @dataclass
 class RandomState:
-    """What random numbers depend on now: the seed, and where in the training a pass is.
+    """Holds what random numbers depend on now: the seed, and where in the training a pass is.
 
     The loop sets it (`running`, `at`), the segments' hooks make keys of it (`enter`).
     """

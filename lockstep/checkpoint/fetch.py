@@ -240,7 +240,7 @@ class _HeldStream(SizedStream):
 
 @dataclass(frozen=True)
 class DescribingFiles:
-    """What describes a checkpoint far away: the manifest, and each file that holds no tensors."""
+    """Holds what describes a checkpoint far away: the manifest, and the files without tensors."""
 
     pinned: str  # the name of the checkpoint's files, which means these alone
     files: Mapping[str, bytes]

@@ -42,7 +42,7 @@ def refuse_shared_memory(
 
 
 class _Extent(NamedTuple):
-    """Where the memory of a tensor ends."""
+    """The end of a tensor's memory, and whose it is."""
 
     name: str
     device: torch.device

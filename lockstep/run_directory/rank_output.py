@@ -1,4 +1,4 @@
-"""What a rank prints: in its log, and on the console if people are to see it.
+"""Sends what a rank prints to its log, and to the console if people are to see it.
 
     to_log      sends a process's output to its log, and to the console as well where it is shown
     console     what people see, without the log

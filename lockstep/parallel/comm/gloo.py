@@ -141,7 +141,7 @@ class AllToAll:
 
 
 class InNewBuffers:
-    """What FSDP2 asks of a collective besides the call: buffers, which are made anew."""
+    """Makes buffers anew, which FSDP2 asks of a collective besides the call."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return a buffer without values."""

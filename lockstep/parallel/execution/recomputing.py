@@ -1,4 +1,4 @@
-"""What a recomputed block begins with: its random numbers and its buffers, as they were.
+"""Brings back what a block began with, for its recomputation: random numbers and buffers.
 
 A block that is recomputed in the backward pass has to compute what it computed in the forward pass:
 it draws the same numbers, and reads running statistics as they were before that pass wrote them.

@@ -1,4 +1,4 @@
-"""What a forward pass leaves in a model's modules, and whether it went on from an earlier one's.
+"""Finds what a forward pass leaves in a model, and whether it went on from an earlier one's.
 
 Read before and after one pass of the model, or of a stage of it (`PassTraces`):
 
@@ -39,7 +39,7 @@ Mark = tuple[int, int]  # a tensor's identity and version: equal if it was not w
 
 @dataclass(frozen=True)
 class Traces:
-    """What one pass has left, by names in the model."""
+    """Holds what one pass has left, by names in the model."""
 
     tensors: list[str]  # that it has computed with, and replaced or added to
     numbers: list[str]  # that it has read, and replaced or added to

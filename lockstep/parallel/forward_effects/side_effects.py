@@ -113,7 +113,7 @@ def _are_generators_decided(placed: ParallelModel) -> bool:
 
 @dataclass
 class _Looked:
-    """What a look has seen of the model, or of a stage of it."""
+    """Remembers what a look has seen of the model, or of a stage of it."""
 
     traces: PassTraces
     steps: list[int] = field(default_factory=list)  # of each pass that it has watched

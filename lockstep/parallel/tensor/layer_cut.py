@@ -1,4 +1,4 @@
-"""How layers are cut over the axis `tensor`, and the messages between their ranks.
+"""Cuts layers over the axis `tensor`, and carries the messages between their ranks.
 
 Products of cut layers (`lockstep.parallel.tensor.products`) begin with `LayerCut.enter`, and end
 with `LayerCut.sum`. Two ranks, each of which has a part [1, 4, 3] of the sum for four tokens:

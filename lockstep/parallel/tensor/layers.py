@@ -1,4 +1,4 @@
-"""What a layer computes once it is cut over the ranks of the axis `tensor`, for each way of a plan.
+"""Computes a layer that is cut over the ranks of the axis `tensor`, for each way of a plan.
 
 A layer keeps its class and its parameters; its `forward` is replaced on the instance. A linear
 layer [outputs, inputs] of x on two ranks, and what each rank computes of it:
