@@ -241,10 +241,8 @@ class HangWatch:
         if waited <= limit:
             return None
         reports = self._collect_reports(pids)
-        newest = {
-            beat.rank: max(_last_sign(beat), _forward(beat)) for beat in read_beats(self.folder)
-        }
-        before = {beat.rank: max(_last_sign(beat), _forward(beat)) for beat in waiting}
+        newest = {beat.rank: _newest_sign(beat) for beat in read_beats(self.folder)}
+        before = {beat.rank: _newest_sign(beat) for beat in waiting}
         if not reports.stopped and all(
             newest.get(rank, 0.0) > sign for rank, sign in before.items()
         ):
@@ -310,7 +308,7 @@ class HangWatch:
         """
         now = time.monotonic()
         waiting = [beat for beat in beats if _since(beat) is not None]
-        signs = [max(_last_sign(beat), _forward(beat)) for beat in beats]
+        signs = [_newest_sign(beat) for beat in beats]
         if self._stop_requested_at is not None:
             signs.append(self._stop_requested_at)
         running = {rank for rank, pid in pids.items() if is_running(pid)}
@@ -330,6 +328,9 @@ class HangWatch:
         if not is_long and not idle:
             return None
         reports = self._collect_reports(pids)
+        newest = max(map(_newest_sign, read_beats(self.folder)), default=0.0)
+        if newest > max(signs):
+            return None  # one went on while they were asked
         in_collective = [rank for rank in sorted(elsewhere) if reports.stacks[rank].in_collective]
         if not is_long and not all(stack.in_collective for stack in reports.stacks.values()):
             return None
@@ -534,6 +535,11 @@ def _last_sign(beat: Beat) -> float:
 def _forward(beat: Beat) -> float:
     """Return when the work that a rank does, or waits for, last went forward."""
     return max(beat.forward, beat.write.forward) if beat.awaits_write else beat.forward
+
+
+def _newest_sign(beat: Beat) -> float:
+    """Return when a rank last did anything that its heartbeat tells of."""
+    return max(_last_sign(beat), _forward(beat))
 
 
 def _kind(beat: Beat) -> str:

@@ -35,9 +35,12 @@ def read_beats(folder: Path) -> list[Beat]:
 
 
 def _beat_of(rank: int, data: bytes) -> Beat | None:
-    """Return what stands in a rank's file; None if it has written nothing."""
+    """Return what stands in a rank's file; None if it has written nothing.
+
+    A head that is just being written for the first time has a process before it has a time.
+    """
     process, step, phase, seconds, number, depth, awaits = HEAD.unpack_from(data)
-    if not process or not 0 <= phase < len(PHASES):
+    if not process or not seconds or not 0 <= phase < len(PHASES):
         return None
     calls = [read_call(data, slot) for slot in range(1, min(number, SLOTS) + 1)]
     (forward,) = FORWARD.unpack_from(data, FORWARD_AT)

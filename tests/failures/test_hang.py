@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import struct
 import subprocess
 import sys
 import threading
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from lockstep.errors import RunError
 from lockstep.failures.failure import Failure
 from lockstep.failures.hang import HangWatch
-from lockstep.heartbeat.files import DUMP
+from lockstep.heartbeat.files import DUMP, HEAD, SIZE
 from lockstep.heartbeat.watcher import read_beats
 from lockstep.heartbeat.writer import Heartbeat
 from lockstep.launch.rendezvous_handlers import Membership
@@ -61,9 +62,19 @@ if how == "a collective":
     sys.path.insert(0, str(logs / "torch/distributed"))
     import collective
     collective.all_reduce()
-if how == "a step":
+if how == "elsewhere":
+    beat(2, "pause")
+if how in ("a step", "goes on"):
     beat(2, "step")
     mine.call("steps").__enter__()
+if how in ("elsewhere", "goes on"):
+    while not (folder / "dump").exists():
+        time.sleep(0.01)
+    if how == "goes on":
+        beat(3, "step")
+    while True:  # each time that it is asked
+        (folder / f"flight-{rank}.json").write_text("{}")
+        time.sleep(0.01)
 if how == "a save":
     for _ in range(3):
         mine.call("save").__enter__()
@@ -158,6 +169,28 @@ def test_one_that_goes_on_does_not_excuse_the_other(ranks: Callable[..., Ranks])
     assert failure is not None
     assert failure.rank == 1
     assert failure.where is not None
+
+
+def test_ranks_that_go_on_while_one_computes_elsewhere_were_only_slow(
+    ranks: Callable[..., Ranks],
+) -> None:
+    both = ranks("elsewhere", "goes on")
+    wait_for(lambda: [beat.step for beat in read_beats(both.beats)] == [2, 2])
+    time.sleep(0.5)
+    assert not look(both)
+    failure = found_in_time(both)
+    assert (failure.rank, failure.what[:37]) == (0, "it hangs: it keeps the others waiting")
+
+
+def test_a_head_that_is_half_written_tells_nothing(tmp_path: Path) -> None:
+    """A rank's first head was read between its process and its time: it was said to have kept the
+    others waiting since the machine was started.
+    """
+    path = tmp_path / "beat-0"
+    path.write_bytes(struct.pack("<q", 7).ljust(SIZE, b"\0"))
+    assert read_beats(tmp_path) == []
+    path.write_bytes(HEAD.pack(7, 0, 0, 3.5, 0, 0, 0).ljust(SIZE, b"\0"))
+    assert [beat.time for beat in read_beats(tmp_path)] == [3.5]
 
 
 def test_a_stack_that_is_half_written_is_waited_for(ranks: Callable[..., Ranks]) -> None:
