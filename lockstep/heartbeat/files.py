@@ -126,7 +126,8 @@ def read_call(data: mmap.mmap | bytes, number: int) -> Call | None:
     if not found:
         return None
     name, line = (text.rstrip(b"\0").decode(errors="replace") for text in (name, line))
-    return Call(found, name, line, begun, ended)
+    # an end of which only the lower bytes are written is a time before the beginning
+    return Call(found, name, line, begun, ended if ended >= begun else 0.0)
 
 
 def write_failure(data: mmap.mmap, call: FailedCall) -> None:

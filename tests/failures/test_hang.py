@@ -17,7 +17,16 @@ import torch.distributed as dist
 from lockstep.errors import RunError
 from lockstep.failures.failure import Failure
 from lockstep.failures.hang import HangWatch
-from lockstep.heartbeat.files import DUMP, HEAD, SIZE
+from lockstep.heartbeat.files import (
+    DUMP,
+    HEAD,
+    SIZE,
+    Call,
+    mapped,
+    read_call,
+    write_call,
+    write_end,
+)
 from lockstep.heartbeat.watcher import read_beats
 from lockstep.heartbeat.writer import Heartbeat
 from lockstep.launch.rendezvous_handlers import Membership
@@ -191,6 +200,20 @@ def test_a_head_that_is_half_written_tells_nothing(tmp_path: Path) -> None:
     assert read_beats(tmp_path) == []
     path.write_bytes(HEAD.pack(7, 0, 0, 3.5, 0, 0, 0).ljust(SIZE, b"\0"))
     assert [beat.time for beat in read_beats(tmp_path)] == [3.5]
+
+
+def test_an_end_that_is_half_written_is_none(tmp_path: Path) -> None:
+    data = mapped(tmp_path / "beat-0", create=True)
+    write_call(data, Call(1, "save", "", begun=24000.5, ended=0.0))
+    write_end(data, 1, 24001.123)
+    call = read_call(data, 1)
+    assert call is not None
+    assert call.ended == 24001.123
+    at = data.find(struct.pack("<d", 24001.123))
+    data[at + 5 : at + 8] = bytes(3)
+    call = read_call(data, 1)
+    assert call is not None
+    assert call.ended == 0.0
 
 
 def test_a_stack_that_is_half_written_is_waited_for(ranks: Callable[..., Ranks]) -> None:
