@@ -91,7 +91,6 @@ class Forked(subprocess.Popen[str]):
             environment=environment,
             folder=os.fspath(its["cwd"] or os.getcwd()),
             parent=os.getpid(),
-            own_session=its["start_new_session"],
             makes_forks=_makes_forks(module, arguments, environment),
             first=(
                 partial(self._host.enter, self._host_name)

@@ -31,6 +31,7 @@ Answer = Callable[[int], None]
 # numbers of the received signals, in order, also those that a script's own handlers answered
 seen: list[int] = []
 _answer: Answer | None = None
+_answers_all = False  # whichever handler a signal has: ours are just being replaced
 _further: dict[int, Answer] = {}  # by number: answers to signals that ask for something else
 _reader: threading.Thread | None = None
 _pid = 0  # process in which the thread reads
@@ -157,12 +158,18 @@ def without_thread() -> Iterator[None]:
 def leave_to_script() -> None:
     """Restore Python's default handlers, for a script that may install its own.
 
-    `seen` is still updated.
+    What came before is answered before this returns. `seen` is still updated.
     """
+    global _answers_all
     if threading.current_thread() is threading.main_thread():
+        # signals that came to handlers of ours, and which the thread has not read yet, would find
+        # others there, and be lost
+        _answers_all = True
         for number in ASKS_TO_END:
             if signal.getsignal(number) is _noted:
                 signal.signal(number, _default(number))
+        _read_all()
+        _answers_all = False
 
 
 def ignore(*, scripts_own: bool = False) -> None:
@@ -195,13 +202,18 @@ def name_of(number: int) -> str:
 
 def asked_to_end() -> bool:
     """Return whether SIGTERM or a Ctrl-C came to this process; also if it came only just now."""
+    _read_all()
+    return any(number in (signal.SIGTERM, signal.SIGINT) for number in seen)
+
+
+def _read_all() -> None:
+    """Wait until the thread, if there is one, has read the signals that have come so far."""
     if _reader is not None and _pid == os.getpid():
         _all_read.clear()
         # the pipe is full of signals, of which the thread has read some
         with suppress(BlockingIOError):
             os.write(_pipe, bytes([_END_OF_READ]))  # behind the numbers that it has not read yet
             _all_read.wait(1.0)
-    return any(number in (signal.SIGTERM, signal.SIGINT) for number in seen)
 
 
 def _read_in_background() -> None:
@@ -247,7 +259,7 @@ def _take(numbers: bytes) -> bool:
             _all_read.set()
         if number in ASKS_TO_END:
             seen.append(number)
-            if signal.getsignal(number) is _noted and _answer is not None:
+            if _answer is not None and (_answers_all or signal.getsignal(number) is _noted):
                 _answer(number)
         elif number in _further and signal.getsignal(number) is _noted:
             _further[number](number)

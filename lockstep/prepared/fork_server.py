@@ -336,14 +336,18 @@ def _fork(
 
 
 def _fork_orphan() -> bytes | None:
-    """Fork a process that goes to the one that asks; return its id, as text, and in it None."""
+    """Fork a process that goes to the one that asks; return its id, as text, and in it None.
+
+    It leads a session of its own before anybody knows its id: whoever starts a process so may send
+    a signal to its group at once, and finds one.
+    """
     read, write = os.pipe()
     middle = os.fork()  # which ends at once, so that its child goes to the process that asked
     if middle == 0:
-        pid = os.fork()
-        if pid:
-            os.write(write, str(pid).encode())
+        if os.fork():
             os._exit(0)
+        os.setsid()
+        os.write(write, str(os.getpid()).encode())
         os.close(read)
         os.close(write)
         return None
@@ -364,8 +368,6 @@ def become(request: ForkRequest, descriptors: Sequence[int]) -> None:
         if not is_running(request.parent):
             os._exit(1)  # who asked was killed meanwhile, and nobody waits for this process
         time.sleep(0.001)
-    if request.own_session:
-        os.setsid()
     for number, descriptor in enumerate(descriptors):
         os.dup2(descriptor, number)
         os.close(descriptor)

@@ -48,7 +48,7 @@ class CannotForkError(Exception):
 
 @dataclass(frozen=True)
 class ForkRequest:
-    """Describes a process that a prepared process shall start.
+    """Describes a process that a prepared process shall start, in a session of its own.
 
     Attributes:
         module: what `python -m` would run.
@@ -56,7 +56,6 @@ class ForkRequest:
         environment: all variables of the fork.
         folder: the working directory.
         parent: the process whose child the fork becomes.
-        own_session: as `start_new_session` of Popen.
         inherited: the signals that the fork holds back and ignores at first.
         makes_forks: whether it gets a prepared process of its own, for forks of what it imported.
         comes_again: whether as many are likely to be asked for again, at once: the prepared process
@@ -69,7 +68,6 @@ class ForkRequest:
     environment: Mapping[str, str]
     folder: str
     parent: int
-    own_session: bool = False
     inherited: Inherited = field(default_factory=inherited)
     makes_forks: bool = False
     comes_again: bool = False

@@ -86,7 +86,6 @@ class RankStarter:
             environment=dict(environment),
             folder=os.getcwd(),
             parent=os.getpid(),
-            own_session=not self._of_launchers,
             makes_forks=self._of_launchers,
             comes_again=self._restarts,
         )

@@ -162,7 +162,6 @@ class WarmServer:
             environment=asked["environment"],
             folder=asked["folder"],
             parent=os.getpid(),
-            own_session=True,
             inherited=Inherited(*map(frozenset, asked["signals"])),
             makes_forks=True,
         )
@@ -240,6 +239,7 @@ def main() -> None:
         return
     request, descriptors, mask = started
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    os.setsid()
     os.umask(mask)
     fork_server.lead_forks(partial(fork_server.become, request, descriptors))
 

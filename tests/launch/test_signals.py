@@ -94,6 +94,24 @@ def test_signals_while_a_run_starts(tmp_path: Path) -> None:
     assert list((tmp_path / "tmp").glob("lockstep-*")) == []
 
 
+_LEAVES = """
+import os, signal, sys, time
+from lockstep.machine import signals
+sys.setswitchinterval(100)  # the thread that reads signals gets its turn when the main thread waits
+signals.listen(lambda number: os._exit(7))
+os.kill(os.getpid(), signal.SIGTERM)
+signals.leave_to_script()
+time.sleep(1)
+"""
+
+
+def test_a_signal_just_before_the_script_begins_is_not_lost() -> None:
+    """A rank that was asked to end as it started ran its script instead, for the 30 s that it had
+    to end.
+    """
+    assert subprocess.run([sys.executable, "-c", _LEAVES], timeout=60).returncode == 7
+
+
 @pytest.mark.fault(
     "process: the terminal of a run under nohup is closed",
     "SIGHUP comes to the launcher and to its ranks, which nohup started with it ignored",

@@ -210,6 +210,17 @@ def test_a_fork_whose_parent_is_gone_ends() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1]) == 1
 
 
+def test_a_fork_can_be_ended_with_its_group_at_once() -> None:
+    """A rank that fails as it starts ends the others: one that had no group yet was not found, and
+    kept the launcher for 30 s, or made it fail.
+    """
+    request = ForkRequest("json.tool", [], dict(os.environ), ".", os.getpid())
+    for _ in range(20):
+        pid = forked.prepared_process().fork(request, (0, 1, 2))
+        os.killpg(pid, signal.SIGKILL)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+
+
 def test_what_makes_a_fork_unsafe_is_found() -> None:
     """In a process of its own: a thread, an open device, drawn numbers.
 
