@@ -1,4 +1,4 @@
-"""Private training: each sample's gradient is clipped, and noise is added to the sum over all ranks.
+"""Private training: each sample's gradient is clipped, and noise added to the sum of all ranks.
 
 `own noise`: each rank adds noise of its own to the sum that all have.
 """

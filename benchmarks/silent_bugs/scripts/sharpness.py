@@ -1,6 +1,6 @@
-"""Sharpness-aware minimisation: a step up along the gradient of all ranks, then one down from there.
+"""Sharpness-aware minimisation: a step up along the gradient of all ranks, then one down.
 
-`own ascent`: each rank goes up along the gradient of its own samples, and takes it for that of all.
+`own ascent`: each rank goes up along the gradient of its own samples.
 """
 
 import sys

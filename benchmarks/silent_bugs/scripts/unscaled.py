@@ -1,6 +1,6 @@
 """A scaled loss whose gradients are unscaled before they are clipped, by torch's own scaler.
 
-`clipped scaled`: they are clipped before they are unscaled, to a norm that the scale has made small.
+`clipped scaled`: they are clipped before they are unscaled, when their norm is that of the scale.
 """
 
 import sys
