@@ -1,5 +1,6 @@
-"""SwAV: the codes of a view are predicted from the other; the codes of all ranks' samples together
-use prototypes equally often, by Sinkhorn's iterations.
+"""SwAV: a view's codes are predicted from the other view.
+
+By Sinkhorn's iterations the codes of all ranks' samples together use prototypes equally often.
 
 `own clusters`: the iterations go over each rank's samples alone.
 """
