@@ -12,7 +12,7 @@ it, and a notebook's cells. `patch_names`, called last, replaces it there, too.
 import inspect
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
 from types import ModuleType
 from typing import Any
@@ -23,7 +23,9 @@ import torch.distributed.fsdp as distributed_fsdp
 import torch.distributed.tensor.parallel as tensor_parallel
 import torch.nn.utils.clip_grad as clip
 from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.pipelining import schedules, stage
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -387,6 +389,15 @@ def patch_products(multiplied: Callable[[Tensor, Tensor], None]) -> Undo:
     return _all_of([_set(owner, name, multiplying(getattr(owner, name))) for owner, name in places])
 
 
+def patch_scalers(scaled: Callable[[Any], None], unscaled: Callable[[], None]) -> Undo:
+    """Report each loss that a scaler scales, with the scaler, and gradients that it unscales."""
+    undo = []
+    for kind in (GradScaler, ShardedGradScaler):
+        undo.append(_after(kind, "scale", lambda self, _result: scaled(self)))
+        undo.append(_after(kind, "unscale_", lambda _self, _result: unscaled()))
+    return _all_of(undo)
+
+
 def patch_reading(read: Callable[[], None]) -> Undo:
     """Report each batch that a loader gives."""
     return _after(dataloader._BaseDataLoaderIter, "__next__", lambda _self, _result: read())
@@ -497,18 +508,16 @@ _OF_NUMPY = (
 )
 _OF_PYTHON = (
     "betavariate",
-    "choice",
-    "choices",
     "expovariate",
     "gauss",
     "normalvariate",
     "randint",
     "random",
     "randrange",
-    "sample",
     "triangular",
     "uniform",
 )
+_OF_POPULATIONS = ("choice", "choices", "sample")
 PERMUTATIONS = (
     "torch.randperm",
     "numpy.random.permutation",
@@ -523,6 +532,10 @@ def patch_draws(drawn: Drawn) -> None:
     It makes those of generators of the script's own, too.
     """
     once = _not_within_draws(drawn)
+    for owner, positional in ((random, 0), (random.Random, 1)):
+        for name in _OF_POPULATIONS:
+            chosen = _choosing(getattr(owner, name), f"random.{name}", positional, once)
+            _set(owner, name, chosen)
     for owner, prefix, names in (
         (torch, "torch", _OF_TORCH),
         (torch.Tensor, "Tensor", _OF_TENSORS),
@@ -586,6 +599,63 @@ def _drawing(original: Callable[..., Any], name: str, drawn: Drawn) -> Callable[
         return drawn(name, lambda: original(*args, **kwargs))
 
     return observed
+
+
+def _choosing(
+    original: Callable[..., Any], name: str, generators: int, drawn: Drawn
+) -> Callable[..., Any]:
+    """Return a function or method that chooses objects by positions, so that these are drawn.
+
+    Numbers are drawn themselves. `generators`: number of arguments before the population.
+    """
+
+    @wraps(original)
+    def observed(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return original(*args, **kwargs)
+        before, population, rest = args[:generators], args[generators:][:1], args[generators + 1 :]
+        objects = population[0] if population else ()
+        has_counts = kwargs.get("counts") is not None
+        are_objects = isinstance(objects, Sequence) and not isinstance(objects, str | bytes | range)
+        if not are_objects or has_counts or all(isinstance(x, int | float) for x in objects):
+            return drawn(name, lambda: original(*args, **kwargs))
+        positions = range(len(objects))
+        chosen = drawn(name, lambda: original(*before, positions, *rest, **kwargs))
+        if isinstance(chosen, list):
+            return [objects[at] for at in chosen if at < len(objects)]
+        return objects[chosen]
+
+    return observed
+
+
+def patch_reads(indexed: Callable[[Any, Any], Any], made: Callable[[str, Any], Any]) -> None:
+    """Let `indexed` replace the index of tensors and memory maps, and `made` new tensors.
+
+    These are made of numbers of Python or NumPy. What is indexed by a tensor is left alone.
+    """
+
+    def reading(original: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+        @wraps(original)
+        def observed(self: Any, index: Any) -> Any:
+            if isinstance(index, Tensor) or torch.compiler.is_compiling():
+                return original(self, index)
+            return original(self, indexed(self, index))
+
+        return observed
+
+    def making(original: Callable[..., Any], name: str) -> Callable[..., Any]:
+        @wraps(original)
+        def observed(*args: Any, **kwargs: Any) -> Any:
+            value = original(*args, **kwargs)
+            of_tensor = bool(args) and isinstance(args[0], Tensor)
+            return value if of_tensor or torch.compiler.is_compiling() else made(name, value)
+
+        return observed
+
+    for owner in (Tensor, np.memmap):
+        _set(owner, "__getitem__", reading(getattr(owner, "__getitem__")))  # noqa: B009
+    for name in ("as_tensor", "from_numpy", "tensor"):
+        _set(torch, name, making(getattr(torch, name), f"torch.{name}"))
 
 
 def _shuffling(original: Callable[..., Any], name: str, drawn: Drawn) -> Callable[..., Any]:

@@ -123,6 +123,14 @@ class TrainingChecks:
         """Note a gradient at the end of a backward pass."""
         self._passes.end(self._updates.first_optimizer)
 
+    def scaled(self, scaler: Any) -> None:
+        """Note the scaler of a loss."""
+        self._passes.scaled(scaler)
+
+    def unscaled(self) -> None:
+        """Note that gradients are divided by the scale of their losses."""
+        self._passes.unscaled()
+
     def clipped(self, parameters: Iterable[Tensor]) -> None:
         """Look at gradients that are clipped."""
         self._passes.clipped(parameters)

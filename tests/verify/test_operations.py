@@ -12,6 +12,7 @@ from lockstep.verify.script.operations import (
     TracedOperations,
     difference_keys,
     earliest,
+    first_cut,
     first_operation,
     first_operation_of_part,
     line_of_loss,
@@ -51,6 +52,24 @@ def test_the_first_operation_that_differs() -> None:
     assert "is given something else" in told(first_operation(scaled, traced(2.0, 2 * inputs)))
     assert "sum is left out" in told(first_operation(plain[:-1], plain))
     assert "sum, which one process does not call" in told(first_operation(plain, plain[:-1]))
+
+
+def test_what_gradients_do_not_go_through_on_one_side() -> None:
+    inputs = torch.ones(2, 4)
+
+    def inner_step(*, keeps: bool) -> list[TracedOperation]:
+        found: list[TracedOperation] = []
+        with TracedOperations(lambda: ("", FORWARD), found.append):
+            loss = LAYER(inputs).square().sum()
+            (gradient,) = torch.autograd.grad(loss, LAYER.weight, create_graph=keeps)
+            (LAYER.weight - 0.1 * gradient).sum()
+        return found
+
+    cut = first_cut(inner_step(keeps=False), inner_step(keeps=True))
+    assert cut is not None
+    assert "no gradient goes through what" in cut.text
+    assert "autograd.grad" in code_at(cut.line) or "0.1 * gradient" in code_at(cut.line)
+    assert first_cut(inner_step(keeps=True), inner_step(keeps=True)) is None
 
 
 def test_an_operator_that_is_observed_has_the_line_that_calls_it() -> None:

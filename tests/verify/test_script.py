@@ -374,8 +374,8 @@ def test_a_script_without_loaders_is_judged_where_the_batch_is_held(tmp_path: Pa
         "model = nn.parallel.DistributedDataParallel(nn.Linear(4, 1))\n"
         "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
         "for step in range(4):\n"
-        "    begin = (step * dist.get_world_size() + rank) * size\n"
-        "    model(inputs[begin : begin + size]).square().mean().backward()\n"
+        "    number = step * dist.get_world_size() + rank\n"
+        "    model(inputs.split(size)[number]).square().mean().backward()\n"
         "    optimizer.step()\n"
         "    optimizer.zero_grad()\n"
     )

@@ -30,6 +30,7 @@ class Loop:
     """A right loop in one process; a test replaces a part of it."""
 
     accumulate = 1
+    scaler: torch.amp.GradScaler
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -178,6 +179,24 @@ def clipping_each(self: Loop, loss: Tensor) -> None:
     nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
 
 
+def scaled(self: Loop, loss: Tensor) -> None:
+    self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    self.scaler.scale(loss).backward()
+
+
+def unscaling_first(self: Loop) -> None:
+    self.scaler.unscale_(self.optimizer)
+    clipping_first(self)
+
+
+def clipping_first(self: Loop) -> None:
+    nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+    self.scaler.step(self.optimizer)
+    self.scaler.update()
+    self.schedule.step()
+    self.optimizer.zero_grad()
+
+
 def undivided(self: Loop, x: Tensor) -> Tensor:
     return nn.functional.mse_loss(self.model(x), x[:, :1])
 
@@ -226,6 +245,8 @@ def infinite(self: Loop, x: Tensor) -> Tensor:
         (loop(run=epochs_in_one_order), "order of samples"),
         (loop(loss=frozen_part), "parameters without gradients"),
         (loop(accumulate=2, backward=clipping_each), "clipping"),
+        (loop(backward=scaled, step=clipping_first), "clipping"),
+        (loop(backward=scaled, step=unscaling_first), None),
         (loop(accumulate=2, loss=undivided), "gradient accumulation"),
         (loop(accumulate=2, loss=undivided_mean_of_its_own), "gradient accumulation"),
         (loop(accumulate=3, backward=schedule_each), "learning rate schedule"),

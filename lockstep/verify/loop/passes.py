@@ -31,6 +31,7 @@ class PassChecks:
         # a parameter whose gradient was clipped since the last step
         self._clipped: Tensor | None = None
         self._clipped_at = ""
+        self._scaler: Any = None  # whose scale the gradients have
 
     def batch_read(self) -> None:
         """Note a batch that a loader gives."""
@@ -72,6 +73,14 @@ class PassChecks:
             if parameter is not None:
                 self._gradient = (parameter, float(local(parameter.grad).detach().norm()))
 
+    def scaled(self, scaler: Any) -> None:
+        """Note the scaler of a loss, whose gradients will be as large."""
+        self._scaler = scaler
+
+    def unscaled(self) -> None:
+        """Note that gradients have been divided by that scale."""
+        self._scaler = None
+
     def clipped(self, parameters: Iterable[Tensor]) -> None:
         """Look at gradients that are clipped."""
         if self._log.looks and self._clipped is None:
@@ -79,12 +88,24 @@ class PassChecks:
         self._clipped = next((p for p in reversed(list(parameters)) if p.grad is not None), None)
         if self._log.looks:
             self._clipped_at = own_line()
+            self._check_scale()
         if self._log.looks and self._clipped is None:
             text = (
                 "gradients are clipped where there are none: before the backward pass, or of a"
                 " model that is not trained"
             )
             fix = "clip between loss.backward() and optimizer.step()"
+            self._log.find("clipping", text, fix, self._clipped_at)
+
+    def _check_scale(self) -> None:
+        """Find gradients that are clipped while they have the scale of the loss."""
+        scale = 1.0 if self._scaler is None else float(self._scaler.get_scale())
+        if scale != 1.0:
+            text = (
+                f"gradients are clipped while a scaler has them {scale:g} × as large: the norm that"
+                " they are clipped to is that of the scaled ones"
+            )
+            fix = "scaler.unscale_(optimizer) before they are clipped"
             self._log.find("clipping", text, fix, self._clipped_at)
 
     def begin_update(self) -> None:
@@ -124,6 +145,7 @@ class PassChecks:
         self._batches = 0
         self._clipped = None
         self._undivided_losses = True
+        self._scaler = None
 
 
 def has_gradient(parameter: Tensor) -> bool:

@@ -7,7 +7,8 @@ gradients are compared, parameter after parameter in a row; `explanation.py` say
 Tests: tests/verify/test_script.py, tests/verify/test_values_of_ranks.py
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from lockstep.verify.script.gradients import vector
 from lockstep.verify.script.operations import (
     OperationDifference,
 )
+from lockstep.verify.script.reads import reads_to_give
 from lockstep.verify.script.record import Pieces, RecordedStep, ScriptRecord, TensorPiece
 from lockstep.verify.script.runs import Feed, Runs, TrainedBatches, step_batches
 from lockstep.verify.script.samples_of_ranks import is_cut_by_script
@@ -53,6 +55,10 @@ class ScriptComparison:
         self.conditions = AS_WRITTEN
         self.feed: Feed = {}
         self.in_turn = False  # whether one process takes the ranks' batches one after another
+        # whether one process for each rank is compared: samples come from no loader
+        self.each_alone = False
+        # of each rank, what its process is given then of its draws and of what it reads
+        self._own_values: list[GivenValues] = []
         self.sizes: dict[str, int] = {}  # of the gradients that are compared
         # step → as `alone_on_each` has found
         self._on_each: dict[int, list[tuple[Values, ScriptRecord]]] = {}
@@ -178,7 +184,8 @@ class ScriptComparison:
     def can_take_parts(self) -> bool:
         """Return whether one process can be given the samples of each unit alone."""
         is_limited = len(self.world.units) <= MOST_PARTS and not is_cut_by_script(self.world)
-        return bool(self.feed) and not self.in_turn and is_limited
+        has_parts = self.each_alone or (bool(self.feed) and not self.in_turn)
+        return has_parts and is_limited
 
     def alone_on_each(self, number: int) -> list[tuple[Values, ScriptRecord]]:
         """Return a step's gradient of one process on the samples of each unit, traced if it can be.
@@ -192,19 +199,43 @@ class ScriptComparison:
                 self._on_each[number] = self._alone_on_each(number)
         return self._on_each[number]
 
+    def repeat_parts(self, number: int, right: Values) -> None:
+        """Give one process the samples of each unit several times, if it needs as many as all have.
+
+        A script may compute by the number of its samples, as a weight that grows with those that
+        were seen. Then the mean of the gradients of parts is not that of all samples, unless each
+        part has as many.
+
+        Args:
+            number: of the step.
+            right: the gradient of one process with all samples.
+        """
+        trained = step_batches(self.records[0], number)
+        if trained is None or not self.can_take_parts() or len(self.world.units) == 1:
+            return
+        alone = [gradient for gradient, _ in self.alone_on_each(number)]
+        if gradients.is_same(gradients.mean_of(alone), right):
+            return
+        with suppress(LockstepError):
+            repeated = self._alone_on_each(number, traced=True, times=len(self.world.units))
+            parts = [gradient for gradient, _ in repeated]
+            if gradients.is_same(gradients.mean_of(parts), right):
+                self._on_each[number] = repeated
+
     def _alone_on_each(
-        self, number: int, *, traced: bool = False
+        self, number: int, *, traced: bool = False, times: int = 1
     ) -> list[tuple[Values, ScriptRecord]]:
+        """Return a step's gradient of one process on the samples of each unit, `times` over."""
         trained = step_batches(self.records[0], number)
         if trained is not None:
-            feeds = [[[(unit[0], index)] for index in trained.indices] for unit in self.world.units]
+            units = self.world.units
+            feeds = [[[(unit[0], at)] * times for at in trained.indices] for unit in units]
             return self.parts(number, trained, feeds, traced=traced)
         # A batch serves several steps, or a step takes batches of several loaders: a process is
         # given its unit's samples throughout, and updates with the gradients of all ranks.
         given = replace(self.given, gradients=self._gradients_of_ranks())
         what = "given each rank's samples alone"
-        of_units = self._unit_feeds()
-        records = self.alone(what, of_units, given=given, steps=number + 1, traced=traced)
+        records = self._alone_for_units(what, given, steps=number + 1, traced=traced)
         self._check_steps(records, number, what)
         return [(self.gradients(number, World([record]))[0], record) for record in records]
 
@@ -219,22 +250,90 @@ class ScriptComparison:
             for unit in self.world.units
         ]
 
-    def mean_of_ranks(self) -> ScriptRecord | None:
+    def _alone_for_units(
+        self, what: str, given: GivenValues, *, steps: int | None = None, **conditions: bool
+    ) -> list[ScriptRecord]:
+        """Run one process for each unit, given its samples, or what it draws and reads itself."""
+        if not self.each_alone:
+            return self.alone(what, self._unit_feeds(), given=given, steps=steps, **conditions)
+        of_units = [replace(given, draws=own.draws, reads=own.reads) for own in self._own_values]
+        return self.runs.alone(
+            what,
+            of_units,
+            replace(self.conditions, **conditions),
+            self.outcome.steps if steps is None else steps,
+        )
+
+    def take_each_alone(self, written: ScriptRecord | None) -> ScriptRecord | None:
+        """Return the mean of one process for each rank, where samples come from no loader.
+
+        A process is given what its rank drew while it trained, and the places from which it read;
+        and if it does not have the rank's samples then, what was drawn before, too. None if it does
+        not have them even so.
+
+        `written`: the record of one process that reads as the script is written; None: it fails.
+        """
+        ranks = [unit[0] for unit in self.world.units]
+        if len(ranks) != self.ranks or len(ranks) == 1 or len(ranks) > MOST_PARTS:
+            return None
+        if any(record.batches for record in self.records):
+            return None
+        reads = [record.reads for record in self.records]
+        given_reads: list[dict[Any, Any]] = [{} for _ in ranks]
+        if written is not None:
+            given_reads = reads_to_give(reads, written.reads)
+        kept = self.given
+        self.each_alone = True
+        for has_early in (False, True):
+            self._own_values = [
+                GivenValues(
+                    draws={rank: [*(record.early if has_early else []), *record.draws]},
+                    reads=given_reads[rank],
+                )
+                for rank, record in enumerate(self.records)
+            ]
+            with suppress(LockstepError):
+                mean = self._mean_of_units(self._have_the_samples)
+                if mean is not None:
+                    return mean
+        self.each_alone = False
+        self.given = kept
+        return None
+
+    def _have_the_samples(self, records: Sequence[ScriptRecord]) -> bool:
+        """Return whether each process gives its models what its rank gives them, in all steps."""
+        for mine, right in zip(self.world.leaders, records, strict=True):
+            if len(right.steps) < self.outcome.steps:
+                return False
+            steps = zip(mine.steps[: self.outcome.steps], right.steps, strict=False)
+            if not all(_has_the_samples(other, step) for step, other in steps):
+                return False
+        return True
+
+    def mean_of_ranks(self, *, nudged: bool = False) -> ScriptRecord | None:
         """Return the mean of one process for each unit, given its samples and random numbers.
 
         Their optimizers are given the ranks' gradients. None if samples can't be given so.
         """
         if not self.can_take_parts() or len(self.world.units) == 1:
             return None
+        return self._mean_of_units(lambda _: True, nudged=nudged)
+
+    def _mean_of_units(
+        self, are_right: Callable[[Sequence[ScriptRecord]], bool], **conditions: bool
+    ) -> ScriptRecord | None:
+        """Return the mean of one process for each unit; None if they are not right."""
         self.give_gradients()
         what = "given each rank's samples and random numbers"
-        records = self.alone(what, self._unit_feeds())
+        records = self._alone_for_units(what, self.given, **conditions)
+        if not are_right(records):
+            return None
         steps = zip(*(record.steps for record in records), strict=False)
         means = [
             _mean_step(of_units, self.given.gradients[number])
             for number, of_units in enumerate(steps)
         ]
-        return replace(records[0], steps=means)
+        return replace(records[0], steps=means, unkeyed=[])
 
     def note_traced(self, records: list[ScriptRecord]) -> None:
         """Keep the ranks' records with each operation, for the lines of causes."""
@@ -265,7 +364,7 @@ class ScriptComparison:
         """Return a step's gradient on one process for each member of `samples`.
 
         A member lists, for each batch that the step trains on, the (rank, batch) whose samples it
-        gets.
+        gets; batches of other steps have those of all ranks.
         """
         feeds = []
         for of_batches in samples:
@@ -286,6 +385,16 @@ class ScriptComparison:
                 why="the ranks took them: the number of steps depends on how samples are cut",
                 fix="let the script take a number of steps, whatever batches a rank has",
             )
+
+
+def _has_the_samples(step: RecordedStep, right: RecordedStep) -> bool:
+    """Return whether models got what they got in another step, as far as their inputs tell.
+
+    Inputs that were computed have other last bits, which the outputs of modules show as rounding.
+    """
+    is_seen = any(map(len, right.inputs)) and len(step.losses) == len(right.losses)
+    is_same = step.has_inputs_of(right) or gradients.is_same_flow(step.flow, right.flow)
+    return is_seen and is_same
 
 
 def _mean_step(

@@ -33,6 +33,7 @@ from lockstep.torch_compat.script_patches import PERMUTATIONS, patch_draws
 BatchKey = tuple[int, int]
 """A loader and the index of its batch; without a loader -1 and the number of the pass."""
 
+EARLY: BatchKey = (-2, 0)  # before there is a loop
 _MOST_BYTES = 1 << 28  # of the numbers of one draw that are kept
 _READING = "/torch/utils/data/"  # what a data set draws is in its samples
 
@@ -95,6 +96,7 @@ class ObservedDraws:
         in_module: returns whether a module is being called.
         draw: makes a draw.
         is_own: returns whether a file is the script's own.
+        note_early: is given each draw of the script's own before there is a loop.
     """
 
     def __init__(
@@ -107,6 +109,7 @@ class ObservedDraws:
         in_module: Callable[[], bool],
         draw: Callable[[Callable[[], Any]], Any],
         is_own: Callable[[str], bool],
+        note_early: Callable[[LoopDraw], None],
     ) -> None:
         self.count = 0  # of all draws, of libraries' too
         self._active = False
@@ -117,12 +120,20 @@ class ObservedDraws:
         self._in_module = in_module
         self._draw = draw
         self._is_own = is_own
+        self._note_early = note_early
+        self._early_bytes = 0
         self._counts: Counter[tuple[BatchKey, str, str]] = Counter()
         self._given = {
             (rank, draw.batch, draw.line, draw.name, draw.number): draw
             for rank, draws in given.items()
             for draw in draws
         }
+        # of the one rank whose draws of that time are given
+        self._given_early = [
+            {(draw.batch, draw.line, draw.name, draw.number): draw for draw in draws}
+            for draws in given.values()
+            if any(draw.batch == EARLY for draw in draws)
+        ]
         patch_draws(self._drawn)
 
     def begin(self) -> None:
@@ -139,7 +150,9 @@ class ObservedDraws:
         """
         self.count += 1
         value = self._draw(call)
-        line = self._line(sys._getframe(2)) if self._active else ""
+        if not self._active:
+            return self._drawn_early(name, value, sys._getframe(3))
+        line = self._line(sys._getframe(2))
         if not line:
             return value
         batch = self._batch()
@@ -157,6 +170,25 @@ class ObservedDraws:
             else:
                 value = _replaced(value, joined)
         self._note(LoopDraw(batch, line, name, number, _kept(value), not self._in_module()))
+        return value
+
+    def _drawn_early(self, name: str, value: Any, frame: FrameType) -> Any:
+        """Return what is drawn before there is a loop, or what a rank drew there, if it is given.
+
+        First values of modules are drawn by torch's own code, and not noted.
+        """
+        if not self._is_own(frame.f_code.co_filename):
+            return value
+        line = f"{short_path(frame.f_code.co_filename)}:{frame.f_lineno}"
+        number = self._counts[EARLY, line, name]
+        self._counts[EARLY, line, name] += 1
+        known = [given.get((EARLY, line, name, number)) for given in self._given_early]
+        if known and known[0] is not None and _shape(known[0].value) == _shape(value):
+            value = _replaced(value, known[0].value)
+        kept = _kept(value)
+        self._early_bytes += _bytes_of(kept)
+        if kept is not None and self._early_bytes <= _MOST_BYTES:
+            self._note_early(LoopDraw(EARLY, line, name, number, kept, not self._in_module()))
         return value
 
     def _line(self, frame: FrameType | None) -> str:
@@ -232,6 +264,13 @@ def _kept(value: Any) -> Any:
     if isinstance(value, list):
         return list(value) if all(isinstance(each, int | float) for each in value) else None
     return value if isinstance(value, int | float | np.generic) else None
+
+
+def _bytes_of(value: Any) -> int:
+    """Return the bytes of what is kept of a draw."""
+    if isinstance(value, Tensor):
+        return value.numel() * value.element_size()
+    return int(value.nbytes) if isinstance(value, np.ndarray) else sys.getsizeof(value)
 
 
 def _replaced(value: Any, given: Any) -> Any:

@@ -25,6 +25,7 @@ from lockstep.verify.script.operations import (
     TracedOperation,
     difference_keys,
     earliest,
+    first_cut,
     first_operation,
     first_operation_of_part,
     line_that_couples,
@@ -44,6 +45,7 @@ def explain(c: ScriptComparison, first: Difference, reference: ScriptRecord) -> 
     evidence = None
     if aspect == "gradients":
         evidence = _evidence(c, first.step, reference)
+        c.repeat_parts(first.step, evidence.reference)
         c.outcome.locate(_first_operation(c, first, evidence))
     first.name_without_clipping()
     if aspect == "weights" and _settings_explain_it(c, first.step):
@@ -118,6 +120,10 @@ def _first_operation(c: ScriptComparison, first: Difference, evidence: GradientE
         rank: first_operation(*traced[rank], excused=excused) or first_operation(*traced[rank])
         for rank in (wrong if excused else list(traced))
     }
+    for rank in wrong:
+        difference = first_of_rank.get(rank)
+        if difference is None or difference.is_backward:
+            first_of_rank[rank] = first_cut(*traced[rank]) or difference
     first_of_all = earliest(first_of_rank)
     if first_of_all is not None:
         rank, difference = first_of_all
@@ -463,7 +469,7 @@ def _micro_batch_cause(
 
 def _statistics_cause(c: ScriptComparison, first: Difference) -> Cause | None:
     """Return the cause if the gradients agree where batch normalisation uses running statistics."""
-    if not any(record.normalises for record in c.records):
+    if c.each_alone or not any(record.normalises for record in c.records):
         return None
     what = "with running statistics"
     folder, records = c.rerun(what, first.step, fixed_statistics=True)

@@ -312,6 +312,11 @@ def _first_module(mine: Flow, right: Flow) -> str:
     return "" if len(mine) == len(right) else "the number of calls"
 
 
+def is_same_flow(mine: Flow, right: Flow) -> bool:
+    """Return whether two steps call the same modules, which return the same up to rounding."""
+    return bool(mine) and not _first_module(mine, right)
+
+
 def first_output_of_all(ranks: Sequence[Flow], right: Flow) -> str | None:
     """Return the first module whose output all ranks have alike, and one process has another.
 

@@ -41,6 +41,7 @@ from lockstep.verify.script.runs import HangError, Runs, one_after_another, unit
 from lockstep.verify.script.samples_of_ranks import is_cut_by_script
 from lockstep.verify.script.signs import signs_of
 from lockstep.verify.script.task import AS_IT_IS, GivenValues
+from lockstep.verify.script.untrained import networks_apart
 from lockstep.verify.script.world import World
 
 _ROUNDING_16 = 2e-2  # the same for parameters of 16 bits
@@ -149,7 +150,10 @@ class _Judgement(ScriptComparison):
         if reference is not None:
             self._judge_by(reference)
         if outcome.not_judged:
-            outcome.causes.extend(replicas_apart(self.world, outcome.steps))
+            outcome.causes.extend(
+                replicas_apart(self.world, outcome.steps)
+                or networks_apart(self.world, outcome.steps)
+            )
 
     def note_hang(self, hang: HangError) -> None:
         """Keep what ranks had recorded when they hung, for the lines of causes."""
@@ -287,8 +291,7 @@ class _Judgement(ScriptComparison):
             reference = self.alone("given the samples of all ranks", [self.feed])[0]
         except LockstepError as error:
             text = "one process, with which ranks are compared, does not run the script: "
-            self.outcome.leave_open(text + first_line(error))
-            return None
+            return self._reference_of_each_rank(None, text + first_line(error))
         if reference.names:
             self.given = replace(self.given, names=reference.names)
         names = names_by_order(reference, self.records[0])
@@ -296,8 +299,28 @@ class _Judgement(ScriptComparison):
             self.given = replace(self.given, names=names)
             reference = self.alone("with the ranks' names of its parameters", [self.feed])[0]
         reference = self._accumulating_as_ranks(reference, readers)
-        self._require_same_samples(reference)
-        return None if self.outcome.not_judged else reference
+        why = self._why_not_compared(reference)
+        return self._reference_of_each_rank(reference, why) if why else reference
+
+    def _reference_of_each_rank(
+        self, written: ScriptRecord | None, why: str
+    ) -> ScriptRecord | None:
+        """Return the mean of one process for each rank, where one can't be given all their samples.
+
+        `why`: it can't be; the outcome says so if there is no such mean either.
+        """
+        mean = self.take_each_alone(written)
+        if mean is None:
+            self.outcome.leave_open(why)
+            return None
+        text = (
+            "samples come from no DataLoader: the mean of one process for each rank is compared,"
+            " given the random numbers that the rank drew, the places from which it read, and the"
+            " numbers of Python and NumPy of which it made its tensors"
+        )
+        by = "the inputs of the models, the same on each rank and in its process"
+        self.outcome.causes.append(Cause("samples", text, [by], is_error=False, column="samples"))
+        return mean
 
     def _give_samples(self, readers: Sequence[ScriptRecord], *, shared: bool) -> None:
         """Let one process read the ranks' samples, as far as they could be stored.
@@ -366,18 +389,19 @@ class _Judgement(ScriptComparison):
         )
         return reference
 
-    def _require_same_samples(self, reference: ScriptRecord) -> None:
-        """Leave the outcome open where one process trains on other samples than the ranks."""
+    def _why_not_compared(self, reference: ScriptRecord) -> str:
+        """Return why one process, which trains on other samples, can't be compared; or empty."""
         reads_by_loader = self.records[0].training_loader is not None
         if not reference.steps:
-            self.outcome.leave_open("one process took no step")
-        elif not self.feed or not (reads_by_loader or self._begins_alike(reference)):
-            self._check_inputs(reference)
-        elif not self.in_turn and reference.passes != self.records[0].passes[: self.outcome.steps]:
-            self.outcome.leave_open(
+            return "one process took no step"
+        if not self.feed or not (reads_by_loader or self._begins_alike(reference)):
+            return self._other_inputs(reference)
+        if not self.in_turn and reference.passes != self.records[0].passes[: self.outcome.steps]:
+            return (
                 f"one process takes {reference.passes[0]} micro-batches a step, a rank"
                 f" {self.records[0].passes[0]}"
             )
+        return ""
 
     def _say_batch(
         self, reference: ScriptRecord, loader: int, readers: Sequence[ScriptRecord]
@@ -410,8 +434,8 @@ class _Judgement(ScriptComparison):
             row for rows in reference.steps[0].inputs[:1] for row in rows
         )
 
-    def _check_inputs(self, reference: ScriptRecord) -> None:
-        """Leave a script without a loader unjudged if one process reads other samples."""
+    def _other_inputs(self, reference: ScriptRecord) -> str:
+        """Say which samples one process reads that ranks do not, without a loader; or nothing."""
         for number in range(self.outcome.steps):
             units = [record.steps[number] for record in self.world.leaders]
             right = reference.steps[number]
@@ -419,12 +443,9 @@ class _Judgement(ScriptComparison):
             theirs = sum(map(len, right.inputs))
             total = sum(step.elements for step in units) % 2**64
             if not mine[0]:
-                self.outcome.leave_open(
-                    "the samples come from no DataLoader, and the model has no inputs to compare"
-                )
-                return
+                return "the samples come from no DataLoader, and the model has no inputs to compare"
             if right.elements not in (total, units[0].elements if len(set(mine)) == 1 else total):
-                text = (
+                return (
                     f"in step {number + 1}, one process trains on {theirs} samples and {self.ranks}"
                     " ranks on "
                     f"{sum(mine)}, which are not the same; they don't come from a DataLoader,"
@@ -432,8 +453,7 @@ class _Judgement(ScriptComparison):
                     "process could get them; an argument such as {16/n} holds a global batch of 16"
                     " on n ranks"
                 )
-                self.outcome.leave_open(text)
-                return
+        return ""
 
     def _compare(self, reference: ScriptRecord) -> None:
         """Find the first difference that is more than rounding, and explain it."""
@@ -443,7 +463,8 @@ class _Judgement(ScriptComparison):
         if first is not None and reference.unkeyed:
             self._compare_with_mean(reference, limits)
             return
-        if first is not None and (first.step or first.aspect == "weights"):
+        updates_on_its_own = not self.each_alone  # else it was given the ranks' gradients
+        if first is not None and updates_on_its_own and (first.step or first.aspect == "weights"):
             # Adam, for one, makes whole updates of gradients that are nothing but rounding.
             self.give_gradients()
             reference = self.alone("given the ranks' gradients for its updates", [self.feed])[0]
@@ -480,7 +501,7 @@ class _Judgement(ScriptComparison):
         rate and its own gradients has the same weights.
         """
         causes = [cause for cause in self.outcome.causes if cause.is_error]
-        if {cause.kind for cause in causes} != {LEARNING_RATE, SUM}:
+        if self.each_alone or {cause.kind for cause in causes} != {LEARNING_RATE, SUM}:
             return
         given = replace(self.given, settings=(), gradients=())
         own = self.alone("with its own settings", [self.feed], given=given)[0]
@@ -516,7 +537,7 @@ class _Judgement(ScriptComparison):
         then steps with the rate of the ranks.
         """
         causes = [cause for cause in self.outcome.causes if cause.is_error]
-        if [cause.kind for cause in causes] != [LEARNING_RATE]:
+        if self.each_alone or [cause.kind for cause in causes] != [LEARNING_RATE]:
             return
         of_ranks = [_batches_of_loaders(record) for record in self.records]
         tried = [_batches_of_loaders(reference, self.given.sizes)]
@@ -543,7 +564,12 @@ class _Judgement(ScriptComparison):
 
     def _moved_by_last_bits(self, reference: ScriptRecord) -> list[tuple[float, float]]:
         """Return how far changed last bits of weights move gradients and updates, step by step."""
-        nudged = self.alone("with other last bits in its weights", [self.feed], nudged=True)[0]
+        if self.each_alone:
+            mean = self.mean_of_ranks(nudged=True)
+            assert mean is not None
+            nudged = mean
+        else:
+            nudged = self.alone("with other last bits in its weights", [self.feed], nudged=True)[0]
         world = World([nudged])
         return [self.distances(number, world, reference) for number in range(len(nudged.steps))]
 

@@ -44,6 +44,7 @@ from lockstep.tensors import local
 from lockstep.torch_compat import script_patches
 from lockstep.torch_compat.pytree import tree_leaves
 from lockstep.verify.accelerate_variables import accelerate_variables
+from lockstep.verify.loop.models import ids_of_parameters
 from lockstep.verify.loop.updates import Nesting
 from lockstep.verify.own_lines import (
     is_own,
@@ -59,6 +60,7 @@ from lockstep.verify.script.observed_pass import AppliedConditions, GeneratorSta
 from lockstep.verify.script.operations import BACKWARD, FORWARD, UPDATE, TracedOperations
 from lockstep.verify.script.orders import ObservedOrders
 from lockstep.verify.script.passed_on import PassedOn
+from lockstep.verify.script.reads import ObservedReads
 from lockstep.verify.script.record import (
     AUTOCAST,
     CLIP,
@@ -68,6 +70,7 @@ from lockstep.verify.script.record import (
 )
 from lockstep.verify.script.saved_files import SavedFiles
 from lockstep.verify.script.task import ScriptTask, for_ranks
+from lockstep.verify.script.untrained import UntrainedNetworks
 from lockstep.verify.script.values import ObservedLoaders
 from lockstep.verify.training_checks import TrainingChecks
 from lockstep.verify.watch import verified_part
@@ -165,6 +168,18 @@ class _ScriptObserver:
             lambda: bool(self._inside),
             self._draw,
             is_own,
+            self.record.early.append,
+        )
+        reads = ObservedReads(
+            task.given.reads,
+            lambda: self._passes,
+            self._is_reading,
+            is_own,
+            self.record.reads.append,
+        )
+        script_patches.patch_reads(reads.indexed, reads.made)
+        self._untrained = UntrainedNetworks(
+            lambda: ids_of_parameters(self._checks.made.of_kind(torch.optim.Optimizer))
         )
         self._orders = ObservedOrders(
             values.number_of,
@@ -193,7 +208,8 @@ class _ScriptObserver:
         script_patches.patch_hooks(self._hook_registered)
         script_patches.patch_samplers(self._checks.sampler_begun)
         script_patches.patch_orders(self._orders.begun)
-        script_patches.patch_loading(self._checks.loaded)
+        script_patches.patch_loading(self._loaded)
+        script_patches.patch_scalers(self._checks.scaled, self._checks.unscaled)
         saved = SavedFiles(self.task.saved, lambda: bool(self.record.first))
         script_patches.patch_saving(saved.save)
         saved.watch()
@@ -271,6 +287,10 @@ class _ScriptObserver:
             self._sharded_dtypes.add(f"{FSDP_CASTS} to {dtype}")
         return not self.task.conditions.full_precision
 
+    def _loaded(self, module: nn.Module, missing: list[str], unexpected: list[str]) -> None:
+        self._untrained.loaded(module)
+        self._checks.loaded(module, missing, unexpected)
+
     def _schedule_stepped(self, schedule: LRScheduler) -> None:
         self._checks.schedule_stepped(schedule)
         if schedule.last_epoch > 0:  # else it is made
@@ -322,6 +342,10 @@ class _ScriptObserver:
         index, turn = divmod(self._passes, len(ranks))
         return [(ranks[turn], index)]
 
+    def _is_reading(self) -> bool:
+        """Return whether the loop reads samples by itself, outside of modules and passes."""
+        return not self._inside and not self._in_backward and self._loaders.last is None
+
     def _draw(self, call: Callable[[], Any]) -> Any:
         """Draw: outside of modules the numbers themselves, which one process is given, too."""
         return call() if self._inside else self._conditions.draw_outside_of_modules(call)
@@ -340,6 +364,8 @@ class _ScriptObserver:
             # also where a part of a model runs without gradients
             self._checks.module_called(module)
         is_inner = len(self._inside) > 1
+        if self.active and not is_inner and not self._in_backward:
+            self._untrained.called(module)
         if is_inner or not torch.is_grad_enabled() or self._in_backward or not self.active:
             return
         self._generators.note_call()
@@ -555,7 +581,8 @@ class _ScriptObserver:
                 name: self._models.piece(p)
                 for p in parameters
                 if (name := self._models.name_of(p)) is not None
-            }
+            },
+            *self._untrained.take(),
         )
         number = len(self.record.steps)
         self.record.steps.append(self.task.keep_step(self.rank, number, self._step))

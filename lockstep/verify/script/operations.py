@@ -44,6 +44,7 @@ class GivenTensor(NamedTuple):
     magnitude: float  # sum of the magnitudes of its elements
     line: str = ""  # the user's own line that made it, or wrote into it last
     writes: int = 0  # how often it was written into since it was made
+    is_tracked: bool = False  # whether gradients go through it
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,7 @@ class OperationDifference:
     line: str
     is_update: bool = False  # whether it comes between a backward pass and the update
     position: int = 0  # of the operation there, in its order, at which both part
+    is_backward: bool = False  # whether it is of a backward pass
 
 
 # What tells a difference from others: the operation here, its line, and the operation there; one
@@ -129,7 +131,8 @@ class TracedOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 made = self._made.get(_memory(leaf))
                 # Another tensor may lie where one was.
                 is_known = made is not None and made.magnitude == magnitude
-                inputs.append(made if made is not None and is_known else GivenTensor(magnitude))
+                known = made if made is not None and is_known else GivenTensor(magnitude)
+                inputs.append(known._replace(is_tracked=leaf.requires_grad))
         return tuple(inputs)
 
     def _line_that_passed_on(self, tree: Any) -> str:
@@ -230,6 +233,32 @@ def first_operation(
     for key, difference in _differences(mine, right, other):
         if key not in excused:
             return difference
+    return None
+
+
+def first_cut(
+    mine: Sequence[TracedOperation], right: Sequence[TracedOperation]
+) -> OperationDifference | None:
+    """Return the first operation through which gradients go on one side alone; None if none does.
+
+    It is for forward passes that are the same, operation by operation, before backward passes that
+    are not.
+    """
+    forward = [
+        [operation for operation in operations if operation.phase == FORWARD]
+        for operations in (mine, right)
+    ]
+    for here, there in zip(*forward, strict=False):
+        if here.name != there.name:
+            return None
+        tracked = [given.is_tracked for given in here.inputs]
+        right_tracked = [given.is_tracked for given in there.inputs]
+        if tracked != right_tracked:
+            lost = sum(tracked) < sum(right_tracked)
+            text = f"no gradient goes through what {here.name} is given, as in one process"
+            if not lost:
+                text = f"gradients go through what {here.name} is given, and not in one process"
+            return _difference(here, text)
     return None
 
 
@@ -438,7 +467,8 @@ def _difference(operation: TracedOperation, text: str, position: int = 0) -> Ope
     phase = _PHASES[operation.phase]
     where = f"{operation.line}{module}{phase}"
     is_update = operation.phase == UPDATE
-    return OperationDifference(f"{where}: {text}", operation.own, is_update, position)
+    is_backward = operation.phase == BACKWARD
+    return OperationDifference(f"{where}: {text}", operation.own, is_update, position, is_backward)
 
 
 def _differ(mine: float, right: float) -> bool:

@@ -18,6 +18,7 @@ from lockstep.torch_compat.script_patches import COLLECTIVES
 from lockstep.verify.script.draws import BatchKey, LoopDraw
 from lockstep.verify.script.operations import BACKWARD, TracedOperation, line_of_loss
 from lockstep.verify.script.orders import LoaderPass
+from lockstep.verify.script.reads import LoopRead
 from lockstep.verify.script.recorded_lines import ScriptLines
 
 TORCH = "PyTorch"
@@ -113,6 +114,9 @@ class RecordedStep:
     gradients: Pieces = field(default_factory=dict)  # as the optimizer used them
     # of each parameter group: learning rate and others
     settings: list[dict[str, Any]] = field(default_factory=list)
+    # networks that it calls and no optimizer trains: their prints, and where values were loaded
+    untrained: dict[str, str] = field(default_factory=dict)
+    loaded_at: dict[str, str] = field(default_factory=dict)
     # how often each learning rate schedule was stepped
     schedules: list[int] = field(default_factory=list)
     values: Pieces = field(default_factory=dict)  # parameters after the step
@@ -121,6 +125,10 @@ class RecordedStep:
         """Note the inputs of a pass of an entire model."""
         self.inputs.append(rows)
         self.elements = (self.elements + elements) % 2**64
+
+    def has_inputs_of(self, other: "RecordedStep") -> bool:
+        """Return whether models got the same inputs."""
+        return self.elements == other.elements and self.inputs == other.inputs
 
     def note_backward(self, line: str, loss: Tensor) -> None:
         """Note a backward pass that begins, and where its loss was computed."""
@@ -157,9 +165,13 @@ class RecordedStep:
         self.settings = settings
         self.schedules = schedules
 
-    def end_update(self, values: Pieces) -> None:
-        """Note the updated parameters."""
+    def end_update(
+        self, values: Pieces, untrained: dict[str, str], loaded_at: dict[str, str]
+    ) -> None:
+        """Note the updated parameters, and the untrained networks that the step has called."""
         self.values = values
+        self.untrained = untrained
+        self.loaded_at = loaded_at
 
 
 @dataclass
@@ -192,6 +204,8 @@ class ScriptRecord:
     # mistakes of the loop: kind, text, fix
     findings: list[dict[str, str]] = field(default_factory=list)
     draws: list[LoopDraw] = field(default_factory=list)  # what the loop drew, in order
+    early: list[LoopDraw] = field(default_factory=list)  # what was drawn before there was a loop
+    reads: list[LoopRead] = field(default_factory=list)  # what the loop read without a loader
     # places of draws for which the ranks' numbers could not be given to this process
     unkeyed: list[str] = field(default_factory=list)
     lines: ScriptLines = field(default_factory=ScriptLines)  # where the script did what

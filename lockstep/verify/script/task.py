@@ -21,6 +21,7 @@ from torch import Tensor
 
 from lockstep.verify.launchers import PlainScript
 from lockstep.verify.script.draws import BatchKey, Draws
+from lockstep.verify.script.reads import Reads
 from lockstep.verify.script.record import RecordedStep, ScriptRecord
 
 _TASK = "task.pt"  # file in the folder of a task
@@ -39,6 +40,8 @@ class GivenValues:
     lengths: Mapping[int, int] = field(default_factory=dict)
     # what ranks drew for these batches, and gets one process that takes them
     draws: Draws = field(default_factory=dict)
+    # what is read in place of what the script reads by itself, without a loader
+    reads: Reads = field(default_factory=dict)
     # ranks whose passes a process takes in turn, where samples come from no loader; else together
     in_turn: bool = False
     # name of a parameter in this process → in the ranks
