@@ -405,17 +405,22 @@ def _mean_step(
     Where they clip them, the clipped ones are those of the ranks: a norm of a mean is not the mean
     of norms.
     """
-    pieces = [step.unclipped or step.gradients for step in steps]
-    means = {}
-    for name, piece in pieces[0].items():
-        values = [each[name].local for each in pieces if name in each]
-        total = torch.stack(values).sum(0)
-        means[name] = TensorPiece(total / len(pieces), piece.shape)
+    means = _mean_of_pieces([step.unclipped or step.gradients for step in steps])
+    own = _mean_of_pieces([step.own for step in steps])
     if not steps[0].unclipped:
-        return replace(steps[0], gradients=means)
+        return replace(steps[0], gradients=means, own=own)
     clipped = {
         name: TensorPiece(of_ranks[name][0], piece.shape)
         for name, piece in steps[0].gradients.items()
         if name in of_ranks
     }
-    return replace(steps[0], unclipped=means, gradients=clipped)
+    return replace(steps[0], unclipped=means, gradients=clipped, own=own)
+
+
+def _mean_of_pieces(several: Sequence[Pieces]) -> Pieces:
+    """Return the mean of whole tensors by name, over all; one that lacks it has zeros there."""
+    means = {}
+    for name, piece in several[0].items():
+        values = [pieces[name].local for pieces in several if name in pieces]
+        means[name] = TensorPiece(torch.stack(values).sum(0) / len(several), piece.shape)
+    return means

@@ -69,7 +69,7 @@ def _causes(
         by = "gradients when clipping began, and when the optimizer stepped"
         return [script_cause("clipping", text, by, c.outcome.framework)]
     causes = [] if evidence is None else _gradient_causes(c, first, evidence, reference)
-    if causes:
+    if causes or c.outcome.not_judged:
         return causes
     text = "none was shown; one process has the ranks' samples, first values and settings"
     return [Cause(UNKNOWN, text, ["comparison with one process"])]
@@ -331,7 +331,15 @@ def _computation_cause(
     alone = c.alone_on_each(first.step)
     parts = [gradient for gradient, _ in alone]
     records = [record for _, record in alone]
-    return gradients.computation_cause(evidence, parts, c.world.leaders, records, first.step)
+    cause = gradients.computation_cause(evidence, parts, c.world.leaders, records, first.step)
+    if cause is not None and c.each_alone and (c.differing is None or c.differing.is_of_data):
+        where = "" if c.differing is None else f": {c.differing.text}"
+        c.outcome.leave_open(
+            "the loop reads without a loader, and one process for each rank has its inputs, but not"
+            f" for certain all else that the rank has read{where}"
+        )
+        return None
+    return cause
 
 
 def _output_cause(c: ScriptComparison, number: int, reference: ScriptRecord) -> Cause | None:

@@ -587,6 +587,9 @@ class _ScriptObserver:
         number = len(self.record.steps)
         self.record.steps.append(self.task.keep_step(self.rank, number, self._step))
         self._step = RecordedStep()
+        if not self._loaders.were_made:  # what comes before the next pass may read samples
+            self._has_passed = False
+            self._trace()
         if len(self.record.steps) == self.task.steps:
             self.finish()
 

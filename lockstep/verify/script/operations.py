@@ -35,6 +35,18 @@ _PHASES = {
 _MOST = 100_000  # operations of a step
 _WITHOUT_VALUES = ("empty", "new_empty")  # what they return is written later
 _AHEAD = 200  # operations that one side may have more than the other in one place
+# that choose a part of what they are given
+_READS = (
+    "as_strided",
+    "gather",
+    "index",
+    "index_select",
+    "select",
+    "slice",
+    "split",
+    "take",
+    "unbind",
+)
 _ROUNDING = 1e-5  # relative difference of a sum of magnitudes that is rounding
 
 
@@ -74,6 +86,8 @@ class OperationDifference:
     is_update: bool = False  # whether it comes between a backward pass and the update
     position: int = 0  # of the operation there, in its order, at which both part
     is_backward: bool = False  # whether it is of a backward pass
+    # whether it may come from samples alone, which both sides have read elsewhere
+    is_of_data: bool = False
 
 
 # What tells a difference from others: the operation here, its line, and the operation there; one
@@ -400,18 +414,23 @@ def _difference_of_values(
 ) -> OperationDifference:
     """Return the difference of an operation that both sides call, with other values."""
     if not _differ(operation.given, right.given):
-        return _difference(operation, f"{operation.name} returns something else", position)
+        difference = _difference(operation, f"{operation.name} returns something else", position)
+        reads = not operation.inputs or operation.name in _READS
+        return replace(difference, is_of_data=reads)
     pairs = zip(operation.inputs, right.inputs, strict=False)
     differing = [pair for pair in pairs if _differ(pair[0].magnitude, pair[1].magnitude)]
+    # Data are not written into, as weights are.
+    is_of_data = not any(here.writes or there.writes for here, there in differing)
     # Of two that were one, the one is other that was written into more often: on one side a line
     # has run that has not on the other.
     last_written = [there if there.writes > here.writes else here for here, there in differing]
     lines = [each.line for each in last_written if each.line]
     if not lines or lines[0] == operation.own:
         text = f"{operation.name} is given something else, made before"
-        return _difference(operation, text, position)
+        return replace(_difference(operation, text, position), is_of_data=is_of_data)
     text = f"{operation.name} is given something else, made at {lines[0]}"
-    return replace(_difference(operation, text, position), line=lines[0])
+    difference = _difference(operation, text, position)
+    return replace(difference, line=lines[0], is_of_data=is_of_data)
 
 
 def _of_one_side(

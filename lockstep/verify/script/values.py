@@ -215,6 +215,11 @@ class ObservedLoaders:
         self._record.lines.loaders[self._made] = order_of(loader) or own_line()
         self._made += 1
 
+    @property
+    def were_made(self) -> bool:
+        """Return whether the script has made a loader."""
+        return self._made > 0
+
     def take_unused(self) -> list[BatchKey]:
         """Return the batches that were read to train on since this was last called."""
         batches = [*self._evaluated, *self._unused]
