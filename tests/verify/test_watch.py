@@ -179,6 +179,12 @@ def clipping_each(self: Loop, loss: Tensor) -> None:
     nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
 
 
+def by_hand(self: Loop, loss: Tensor) -> None:
+    parameters = list(self.model.parameters())
+    for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+        parameter.grad = gradient
+
+
 def scaled(self: Loop, loss: Tensor) -> None:
     self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     self.scaler.scale(loss).backward()
@@ -245,6 +251,7 @@ def infinite(self: Loop, x: Tensor) -> Tensor:
         (loop(run=epochs_in_one_order), "order of samples"),
         (loop(loss=frozen_part), "parameters without gradients"),
         (loop(accumulate=2, backward=clipping_each), "clipping"),
+        (loop(backward=by_hand), None),
         (loop(backward=scaled, step=clipping_first), "clipping"),
         (loop(backward=scaled, step=unscaling_first), None),
         (loop(accumulate=2, loss=undivided), "gradient accumulation"),

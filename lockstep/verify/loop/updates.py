@@ -71,8 +71,8 @@ class UpdateChecks:
         self._passes = passes
         self._optimizers: list[Any] = []  # weak references to those that have stepped
         self._last: dict[int, _LastUpdate] = {}  # by the id of the optimizer
-        # of each optimizer: a parameter that had one at its last update
-        self._with_gradient: dict[int, Tensor] = {}
+        # of each optimizer: a parameter that had a gradient at its last update, and this gradient
+        self._with_gradient: dict[int, tuple[Tensor, Tensor]] = {}
         self._before: dict[int, tuple[Tensor, bool]] = {}  # id → value, whether it had a gradient
         self._unmoved: Counter[str] = Counter()  # name → steps that left it, in spite of a gradient
         self._without_gradient: Counter[str] = Counter()  # name → steps in which it got none
@@ -104,7 +104,7 @@ class UpdateChecks:
 
     def _has_cleared(self, optimizer: Optimizer) -> bool:
         """Return whether the gradients of an optimizer's last update are gone."""
-        parameter = self._with_gradient.get(id(optimizer))
+        parameter, _ = self._with_gradient.get(id(optimizer), (None, None))
         if parameter is None or parameter.grad is None:
             return True
         return self._log.looks and not has_gradient(parameter)
@@ -144,6 +144,8 @@ class UpdateChecks:
         with_gradient = [p for p in own if p.grad is not None]
         step = self._log.steps + 1
         if last.passes == self._passes.total and with_gradient:
+            if self._are_by_hand(optimizer):
+                return
             text = (
                 f"step {step} uses the gradients of the step before: no backward pass"
                 " came between them"
@@ -155,6 +157,12 @@ class UpdateChecks:
             text = f"step {step} adds to the gradients of the step before in {listed(names, 5)}"
             fix = "optimizer.zero_grad() after each optimizer.step()"
             self._log.find("gradients not zeroed", text, fix, own_line())
+
+    def _are_by_hand(self, optimizer: Optimizer) -> bool:
+        """Return whether a script has given parameters other gradients than at the last update."""
+        parameter, gradient = self._with_gradient.get(id(optimizer), (None, None))
+        is_other = parameter is not None and parameter.grad is not gradient
+        return is_other or not self._passes.total
 
     def check_moved(self, optimizer: Optimizer, own: list[Tensor]) -> None:
         """Note parameters that an update with a gradient left unchanged, or that have none.
@@ -186,8 +194,8 @@ class UpdateChecks:
         """Note an optimizer's update, which has used the gradients of its parameters."""
         self._last[id(optimizer)] = _LastUpdate(self._passes.total, cleared=False)
         with_gradient = next((p for p in own if p.grad is not None), None)
-        if with_gradient is not None:
-            self._with_gradient[id(optimizer)] = with_gradient
+        if with_gradient is not None and with_gradient.grad is not None:
+            self._with_gradient[id(optimizer)] = (with_gradient, with_gradient.grad)
 
     def check_unmoved(self) -> None:
         """Find parameters with gradients that no update has changed."""

@@ -42,6 +42,7 @@ from lockstep.machine.environment import RANK_0_OF_1, rank_facts
 from lockstep.machine.output import flush_both
 from lockstep.tensors import local
 from lockstep.torch_compat import script_patches
+from lockstep.torch_compat.function_transforms import is_transforming
 from lockstep.torch_compat.pytree import tree_leaves
 from lockstep.verify.accelerate_variables import accelerate_variables
 from lockstep.verify.loop.models import ids_of_parameters
@@ -145,6 +146,7 @@ class _ScriptObserver:
         self._has_passed = False  # whether the last batch of the step has passed backward
         self._is_traced = False
         self._passes = 0  # backward passes
+        self._calls_backward = False  # else the script gives parameters their gradients by hand
         self._sharded_dtypes: set[str] = set()  # in which FSDP lets layers compute
         self._generators = GeneratorStates()
         self._conditions = AppliedConditions(task.conditions, rank)
@@ -354,7 +356,7 @@ class _ScriptObserver:
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
         """Note a module that is called; a micro-batch begins with an entire model in training."""
-        if torch.compiler.is_compiling():
+        if _is_transformed():
             return
         self._inside.append(self._models.module_name(module) or "")
         device = next(module.parameters(), torch.empty(0)).device.type
@@ -414,7 +416,7 @@ class _ScriptObserver:
         """Note what a module returned, and the inputs of an entire model."""
         # torch leaves out the keyword arguments where a forward pass has raised.
         kwargs, output = rest if len(rest) == 2 else ({}, rest[0])
-        if torch.compiler.is_compiling():
+        if _is_transformed():
             return
         self._inside.pop()
         if not self._generators.in_pass or self._in_backward or not torch.is_grad_enabled():
@@ -433,6 +435,7 @@ class _ScriptObserver:
         """Record what a backward pass starts from, and look at the loop when it is done."""
         if self._in_backward or not self.active:  # recomputation starts backward passes of its own
             return call()
+        self._calls_backward = True
         if not self._in_schedule:
             losses = [first] if isinstance(first, Tensor) else list(first)
             self._step.losses.append(
@@ -453,6 +456,7 @@ class _ScriptObserver:
 
     def _around_schedule(self, call: Any, schedule: Any) -> Any:
         """Take a pipeline's step, with the passes of all its micro-batches, as one pass."""
+        self._calls_backward = True
         loss = script_patches.loss_of_schedule(schedule)
         self.record.lines.note_loss(line_of_definition(loss))
         self._step.calls.append((BACKWARD, own_line()))
@@ -526,6 +530,8 @@ class _ScriptObserver:
     def _begin_update(self, optimizer: torch.optim.Optimizer) -> None:
         """Record gradients and settings, and put the task's in their place."""
         self._is_traced = False
+        if not self._calls_backward:
+            self._note_pass_by_hand()
         self._step.calls.append((UPDATE, own_line()))
         self._checks.begin_update(optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -543,6 +549,13 @@ class _ScriptObserver:
         )
         self._give_gradients(names, parameters)
         self._own_settings.append(self._give_settings(optimizer))
+
+    def _note_pass_by_hand(self) -> None:
+        """Take what comes before an update for a pass, where no backward pass is called."""
+        self._step.losses.append(0.0)
+        self._step.read.append(self._loaders.take_unused())
+        self._record_draws()
+        self._end_pass()
 
     def _give_gradients(self, names: list[str], parameters: list[Tensor]) -> None:
         """Put the task's gradients of this step in place of the script's."""
@@ -592,6 +605,11 @@ class _ScriptObserver:
             self._trace()
         if len(self.record.steps) == self.task.steps:
             self.finish()
+
+
+def _is_transformed() -> bool:
+    """Return whether torch compiles or transforms what runs: its tensors have no values then."""
+    return torch.compiler.is_compiling() or is_transforming()
 
 
 def schedules_alive() -> list[LRScheduler]:

@@ -81,7 +81,10 @@ class ObservedModels:
         names = self._given.names
         for position, parameter in enumerate(parameters):
             name = f"parameter {position}"
-            self._names.setdefault(id(parameter), names.get(name, name))
+            if id(parameter) not in self._names:
+                self._names[id(parameter)] = names.get(name, name)
+                if not self._models:  # a function that is transformed may call the only one
+                    self._record.first[self._names[id(parameter)]] = self.piece(parameter)
         return [self._names[id(parameter)] for parameter in parameters]
 
     def note_call(self, model: nn.Module) -> None:
