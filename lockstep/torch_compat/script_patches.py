@@ -31,6 +31,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader, DistributedSampler, dataloader
 
+from lockstep.torch_compat.function_transforms import is_transforming
+
 COLLECTIVES = (
     "all_gather",
     "all_gather_into_tensor",
@@ -53,6 +55,11 @@ Around = Callable[[Callable[[], Any], Any], Any]
 
 Undo = Callable[[], None]
 """Puts back what a patch has replaced."""
+
+
+def _has_no_values() -> bool:
+    """Return whether torch compiles or transforms what runs: its tensors have no values then."""
+    return torch.compiler.is_compiling() or is_transforming()
 
 
 def patch_backward(around: Around) -> Undo:
@@ -594,7 +601,7 @@ def _observed_class(original: type, drawn: Drawn) -> Any:
 def _drawing(original: Callable[..., Any], name: str, drawn: Drawn) -> Callable[..., Any]:
     @wraps(original)
     def observed(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if _has_no_values():
             return original(*args, **kwargs)
         return drawn(name, lambda: original(*args, **kwargs))
 
@@ -611,7 +618,7 @@ def _choosing(
 
     @wraps(original)
     def observed(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if _has_no_values():
             return original(*args, **kwargs)
         before, population, rest = args[:generators], args[generators:][:1], args[generators + 1 :]
         objects = population[0] if population else ()
@@ -637,7 +644,7 @@ def patch_reads(indexed: Callable[[Any, Any], Any], made: Callable[[str, Any], A
     def reading(original: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
         @wraps(original)
         def observed(self: Any, index: Any) -> Any:
-            if isinstance(index, Tensor) or torch.compiler.is_compiling():
+            if isinstance(index, Tensor) or _has_no_values():
                 return original(self, index)
             return original(self, indexed(self, index))
 
@@ -648,7 +655,7 @@ def patch_reads(indexed: Callable[[Any, Any], Any], made: Callable[[str, Any], A
         def observed(*args: Any, **kwargs: Any) -> Any:
             value = original(*args, **kwargs)
             of_tensor = bool(args) and isinstance(args[0], Tensor)
-            return value if of_tensor or torch.compiler.is_compiling() else made(name, value)
+            return value if of_tensor or _has_no_values() else made(name, value)
 
         return observed
 

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from lockstep.torch_compat.script_patches import patch_products
 from lockstep.verify.own_lines import code_at
 from lockstep.verify.script.operations import (
+    BEFORE,
     FORWARD,
     OperationDifference,
     TracedOperation,
@@ -70,6 +71,26 @@ def test_what_gradients_do_not_go_through_on_one_side() -> None:
     assert "no gradient goes through what" in cut.text
     assert "autograd.grad" in code_at(cut.line) or "0.1 * gradient" in code_at(cut.line)
     assert first_cut(inner_step(keeps=True), inner_step(keeps=True)) is None
+
+
+def test_before_training_what_is_made_of_the_same_counts_alone() -> None:
+    def prepared(shift: int, factor: float) -> list[TracedOperation]:
+        found: list[TracedOperation] = []
+        with TracedOperations(lambda: ("", BEFORE), found.append):
+            labels = torch.arange(6).roll(shift)
+            torch.full((2,), factor).mul_(2.0)
+            if shift:
+                labels.clone()
+        return found
+
+    same = prepared(0, 1.0)
+    assert first_operation(same, same) is None
+    # Rank 0 prints, and ranks have numbers of their own.
+    assert first_operation(prepared(0, 3.0), same) is None
+    difference = first_operation(prepared(1, 3.0), same)
+    assert difference is not None
+    assert "roll returns something else" in difference.text
+    assert not difference.is_of_data
 
 
 def test_an_operator_that_is_observed_has_the_line_that_calls_it() -> None:

@@ -123,7 +123,7 @@ def _of_parameters(cause: Cause, lines: dict[str, str], record: ScriptRecord) ->
 def _line_of_samples(evidence: LineEvidence) -> str:
     """Return where the loader is made; without one, what orders the samples of each rank.
 
-    These are orders that differ, or what makes ranks draw the same.
+    These are orders that differ, or what makes ranks draw the same; or else what reads them.
     """
     record = evidence.records[0]
     loader = next(iter(record.training_loaders), None)
@@ -135,7 +135,8 @@ def _line_of_samples(evidence: LineEvidence) -> str:
         return orders[0]
     seed = seed_that_agrees([each.lines for each in evidence.records])
     drawn = [draw.line for draw in record.draws if draw.outside]
-    return seed or next(iter(reversed(drawn)), "")
+    read = [each.line for each in record.reads]
+    return seed or next(iter(reversed(drawn or read)), "")
 
 
 def _line_of_sum(cause: Cause, evidence: LineEvidence) -> str:

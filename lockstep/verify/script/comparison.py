@@ -235,7 +235,9 @@ class ScriptComparison:
         # given its unit's samples throughout, and updates with the gradients of all ranks.
         given = replace(self.given, gradients=self._gradients_of_ranks())
         what = "given each rank's samples alone"
-        records = self._alone_for_units(what, given, steps=number + 1, traced=traced)
+        records = self._alone_for_units(
+            what, given, steps=number + 1, traced=traced, traced_whole=traced and self.each_alone
+        )
         self._check_steps(records, number, what)
         return [(self.gradients(number, World([record]))[0], record) for record in records]
 

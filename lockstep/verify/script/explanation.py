@@ -91,7 +91,9 @@ def _first_operation(c: ScriptComparison, first: Difference, evidence: GradientE
     if not c.can_take_parts():
         return ""
     try:
-        _, records = c.rerun("with each operation traced", first.step, traced=True)
+        _, records = c.rerun(
+            "with each operation traced", first.step, traced=True, traced_whole=c.each_alone
+        )
     except LockstepError:  # what is compiled may not be traced
         return ""
     c.note_traced(records)

@@ -58,7 +58,7 @@ from lockstep.verify.script.draws import BatchKey, ObservedDraws
 from lockstep.verify.script.hangs import ScriptHangWatch
 from lockstep.verify.script.observed_models import STATISTICS, ObservedModels
 from lockstep.verify.script.observed_pass import AppliedConditions, GeneratorStates
-from lockstep.verify.script.operations import BACKWARD, FORWARD, UPDATE, TracedOperations
+from lockstep.verify.script.operations import BACKWARD, BEFORE, FORWARD, UPDATE, TracedOperations
 from lockstep.verify.script.orders import ObservedOrders
 from lockstep.verify.script.passed_on import PassedOn
 from lockstep.verify.script.reads import ObservedReads
@@ -395,9 +395,10 @@ class _ScriptObserver:
 
     def _module_and_phase(self) -> tuple[str, str] | None:
         """Return the module that runs, and the phase of the step; None if it is not traced."""
-        if not self._is_traced:
-            return None
-        return self._inside[-1] if self._inside else "", self._phase()
+        if self._is_traced:
+            return self._inside[-1] if self._inside else "", self._phase()
+        has_begun = self._passes or self._generators.in_pass or self.record.steps
+        return ("", BEFORE) if self.task.conditions.traced_whole and not has_begun else None
 
     def _phase(self) -> str:
         if self._in_backward:

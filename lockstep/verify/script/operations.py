@@ -24,10 +24,12 @@ from lockstep.torch_compat.dispatch_mode import TorchDispatchMode
 from lockstep.torch_compat.pytree import tree_leaves
 from lockstep.verify.own_lines import is_reading, line_of_code, own_line
 
+BEFORE = "before"  # the first pass, where a whole run is traced
 FORWARD = "forward"
 BACKWARD = "backward"
 UPDATE = "update"  # between the last backward pass and the optimizer's step
 _PHASES = {
+    BEFORE: ", before the first pass",
     FORWARD: "",
     BACKWARD: ", in the backward pass",
     UPDATE: ", between backward pass and update",
@@ -75,6 +77,7 @@ class TracedOperation:
     inputs: tuple[GivenTensor, ...] = ()  # each tensor that it was given
     is_floating: bool = True  # whether it returned no positions, classes or counts
     passed_on: str = ""  # line of a function that has returned one of its inputs unchanged
+    draws: bool = False  # whether it draws random numbers
 
 
 @dataclass(frozen=True)
@@ -133,7 +136,10 @@ class TracedOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
             magnitude = _magnitude(value)
             self._note_made(func, value, magnitude)
             passed_on = self._line_that_passed_on((args, kwargs)) if where is not None else ""
-            self._note_result(name, line_of_code(), where, inputs, value, magnitude, passed_on)
+            draws = torch.Tag.nondeterministic_seeded in func.tags
+            self._note_result(
+                name, line_of_code(), where, inputs, value, magnitude, passed_on, draws
+            )
         return result
 
     def _inputs(self, tree: Any) -> tuple[GivenTensor, ...]:
@@ -178,6 +184,7 @@ class TracedOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result: Tensor,
         returned: float,
         passed_on: str,
+        draws: bool,
     ) -> None:
         """Note an operation that ran in the model or the loss.
 
@@ -189,6 +196,7 @@ class TracedOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
             result: what it returned.
             returned: the sum of the magnitudes of its elements.
             passed_on: line of a function that has returned one of its inputs unchanged.
+            draws: whether it draws random numbers.
         """
         if where is None or not line:
             return
@@ -212,6 +220,7 @@ class TracedOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 inputs,
                 result.is_floating_point(),
                 passed_on,
+                draws,
             )
         )
 
@@ -380,7 +389,9 @@ def _differences(
         if operation.name == right_operation.name:
             if _have_other_results(operation, right_operation):
                 key = (operation.name, operation.line, right_operation.name)
-                yield key, _difference_of_values(operation, right_operation, right_at)
+                difference = _difference_of_values(operation, right_operation, right_at)
+                if operation.phase != BEFORE or _computes_otherwise(operation, right_operation):
+                    yield key, difference
             at += 1
             right_at += 1
             continue
@@ -392,10 +403,12 @@ def _differences(
         of_one_side = list(
             _of_one_side(mine[at : at + alone], right[right_at : right_at + right_alone], other)
         )
-        first_key, _ = of_one_side[0]
-        text = f"{operation.name} where {other} calls {right_operation.name}"
-        yield first_key, _difference(operation, text, right_at)
-        for key, difference in of_one_side[1:]:
+        has_begun = operation.phase != BEFORE
+        if has_begun:
+            first_key, _ = of_one_side[0]
+            text = f"{operation.name} where {other} calls {right_operation.name}"
+            yield first_key, _difference(operation, text, right_at)
+        for key, difference in of_one_side[has_begun:]:
             yield key, replace(difference, position=right_at)
         at += alone
         right_at += right_alone
@@ -405,8 +418,19 @@ def _differences(
 
 def _have_other_results(operation: TracedOperation, right: TracedOperation) -> bool:
     """Return whether an operation returns more than rounding away from what the other returns."""
-    is_compared = operation.phase != UPDATE and operation.bits != right.bits
-    return is_compared and _differ(operation.returned, right.returned)
+    if operation.phase == UPDATE or operation.bits == right.bits:
+        return False
+    # Numbers that are not rounded may be the same ones in another order.
+    return not operation.is_floating or _differ(operation.returned, right.returned)
+
+
+def _computes_otherwise(operation: TracedOperation, right: TracedOperation) -> bool:
+    """Return whether an operation makes something else of what it is given.
+
+    Ranks may draw and read other numbers.
+    """
+    is_given_the_same = bool(operation.inputs) and not _differ(operation.given, right.given)
+    return is_given_the_same and not operation.draws and operation.name not in _READS
 
 
 def _difference_of_values(
@@ -438,9 +462,13 @@ def _of_one_side(
 ) -> Iterator[tuple[DifferenceKey, OperationDifference]]:
     """Yield each operation that one side alone calls."""
     for extra in mine:
+        if extra.phase == BEFORE:  # rank 0 may print
+            continue
         text = f"{extra.name}, which {other} does not call"
         yield (extra.name, extra.line, ""), _difference(extra, text)
     for lacking in right:
+        if lacking.phase == BEFORE:
+            continue
         text = f"{lacking.name} is left out, which {other} calls"
         yield ("", lacking.line, lacking.name), _difference(lacking, text)
 

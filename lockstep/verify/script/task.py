@@ -83,7 +83,8 @@ class Conditions:
     full_precision: bool = False  # nothing is converted to 16 bits
     plain_reduction: bool = False  # no communication hook is registered
     nudged: bool = False  # the last bits of the first parameters are changed
-    traced: bool = False  # each operation is recorded
+    traced: bool = False  # each operation of a step is recorded
+    traced_whole: bool = False  # and those before the first step
     keyed_passes: bool = False  # a forward pass draws by its rank and number, in any run alike
 
 
