@@ -302,6 +302,12 @@ IDIOMS = (
     Idiom("weighed_tasks", ("beside the model",), (SYNCHRONISATION,), "main"),
     Idiom("private"),
     Idiom("private", ("own noise",), ("replicas", SYNCHRONISATION), "noisy"),
+    Idiom("memory_mapped"),
+    Idiom("memory_mapped", ("same seed",), ("samples", "random numbers"), "main"),
+    Idiom("memory_mapped", ("never synchronised",), (SYNCHRONISATION,), "main"),
+    Idiom("soft_target"),
+    Idiom("soft_target", ("target of a rank",), (COMPUTATION,), "soft_update"),
+    Idiom("soft_target", ("critic unwrapped",), (SYNCHRONISATION,), "main"),
 )
 
 

@@ -8,6 +8,7 @@ import sys
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -19,7 +20,7 @@ LENGTH = 8
 
 
 class TokenLoader:
-    def __init__(self, tokens: np.ndarray) -> None:
+    def __init__(self, tokens: NDArray[np.uint16]) -> None:
         self.tokens = tokens
         self.rank = 0 if FAULT == "same windows" else dist.get_rank()
         self.world = dist.get_world_size()
