@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lockstep.tensors import fingerprint
+from lockstep.tensors import as_integers, fingerprint
 from lockstep.torch_compat.dispatch_mode import TorchDispatchMode
 from lockstep.torch_compat.pytree import tree_leaves
 from lockstep.verify.own_lines import is_reading, line_of_code, own_line
@@ -205,7 +205,7 @@ class TracedOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         memory = _memory(result)
         module, phase = where
         given = sum(each.magnitude for each in inputs)
-        bits = int(fingerprint(result.detach()))
+        bits = _print(result.detach())
         self._note(
             TracedOperation(
                 name,
@@ -231,6 +231,15 @@ def _is_plain(value: Any) -> bool:
 
 def _memory(tensor: Tensor) -> int:
     return tensor.data_ptr() if tensor.layout == torch.strided else 0
+
+
+def _print(tensor: Tensor) -> int:
+    """Return a print of a tensor; one of whole numbers changes with their order, too."""
+    if tensor.is_floating_point() or tensor.is_complex():
+        return int(fingerprint(tensor))
+    numbers = as_integers(tensor).long()
+    places = torch.arange(1, len(numbers) + 1, device=numbers.device)
+    return int((numbers * places).sum())
 
 
 def _magnitude(tensor: Tensor) -> float:
