@@ -539,10 +539,11 @@ def patch_draws(drawn: Drawn) -> None:
     It makes those of generators of the script's own, too.
     """
     once = _not_within_draws(drawn)
-    for owner, positional in ((random, 0), (random.Random, 1)):
+    places: tuple[tuple[Any, int], ...] = ((random, 0), (random.Random, 1))
+    for chooser, generators in places:
         for name in _OF_POPULATIONS:
-            chosen = _choosing(getattr(owner, name), f"random.{name}", positional, once)
-            _set(owner, name, chosen)
+            chosen = _choosing(getattr(chooser, name), f"random.{name}", generators, once)
+            _set(chooser, name, chosen)
     for owner, prefix, names in (
         (torch, "torch", _OF_TORCH),
         (torch.Tensor, "Tensor", _OF_TENSORS),
@@ -620,8 +621,9 @@ def _choosing(
     def observed(*args: Any, **kwargs: Any) -> Any:
         if _has_no_values():
             return original(*args, **kwargs)
-        before, population, rest = args[:generators], args[generators:][:1], args[generators + 1 :]
-        objects = population[0] if population else ()
+        before = args[:generators]
+        rest = args[generators + 1 :]
+        objects = args[generators] if len(args) > generators else ()
         has_counts = kwargs.get("counts") is not None
         are_objects = isinstance(objects, Sequence) and not isinstance(objects, str | bytes | range)
         if not are_objects or has_counts or all(isinstance(x, int | float) for x in objects):
@@ -659,7 +661,8 @@ def patch_reads(indexed: Callable[[Any, Any], Any], made: Callable[[str, Any], A
 
         return observed
 
-    for owner in (Tensor, np.memmap):
+    kinds: tuple[type, ...] = (Tensor, np.memmap)
+    for owner in kinds:
         _set(owner, "__getitem__", reading(getattr(owner, "__getitem__")))  # noqa: B009
     for name in ("as_tensor", "from_numpy", "tensor"):
         _set(torch, name, making(getattr(torch, name), f"torch.{name}"))

@@ -41,7 +41,8 @@ def test_plain_indices(index: Any, is_so: bool) -> None:
 
 
 def test_places_are_given_that_are_moved_alike() -> None:
-    inputs, targets = read("1", slice(4, 8)), read("2", slice(4, 8))
+    inputs = read("1", slice(4, 8))
+    targets = read("2", slice(4, 8))
     written = [read("1", slice(0, 4)), read("2", slice(0, 4))]
     assert reads_to_give([[inputs, targets]], written) == [
         {inputs.place: inputs, targets.place: targets}

@@ -39,7 +39,8 @@ def test_a_target_network_of_a_rank() -> None:
 
 
 def test_what_a_step_calls() -> None:
-    trained, target = nn.Linear(2, 2), nn.Linear(2, 2)
+    trained = nn.Linear(2, 2)
+    target = nn.Linear(2, 2)
     networks = UntrainedNetworks(lambda: set(map(id, trained.parameters())))
     networks.called(trained)
     networks.called(nn.ReLU())

@@ -42,7 +42,9 @@ class Games:
 
 @torch.no_grad()
 def played(policy: nn.Module, games: Games) -> tuple[Tensor, Tensor, Tensor]:
-    states, actions, rewards = [], [], []
+    states = []
+    actions = []
+    rewards = []
     for _ in range(MOMENTS):
         states.append(games.states)
         logits, _ = policy(games.states)

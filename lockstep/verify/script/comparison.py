@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lockstep.errors import LockstepError, RunError
-from lockstep.verify.algebra import Values, distance
+from lockstep.verify.algebra import Values, distance, mean_of
 from lockstep.verify.comparison_result import Difference, Outcome
 from lockstep.verify.script import gradients
 from lockstep.verify.script.gradients import vector
@@ -214,12 +214,12 @@ class ScriptComparison:
         if trained is None or not self.can_take_parts() or len(self.world.units) == 1:
             return
         alone = [gradient for gradient, _ in self.alone_on_each(number)]
-        if gradients.is_same(gradients.mean_of(alone), right):
+        if gradients.is_same(mean_of(alone), right):
             return
         with suppress(LockstepError):
             repeated = self._alone_on_each(number, traced=True, times=len(self.world.units))
             parts = [gradient for gradient, _ in repeated]
-            if gradients.is_same(gradients.mean_of(parts), right):
+            if gradients.is_same(mean_of(parts), right):
                 self._on_each[number] = repeated
 
     def _alone_on_each(

@@ -328,6 +328,10 @@ def _own_by_losses(
 def _computation_cause(
     c: ScriptComparison, first: Difference, evidence: GradientEvidence
 ) -> Cause | None:
+    """Return the cause if a rank computes another gradient than one process on its samples.
+
+    Without a loader the outcome is left open where the rank may have read other samples.
+    """
     if not c.can_take_parts() or len(c.world.units) == 1:
         return None
     alone = c.alone_on_each(first.step)
