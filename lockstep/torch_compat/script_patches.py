@@ -619,6 +619,7 @@ def _choosing(
 
     @wraps(original)
     def observed(*args: Any, **kwargs: Any) -> Any:
+        """Choose as the function does, with what is drawn in place of its own draw."""
         if _has_no_values():
             return original(*args, **kwargs)
         before = args[:generators]
