@@ -105,10 +105,10 @@ def slurm_cluster(folder: Path, patch: pytest.MonkeyPatch) -> Iterator[Path]:
                 process.wait(10)
             except subprocess.TimeoutExpired:
                 process.kill()
-        _end_steps(conf)
+        end_steps(conf)
 
 
-def _end_steps(conf: Path) -> None:
+def end_steps(conf: Path) -> None:
     """End the steps of killed jobs: they are no children of slurmd, and wait for it without end."""
     for process in psutil.process_iter():
         with suppress(psutil.AccessDenied, psutil.NoSuchProcess):

@@ -47,6 +47,7 @@ from lockstep.checkpoint.manifest import (
     LOSS_NAMES,
     OWN_FORM,
     DamagedError,
+    UnreachableError,
     config_text,
     read_manifest,
     read_state,
@@ -76,6 +77,7 @@ from lockstep.checkpoint.storage import (
     build_storage,
     step_of,
 )
+from lockstep.files.damaged_bytes import DamagedBytesError
 
 __all__ = [
     "HUGGING_FACE",
@@ -85,6 +87,7 @@ __all__ = [
     "AsyncSaver",
     "Checkpoint",
     "CheckpointPath",
+    "DamagedBytesError",
     "DamagedError",
     "Directory",
     "HostDisks",
@@ -96,6 +99,7 @@ __all__ = [
     "SaveOptions",
     "Snapshot",
     "Storage",
+    "UnreachableError",
     "add_missing_groups",
     "agree_on_copy",
     "build_storage",

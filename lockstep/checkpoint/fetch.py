@@ -30,9 +30,11 @@ from lockstep.checkpoint.manifest import (
     MODEL,
     STATE,
     Manifest,
+    damage_by,
     damaged_error,
     parse_manifest,
     read_manifest_bytes,
+    unreachable_error,
     unreadable_error,
 )
 from lockstep.checkpoint.posix import locate
@@ -47,6 +49,7 @@ from lockstep.checkpoint.storage import (
 )
 from lockstep.checkpoint.streams import SizedStream
 from lockstep.division import ceil_div
+from lockstep.files.damaged_bytes import DamagedBytesError
 from lockstep.heartbeat.writer import went_forward
 from lockstep.machine.progress import Advance
 
@@ -69,7 +72,10 @@ class HeldBytes:
         self._ends_early = False
 
     def fetch(self, ranges: Ranges) -> list[str]:
-        """Bring ranges of files here; return a line for each problem with them."""
+        """Bring ranges of files here; return a line for each damage.
+
+        Raise an UnreachableError if the storage does not give them.
+        """
         problems: list[str] = []
         by_file: dict[str, list[tuple[int, memoryview]]] = defaultdict(list)
         with self._lock:
@@ -95,7 +101,7 @@ class HeldBytes:
             self._ends_early = False
 
     def check(self, ranges: Ranges) -> list[str]:
-        """Compare the checksums of ranges of files; return a line for each problem."""
+        """Compare the checksums of ranges of files; return a line for each damage."""
         problems: list[str] = []
         for _ in self.read(ranges, problems):
             pass
@@ -139,10 +145,8 @@ class HeldBytes:
                         return
             except _OtherBytesError:
                 problems.append(f"{file}: its checksum is not that of what was written")
-            except FileNotFoundError:
-                problems.append(f"{file}: missing")
             except OSError as error:
-                problems.append(f"{file}: {error.strerror or error}")
+                problems.append(damage_by(error, self._source, file))
             finally:
                 pieces.close()
 
@@ -170,7 +174,7 @@ class _OtherBytesError(Exception):
 
 def _require_empty(size: int) -> None:
     if size:
-        raise OSError(f"{size} bytes, where 0 were written")
+        raise DamagedBytesError(f"{size} bytes, where 0 were written")
 
 
 def _verified(
@@ -256,8 +260,10 @@ def describe(checkpoint: Location, part: str | None = None) -> DescribingFiles:
     """
     try:
         source = checkpoint.pinned()
-    except OSError:
+    except (FileNotFoundError, DamagedBytesError):
         source = checkpoint  # whoever reads the manifest says why
+    except OSError as error:
+        raise unreachable_error(str(checkpoint), error) from None
     asked: dict[str, Future[bytes | str]] = {}
     with ThreadPoolExecutor(_TOGETHER, "descriptions") as pool:
 
@@ -292,13 +298,13 @@ def describe(checkpoint: Location, part: str | None = None) -> DescribingFiles:
 
 
 def _content(source: Location, file: str, limit: int) -> bytes | str:
-    """Return a file, or why it can't be read."""
+    """Return a file, or how it is damaged; raise an UnreachableError if it could not be read."""
     try:
         return source.read(file, limit)
-    except FileNotFoundError:
-        return f"{file}: missing"
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         return f"{file}: {error}"
+    except OSError as error:
+        return damage_by(error, source, file)
 
 
 def is_marked(manifest: Manifest) -> bool:

@@ -35,6 +35,7 @@ from typing import Any, BinaryIO
 from urllib.parse import quote, unquote
 
 from lockstep.checkpoint.posix import ABANDONED_SECONDS, sync_folder
+from lockstep.files.damaged_bytes import DamagedBytesError
 from lockstep.run_directory.run_files import open_file
 
 _SAFE = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._=+-]+")  # a part of a key
@@ -45,18 +46,14 @@ _PIECE = 1 << 20  # bytes that are read at once to compare a checksum
 _SEAL = struct.Struct(">QI")  # at the end of a file: length and CRC-32 of what is before it
 
 
-class DamagedObjectError(OSError):
-    """Raised when the bytes of an object are not those that were written."""
-
-
-_ERRORS = {404: FileNotFoundError, 409: FileExistsError, 422: DamagedObjectError}
+_ERRORS = {404: FileNotFoundError, 409: FileExistsError, 422: DamagedBytesError}
 
 
 class Disk(ABC):
     """The objects of one disk, by their keys.
 
     Each method raises an OSError: FileNotFoundError and FileExistsError, as their names say, and
-    `read` and `size` a DamagedObjectError.
+    `read` and `size` a DamagedBytesError.
     """
 
     name: str
@@ -153,7 +150,7 @@ class OwnDisk(Disk):
         seen = (status.st_size, status.st_mtime_ns)
         if self._verified.get(key) != seen:
             if _SEAL.pack(size, _checksum(stream, size)) != stream.read():
-                raise DamagedObjectError(f"{key} is damaged")
+                raise DamagedBytesError(f"{key} is damaged")
             self._verified[key] = seen
         return size
 
@@ -343,7 +340,7 @@ class _Handler(BaseHTTPRequestHandler):
             except FileExistsError:
                 status = HTTPStatus.CONFLICT
                 body = f"{self._key()} exists already".encode()
-            except DamagedObjectError as error:
+            except DamagedBytesError as error:
                 status = HTTPStatus.UNPROCESSABLE_ENTITY
                 body = str(error).encode()
             except OSError as error:
@@ -373,7 +370,7 @@ def _checksum(stream: BinaryIO, size: int) -> int:
 
 
 def _sealed_size(key: str, stream: BinaryIO) -> int:
-    """Return the size of an object by its file, or raise a DamagedObjectError.
+    """Return the size of an object by its file, or raise a DamagedBytesError.
 
     What is cut off or appended is found without reading the bytes.
     """
@@ -382,7 +379,7 @@ def _sealed_size(key: str, stream: BinaryIO) -> int:
         stream.seek(size)
         if _SEAL.unpack(stream.read(_SEAL.size))[0] == size:
             return size
-    raise DamagedObjectError(f"{key} is damaged: it is cut short, or longer than it was")
+    raise DamagedBytesError(f"{key} is damaged: it is cut short, or longer than it was")
 
 
 def _make_folders(path: Path) -> None:

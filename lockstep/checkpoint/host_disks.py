@@ -23,10 +23,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lockstep.checkpoint.host_disk import DamagedObjectError, Disk, DiskServer, OtherDisk, OwnDisk
+from lockstep.checkpoint.host_disk import Disk, DiskServer, OtherDisk, OwnDisk
 from lockstep.checkpoint.object_store import ObjectStorage
 from lockstep.checkpoint.ranks import Ranks
 from lockstep.errors import RunError
+from lockstep.files.damaged_bytes import DamagedBytesError
 from lockstep.files.object_client import ObjectClient
 from lockstep.files.paths import local_path
 from lockstep.machine.network import address_towards
@@ -112,7 +113,7 @@ class DisksClient(ObjectClient):
     def get_range(self, key: str, start: int, length: int) -> bytes:
         data = self._first(key, lambda disk: disk.read(key, start, length))
         if len(data) != length:
-            raise OSError(f"{self.url}/{key} gave {len(data)} of {length} bytes")
+            raise DamagedBytesError(f"{self.url}/{key} gave {len(data)} of {length} bytes")
         return data
 
     def get_within(self, key: str, limit: int) -> bytes | None:
@@ -120,7 +121,8 @@ class DisksClient(ObjectClient):
 
     def get_piece(self, key: str, start: int, length: int, size: int) -> memoryview:
         if (has := self.size(key)) != size:
-            raise OSError(f"{self.url}/{key} has {has} bytes, where {size} were written")
+            what = f"{self.url}/{key} has {has} bytes, where {size} were written"
+            raise DamagedBytesError(what)
         return memoryview(self.get_range(key, start, length))
 
     def size(self, key: str) -> int:
@@ -168,25 +170,32 @@ class DisksClient(ObjectClient):
             self.inside("commits")
 
     def _first(self, key: str, look: Callable[[Disk], T]) -> T:
-        """Return what the first disk that has the object, undamaged, says."""
-        failed: OSError | None = None
+        """Return what the first disk that has the object, undamaged, says.
+
+        Where none has, a disk that does not answer may have it: that error is raised, if there is
+        one.
+        """
+        silent: OSError | None = None
+        damage: OSError | None = None
         damaged: list[Disk] = []
         for disk in self.disks:
             try:
                 result = look(disk)
             except FileNotFoundError:
                 continue
-            except OSError as error:  # another host may have it, too
-                failed = error
-                if isinstance(error, DamagedObjectError):
-                    damaged.append(disk)
+            except DamagedBytesError as error:  # another host may have it, too
+                damage = error
+                damaged.append(disk)
+                continue
+            except OSError as error:
+                silent = error
                 continue
             for other in damaged:
                 self._tell(key, other, disk)
             if self.own in damaged:
                 self._repair(key, disk)
             return result
-        raise failed or FileNotFoundError(f"there is no {self.url}/{key}")
+        raise silent or damage or FileNotFoundError(f"there is no {self.url}/{key}")
 
     def _tell(self, key: str, damaged: Disk, taken: Disk) -> None:
         """Say once that the copy on a disk is damaged."""

@@ -15,6 +15,7 @@ from lockstep.checkpoint.manifest import (
     DamagedFilesError,
     problems_of_files,
     read_manifest,
+    unreachable_error,
 )
 from lockstep.checkpoint.posix import locate, storage_at
 from lockstep.checkpoint.ranks import Ranks
@@ -28,7 +29,6 @@ from lockstep.checkpoint.storage import (
     aside_name,
     step_of,
 )
-from lockstep.errors import RunError
 
 T = TypeVar("T")
 
@@ -42,16 +42,18 @@ def _warn(path: CheckpointPath, reason: str) -> None:
 def list_checkpoints(directory: Directory) -> list[CheckpointPath]:
     """Return the checkpoints of a folder by step, oldest first, damaged ones too.
 
-    None if there is no such folder.
+    None if there is no such folder. An UnreachableError is raised if they could not be listed.
     """
     return [checkpoint.path for checkpoint in _checkpoints(directory)]
 
 
 def _checkpoints(directory: Directory) -> list[Location]:
     storage = storage_at(directory)
-    named_steps = sorted(
-        (step, name) for name in storage.names() if (step := step_of(name)) is not None
-    )
+    try:
+        names = storage.names()
+    except OSError as error:
+        raise unreachable_error(str(storage), error) from None
+    named_steps = sorted((step, name) for name in names if (step := step_of(name)) is not None)
     return [Location(storage, name) for _, name in named_steps]
 
 
@@ -59,15 +61,15 @@ def newest(directory: Directory, *, thorough: bool = False) -> CheckpointPath | 
     """Return the newest whole checkpoint, or None if there are no checkpoints; without collectives.
 
     With `thorough`, the checksums of all files are compared; else that of the manifest, and all
-    sizes. A warning names each newer one that is passed over. If none is whole, a RunError leaves
-    the decision to a person.
+    sizes. A warning names each newer one that is passed over. If none is whole, a DamagedError
+    leaves the decision to a person; an UnreachableError does so where one could not be read.
     """
     chosen = _choose(directory, lambda checkpoint: _damage(checkpoint, thorough=thorough), set())
     return None if chosen is None else chosen.path
 
 
 def resume_point(directory: Directory) -> CheckpointPath | None:
-    """Return the newest checkpoint with correct checksums.
+    """Return the newest checkpoint with correct checksums; raise as `newest`.
 
     Every rank reads a share, and rank 0 warns.
     """
@@ -82,7 +84,8 @@ def load_newest(
     """Load the newest checkpoint with correct checksums; every rank calls it, and rank 0 warns.
 
     Of a storage far away each byte is sent once: `load` compares the checksums as it reads, before
-    it changes anything, and where they differ the next older checkpoint is loaded.
+    it changes anything, and where they differ the next older checkpoint is loaded. Where bytes
+    could not be had, all ranks raise an UnreachableError.
 
     Args:
         directory: of the checkpoints.
@@ -169,14 +172,14 @@ def _choose(
             "restore one from a backup; or, to start afresh on purpose, move them away or pass"
             " --resume never"
         )
-        raise RunError(what, why="; ".join(reasons[:4]), fix=fix)
+        raise DamagedError(what, why="; ".join(reasons[:4]), fix=fix)
     return None
 
 
 def _damage(checkpoint: Location, *, thorough: bool) -> str | None:
     """Return why a checkpoint is not whole; None if it is.
 
-    A later format raises an error, because it is not damage.
+    A later format and a file that could not be read raise errors, because they are not damage.
     """
     try:
         problems = problems_of_files(checkpoint, read_manifest(checkpoint), thorough=thorough)

@@ -20,6 +20,7 @@ import torch
 from lockstep.checkpoint.posix import locate
 from lockstep.checkpoint.storage import MANIFEST, Checkpoint, FileInfo, Location, step_of
 from lockstep.errors import RunError, UsageError, listed
+from lockstep.files.damaged_bytes import DamagedBytesError
 from lockstep.machine.progress import Advance, progress_of
 
 JSON_LIMIT = 256 << 20  # bytes: about two million parameters in a manifest
@@ -97,6 +98,10 @@ class DamagedError(RunError):
     """Raised when a checkpoint, or a file of it, is not what was written."""
 
 
+class UnreachableError(RunError):
+    """Raised when a checkpoint could not be read: whether it is damaged is not known."""
+
+
 class DamagedFilesError(DamagedError):
     """Raised when files are not those that the manifest lists, before any of it is loaded."""
 
@@ -104,6 +109,29 @@ class DamagedFilesError(DamagedError):
 def unreadable_error(where: str, why: object) -> DamagedError:
     """Return the error for a file that exists but is not what was written."""
     return DamagedError("a checkpoint can't be read", where=where, why=str(why))
+
+
+def unreachable_error(where: str, error: OSError) -> UnreachableError:
+    """Return the error for a storage that does not give what it may have."""
+    return UnreachableError(
+        "a checkpoint could not be read, and may be whole: no older one is taken in its place",
+        where=where,
+        why=f"{error.strerror or error}",
+        fix="see to the disk, the network or the service, and start again; to go on from an older"
+        " checkpoint on purpose, name it (--resume PATH, in Python resume=PATH)",
+    )
+
+
+def damage_by(error: OSError, checkpoint: Location, file: str) -> str:
+    """Return a line for the damage that an error of reading a file tells.
+
+    Raise an UnreachableError if it tells none: the file was not had.
+    """
+    if isinstance(error, FileNotFoundError | NotADirectoryError):
+        return f"{file}: missing"
+    if isinstance(error, DamagedBytesError):
+        return f"{file}: {error}"
+    raise unreachable_error(f"{checkpoint}/{file}", error) from None
 
 
 def damaged_error(checkpoint: Location, problems: Sequence[str]) -> DamagedFilesError:
@@ -278,8 +306,8 @@ def read_manifest(path: Checkpoint) -> Manifest:
 
     The listed files are not looked at.
 
-    Raise a UsageError if there is no checkpoint, or it is of a later format, and a DamagedError for
-    a damaged manifest.
+    Raise a UsageError if there is no checkpoint, or it is of a later format, a DamagedError for a
+    damaged manifest, and an UnreachableError if it could not be read.
     """
     checkpoint = locate(path)
     return parse_manifest(checkpoint, read_manifest_bytes(checkpoint, checkpoint))
@@ -298,8 +326,10 @@ def read_manifest_bytes(checkpoint: Location, source: Location) -> bytes:
             raise UsageError(f"there is no checkpoint at {checkpoint}", fix=fix) from None
         why = "it is not a checkpoint, or was only partly copied"
         raise DamagedError(f"{checkpoint} has no {MANIFEST}", why=why) from None
-    except (OSError, ValueError) as error:
+    except (DamagedBytesError, ValueError) as error:
         raise _damaged_manifest(checkpoint, error) from None
+    except OSError as error:
+        raise unreachable_error(f"{checkpoint}/{MANIFEST}", error) from None
 
 
 def _damaged_manifest(checkpoint: Location, error: Exception) -> DamagedError:
@@ -332,7 +362,8 @@ def problems_of_files(
 ) -> list[str]:
     """Return a line for each problem with `files` (None: all files).
 
-    Their sizes are compared, or, if `thorough`, their checksums.
+    Their sizes are compared, or, if `thorough`, their checksums. Raise an UnreachableError if one
+    could not be read.
     """
     problems = []
     for file in manifest.files if files is None else files:
@@ -346,10 +377,8 @@ def problems_of_files(
                     problems.append(f"{file}: the manifest has no checksum of it")
             elif thorough and checkpoint.checksum(file, advance).crc32 != expected.crc32:
                 problems.append(f"{file}: its checksum is not that of what was written")
-        except FileNotFoundError:
-            problems.append(f"{file}: missing")
         except OSError as error:
-            problems.append(f"{file}: {error.strerror or error}")
+            problems.append(damage_by(error, checkpoint, file))
     return problems
 
 
@@ -372,7 +401,8 @@ def verified_manifest(checkpoint: Location, part: str | None = None) -> Manifest
 def verify(path: Checkpoint, *, thorough: bool = True) -> list[str]:
     """Return a line for each problem with a checkpoint.
 
-    The sizes of its files are compared, or, if `thorough`, their checksums.
+    The sizes of its files are compared, or, if `thorough`, their checksums. Raise an
+    UnreachableError if it could not be read.
     """
     checkpoint = locate(path)
     try:
@@ -392,22 +422,30 @@ OWN_FORM = "own_form"  # key of the state: modules that give their `state_dict` 
 def read_state(path: Checkpoint) -> dict[str, Any]:
     """Return `state.json`, without comparing its checksum.
 
-    Raise a DamagedError if it can't be read.
+    Raise a DamagedError if it is not one, and an UnreachableError if it could not be read.
     """
     checkpoint = locate(path)
     try:
-        return parse_json(checkpoint.read(STATE, JSON_LIMIT), finite=False)
-    except (OSError, ValueError) as error:
+        return parse_json(_read_described(checkpoint, STATE), finite=False)
+    except ValueError as error:
         raise unreadable_error(f"{checkpoint}/{STATE}", error) from None
 
 
 def config_text(path: Checkpoint) -> str:
     """Return the resolved config of the run that saved; for imported weights, a comment.
 
-    Raises a DamagedError if it can't be read.
+    Raises a DamagedError if it is not one, and an UnreachableError if it could not be read.
     """
     checkpoint = locate(path)
     try:
-        return checkpoint.read(CONFIG, JSON_LIMIT).decode()
-    except (OSError, ValueError) as error:
+        return _read_described(checkpoint, CONFIG).decode()
+    except ValueError as error:
         raise unreadable_error(f"{checkpoint}/{CONFIG}", error) from None
+
+
+def _read_described(checkpoint: Location, file: str) -> bytes:
+    """Return a file without tensors; raise a ValueError if it is damaged at a glance."""
+    try:
+        return checkpoint.read(file, JSON_LIMIT)
+    except OSError as error:
+        raise ValueError(damage_by(error, checkpoint, file)) from None

@@ -202,7 +202,7 @@ class MemoryStorage(PosixStorage):
             with suppress(DamagedError):  # it is not complete
                 drafts[draft] = read_manifest(Location(self, draft)).step, True
                 continue
-            with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+            with suppress(FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
                 data = (self.root / draft / _UNREAD).read_bytes()
                 drafts[draft] = Manifest.from_bytes(data).step, False
         return drafts

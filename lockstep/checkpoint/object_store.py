@@ -47,6 +47,7 @@ from lockstep.checkpoint.storage import (
 from lockstep.checkpoint.streams import SizedStream
 from lockstep.division import ceil_div, round_up
 from lockstep.errors import LockstepError
+from lockstep.files.damaged_bytes import DamagedBytesError
 from lockstep.files.object_client import RETRY_SECONDS, ObjectClient
 from lockstep.heartbeat.writer import went_forward
 
@@ -135,7 +136,8 @@ class ObjectStorage(Storage):
             index = self._read_json(f"{key}.parts")
             size = int(index["size"])
             if size <= 0 or index["part_bytes"] != PART_BYTES:
-                raise OSError(f"{self}/{key}.parts is not the index of a file") from None
+                what = f"{self}/{key}.parts is not the index of a file"
+                raise DamagedBytesError(what) from None
             parts = [_part(key, number) for number in range(ceil_div(size, PART_BYTES))]
         with io.BufferedReader(_Reader(self._client, self._pool, parts, size), 1 << 20) as stream:
             yield cast(BinaryIO, stream)
@@ -291,7 +293,8 @@ class ObjectStorage(Storage):
     def _draft_of(self, name: str) -> str:
         draft = self._read_json(f"commits/{name}").get("draft")
         if not isinstance(draft, str) or not is_draft(draft):
-            raise OSError(f"{self}/commits/{name} does not name the data of a checkpoint")
+            what = f"{self}/commits/{name} does not name the data of a checkpoint"
+            raise DamagedBytesError(what)
         return draft
 
     def _read_json(self, key: str) -> dict[str, Any]:
@@ -299,9 +302,9 @@ class ObjectStorage(Storage):
         try:
             content = json.loads(data[:_INDEX_LIMIT])
         except ValueError:
-            raise OSError(f"{self}/{key} is damaged") from None
+            raise DamagedBytesError(f"{self}/{key} is damaged") from None
         if not isinstance(content, dict):
-            raise OSError(f"{self}/{key} is damaged")
+            raise DamagedBytesError(f"{self}/{key} is damaged")
         return content
 
     def _remove(self, draft: str) -> None:

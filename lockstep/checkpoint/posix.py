@@ -57,11 +57,19 @@ class PosixStorage(Storage):
         return self.root / name
 
     def names(self) -> list[str]:
+        """Return the names of the folders; none where there is no folder yet.
+
+        A link to a folder that is not there is an error: its disk may not be mounted.
+        """
         try:
             return [
                 entry.name for entry in os.scandir(self.root) if entry.is_dir(follow_symlinks=False)
             ]
-        except (FileNotFoundError, NotADirectoryError):
+        except NotADirectoryError:
+            return []
+        except FileNotFoundError:
+            if self.root.is_symlink():
+                raise
             return []
 
     def exists(self, name: str) -> bool:

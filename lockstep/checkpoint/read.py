@@ -42,6 +42,7 @@ from lockstep.checkpoint.manifest import (
     problems_of_files,
     raw_file,
     text_of,
+    unreachable_error,
     unreadable_error,
 )
 from lockstep.checkpoint.metadata import StoredAt, StoredPart, check_sizes, parse_metadata
@@ -50,6 +51,7 @@ from lockstep.checkpoint.snapshot import TensorBlock
 from lockstep.checkpoint.storage import Location, read_all, read_into_buffer
 from lockstep.checkpoint.streams import SizedStream
 from lockstep.errors import LockstepError, UsageError
+from lockstep.files.damaged_bytes import DamagedBytesError
 from lockstep.heartbeat.writer import went_forward
 from lockstep.models.safetensors_files import tensor_bytes
 from lockstep.torch_compat.checkpoint_format import read_items
@@ -388,8 +390,17 @@ class LocalReader:
                 )
             if part == MODEL:
                 _compare_with_manifest(self.stored, manifest)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (
+            DamagedBytesError,
+            FileNotFoundError,
+            ValueError,
+            KeyError,
+            TypeError,
+            AttributeError,
+        ) as error:
             raise unreadable_error(f"{checkpoint}/{part}", error) from None
+        except OSError as error:
+            raise unreachable_error(f"{checkpoint}/{part}", error) from None
 
     def _without_replicas(self) -> dict[str, list[RawBlock]]:
         """Return each tensor's blocks, each once though several ranks wrote it."""

@@ -24,6 +24,7 @@ from lockstep.config import ObjectSpec
 from lockstep.config.schema_training import build_object, check_object
 from lockstep.division import ceil_div
 from lockstep.errors import UsageError
+from lockstep.files.damaged_bytes import DamagedBytesError
 from lockstep.heartbeat.writer import went_forward
 from lockstep.machine.progress import Advance
 from lockstep.registry import require_methods
@@ -59,8 +60,10 @@ class Storage(ABC):
     Subclass it to keep them elsewhere; CONTRIBUTING.md shows how.
 
     A storage raises an OSError when it can't do something. On any error the save fails on all ranks
-    with that reason and is tried again (`checkpoint.retries`). Every rank has its own object; rank
-    0 alone calls `begin`, `commit`, `move`, `delete` and `sweep`.
+    with that reason and is tried again (`checkpoint.retries`). Where it reads, a FileNotFoundError
+    and a DamagedBytesError say that the checkpoint is damaged, and a run resumes from an older one;
+    any other OSError says that the bytes could not be had, and the run ends with it. Every rank has
+    its own object; rank 0 alone calls `begin`, `commit`, `move`, `delete` and `sweep`.
     """
 
     # Its files are read by the launch that wrote them alone, and by any number of its ranks.
@@ -134,12 +137,13 @@ class Storage(ABC):
     ) -> Generator[tuple[FilePiece, memoryview], None, None]:
         """Yield the bytes of pieces in order, each in one or more smaller ones.
 
-        An OSError is raised if a file is not there, or has another size.
+        A FileNotFoundError is raised if a file is not there, a DamagedBytesError if it has another
+        size.
         """
         for piece in pieces:
             with self.open(name, piece.file) as stream:
                 if (size := stream.seek(0, io.SEEK_END)) != piece.size:
-                    raise OSError(f"{size} bytes, where {piece.size} were written")
+                    raise DamagedBytesError(f"{size} bytes, where {piece.size} were written")
                 stream.seek(piece.begin)
                 for begin in range(piece.begin, piece.end, _CHUNK):
                     end = min(begin + _CHUNK, piece.end)

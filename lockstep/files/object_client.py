@@ -1,9 +1,9 @@
 """Reads and writes the objects of a bucket: S3, Google Cloud Storage and Azure, by obstore.
 
-Whoever uses it gets the errors of files: FileNotFoundError, FileExistsError, or an OSError with the
-words of the service. Credentials come from the environment, as the services name them
-(`AWS_ACCESS_KEY_ID` …), never from a config, and no text that leaves this module has them. Does not
-import torch.
+Whoever uses it gets the errors of files: FileNotFoundError, FileExistsError, DamagedBytesError, or
+an OSError with the words of the service. Credentials come from the environment, as the services
+name them (`AWS_ACCESS_KEY_ID` …), never from a config, and no text that leaves this module has
+them. Does not import torch.
 
 Tests: tests/checkpoint/test_object_store.py, tests/checkpoint/test_protocols.py
 """
@@ -20,6 +20,7 @@ from datetime import timedelta
 from typing import Any
 
 from lockstep.errors import LockstepError, RunError, UsageError, first_line
+from lockstep.files.damaged_bytes import DamagedBytesError
 
 SCHEMES = ("s3", "gs", "az")
 _URL = re.compile(r"(s3|gs|az)://([^/@?#\s]+)(/[^?#\s]*)?")
@@ -42,6 +43,9 @@ _ENDPOINTS = (
     "AZURE_ENDPOINT",
     "GOOGLE_BASE_URL",
 )
+
+# What the services answer that are asked for bytes after the end of an object.
+_BEYOND_END = re.compile(r"status code: 416|<Code>InvalidRange</Code>")
 
 _SECRET_OPTION = re.compile(r"secret|token|password|sas|key|credential", re.IGNORECASE)
 _SECRET_VARIABLE = re.compile(r"(AWS|AZURE|GOOGLE|GCP|GCS)_.*(KEY|SECRET|TOKEN|SAS|PASSWORD|CRED)")
@@ -191,11 +195,11 @@ class ObjectClient:
             return bytes(self._obstore.get(self._store, key).bytes())
 
     def get_range(self, key: str, start: int, length: int) -> bytes:
-        """Return some bytes of an object; fewer than `length` are an OSError."""
+        """Return some bytes of an object; a DamagedBytesError if it has fewer than `length`."""
         with self._explained(key):
             data = bytes(self._obstore.get_range(self._store, key, start=start, length=length))
         if len(data) != length:
-            raise OSError(f"{self.url}/{key} gave {len(data)} of {length} bytes")
+            raise DamagedBytesError(f"{self.url}/{key} gave {len(data)} of {length} bytes")
         return data
 
     def get_within(self, key: str, limit: int) -> bytes | None:
@@ -205,7 +209,7 @@ class ObjectClient:
             return None if result.meta["size"] > limit else bytes(result.bytes())
 
     def get_piece(self, key: str, start: int, length: int, size: int) -> memoryview:
-        """Return some bytes of an object, or raise an OSError if it has not `size` bytes in all."""
+        """Return some bytes of an object; a DamagedBytesError if it has not `size` bytes in all."""
         with self._explained(key):
             # all of an object is asked for as all of it: a range takes some servers a copy
             options = None if length == size else {"range": (start, start + length)}
@@ -213,9 +217,9 @@ class ObjectClient:
             has = int(result.meta["size"])
             data = memoryview(result.bytes()).cast("B") if has == size else memoryview(b"")
         if has != size:
-            raise OSError(f"{self.url}/{key} has {has} bytes, where {size} were written")
+            raise DamagedBytesError(f"{self.url}/{key} has {has} bytes, where {size} were written")
         if len(data) != length:
-            raise OSError(f"{self.url}/{key} gave {len(data)} of {length} bytes")
+            raise DamagedBytesError(f"{self.url}/{key} gave {len(data)} of {length} bytes")
         return data
 
     def size(self, key: str) -> int:
@@ -301,6 +305,9 @@ class ObjectClient:
             code = _code(text)
             if isinstance(error, FileNotFoundError) and code not in _MEANINGS:
                 raise FileNotFoundError(f"there is no {self.url}/{key}") from None
+            if _BEYOND_END.search(text):
+                what = f"{self.url}/{key} ends before the bytes that were written"
+                raise DamagedBytesError(what) from None
             raise ServiceError(f"{self.url}/{key}: {_reason(text, code)}", code) from None
 
 

@@ -238,26 +238,26 @@ def append_at_once(path: Path, data: bytes, *, end: bytes = b"") -> None:
 
 
 def last_lines(path: Path, count: int) -> list[dict[str, Any]]:
-    """Return the last whole lines of a JSON-lines file, at most `count`.
+    """Return the last whole lines of a JSON-lines file, at most `count`; none if there is no file.
 
-    Not all of the file is read.
+    Not all of the file is read. Raise an OSError if the system does not open it.
     """
     try:
         with open_file(path.parent, path.name) as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - count * _LONGEST_LINE))
             lines = file.read(count * _LONGEST_LINE).splitlines()[-count:]
-    except OSError:
+    except (FileNotFoundError, LeftOutError):
         return []
     return [row for line in lines if (row := parse_object(line)) is not None]
 
 
-def read_lines(path: Path, note: Note = lambda _text: None) -> Iterator[dict[str, Any]]:
+def read_lines(path: Path, note: Note | None = None) -> Iterator[dict[str, Any]]:
     """Yield the whole lines of a JSON-lines file.
 
     A broken one (the process was killed meanwhile) is skipped.
 
-    `note` is told what else is left out (`run_files.read_lines`).
+    `note` is told what else is left out, or raised without it (`run_files.read_lines`).
     """
     for line in run_files.read_lines(path.parent, path.name, note):
         if (row := parse_object(line)) is not None:

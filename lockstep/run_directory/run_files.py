@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from lockstep.errors import UsageError
+from lockstep.files.damaged_bytes import DamagedBytesError
 
 LINE_BYTES = 1 << 20  # of a line of JSON
 FILE_BYTES = 8 << 30  # of a file of lines
@@ -30,7 +31,7 @@ _SUSPICIOUS = 64  # brackets from which on the depth is looked at
 Note = Callable[[str], object]
 
 
-class LeftOutError(OSError):
+class LeftOutError(DamagedBytesError):
     """A file that is there and is not read; the message says why, after the file's name."""
 
 
@@ -38,7 +39,7 @@ def open_file(folder: str | os.PathLike[str], *names: str) -> BinaryIO:
     """Open `folder/names…` for reading, without following a link below the folder.
 
     Raises LeftOutError: it is a link, a pipe, a device or a folder. FileNotFoundError: it is not
-    there.
+    there. Another OSError: the system does not open it.
     """
     shown = "/".join(names)
     place = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -63,15 +64,18 @@ def _open_entry(name: str, flags: int, place: int, shown: str) -> int:
     except FileNotFoundError:
         raise
     except OSError as error:
-        is_link = False
+        mode = 0
         with suppress(OSError):
-            is_link = stat.S_ISLNK(os.lstat(name, dir_fd=place).st_mode)
-        why = "is a link, or in one" if is_link else f"can't be opened: {error.strerror}"
-        raise LeftOutError(f"{shown} {why}") from None
+            mode = os.lstat(name, dir_fd=place).st_mode
+        if stat.S_ISLNK(mode):
+            raise LeftOutError(f"{shown} is a link, or in one") from None
+        if isinstance(error, NotADirectoryError) or stat.S_ISSOCK(mode):
+            raise LeftOutError(f"{shown} is not an ordinary file, or in one") from None
+        raise OSError(error.errno, error.strerror, shown) from None
 
 
 def is_file(folder: Path, *names: str) -> bool:
-    """Return whether there is an ordinary file of this name, no link."""
+    """Return whether there is an ordinary file of this name, no link, that can be opened."""
     try:
         open_file(folder, *names).close()
     except OSError:
@@ -131,19 +135,26 @@ def _is_deep(value: Any) -> bool:
     return True
 
 
-def read_lines(folder: Path, name: str, note: Note = lambda _text: None) -> Iterator[bytes]:
+def read_lines(folder: Path, name: str, note: Note | None = None) -> Iterator[bytes]:
     """Yield the lines of a file, also of one that grows meanwhile.
 
-    `note` is told what is left out of it.
-
     A line that is too long is passed over; of a file that is not there, there are none.
+
+    Args:
+        folder: of the file.
+        name: of the file.
+        note: is told what is left out, also that the system does not open the file; without it
+            that is raised, since a file that can't be had is not an empty one.
     """
+    tell = note or (lambda _text: None)
     try:
         file = open_file(folder, name)
     except FileNotFoundError:
         return
     except OSError as error:
-        note(str(error))
+        if note is None and not isinstance(error, LeftOutError):
+            raise
+        tell(str(error))
         return
     with file:
         left = FILE_BYTES
@@ -151,7 +162,7 @@ def read_lines(folder: Path, name: str, note: Note = lambda _text: None) -> Iter
         while line := file.readline(LINE_BYTES):
             left -= len(line)
             if left < 0:
-                note(f"{name} was read up to its first {FILE_BYTES:,} bytes")
+                tell(f"{name} was read up to its first {FILE_BYTES:,} bytes")
                 break
             if len(line) < LINE_BYTES or line.endswith(b"\n"):
                 yield line
@@ -161,7 +172,7 @@ def read_lines(folder: Path, name: str, note: Note = lambda _text: None) -> Iter
                 line = file.readline(LINE_BYTES)
                 left -= len(line)
         if too_long:
-            note(f"{too_long:,} lines of {name} that have more than {LINE_BYTES:,} bytes")
+            tell(f"{too_long:,} lines of {name} that have more than {LINE_BYTES:,} bytes")
 
 
 def replace_file(path: Path, data: bytes | str) -> None:

@@ -30,7 +30,7 @@ from pathlib import Path, PurePosixPath
 from lockstep.division import ceil_div
 from lockstep.errors import LockstepError, RunError, UsageError
 from lockstep.files.object_client import ObjectClient
-from lockstep.run_directory.run_files import open_file
+from lockstep.run_directory.run_files import LeftOutError, open_file
 from lockstep.run_directory.run_lock import FILE, Holder, holder_in
 from lockstep.store_threads import StoreThread
 
@@ -165,7 +165,7 @@ class RunMirror:
         """Copy the parts of a file that have changed; return the keys of all its parts."""
         try:
             file = open_file(self._folder, *name.split("/"))
-        except OSError:  # it is gone meanwhile, or a link
+        except (FileNotFoundError, LeftOutError):  # it is gone meanwhile, or a link
             return set()
         with file:
             found = os.fstat(file.fileno())
@@ -341,8 +341,11 @@ def _files(keys: dict[str, float]) -> dict[str, list[str]]:
 
 
 def _names(folder: Path) -> Iterator[str]:
-    """Yield the names of the ordinary files in a folder that are copied, in order."""
-    for root, folders, files in os.walk(folder):
+    """Yield the names of the ordinary files in a folder that are copied, in order.
+
+    Raise an OSError if they can't be listed: what is missing is deleted from the bucket.
+    """
+    for root, folders, files in os.walk(folder, onerror=_refuse_unless_gone):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         place = Path(root).relative_to(folder)
         if not place.parts:
@@ -351,9 +354,14 @@ def _names(folder: Path) -> Iterator[str]:
             path = place / name
             if name.startswith(".") or path.as_posix() in _NOT_COPIED:
                 continue
-            with suppress(OSError):
+            with suppress(FileNotFoundError):
                 if stat.S_ISREG(os.lstat(folder / path).st_mode):
                     yield path.as_posix()
+
+
+def _refuse_unless_gone(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError):
+        raise error
 
 
 def _goes_on_from(target: Path, earlier: Path) -> bool:

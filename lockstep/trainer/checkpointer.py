@@ -157,13 +157,18 @@ class Checkpointer:
     def _committed(self, path: checkpoint.CheckpointPath) -> None:
         """Record a commit, and delete old checkpoints.
 
-        It is called on rank 0; for an asynchronous save, in the background.
+        It is called on rank 0; for an asynchronous save, in the background. Where those that are
+        old can't be read or deleted now, all stay until the next save.
         """
         folder = self._run.output.checkpoints
         assert folder is not None
         self._monitor.event("save", step=checkpoint.step_of(path.name), checkpoint=path.name)
-        best = best_of(folder, self._config, self._evaluated)
-        checkpoint.rotate(folder, self._config.save_total_limit, [] if best is None else [best])
+        try:
+            best = best_of(folder, self._config, self._evaluated)
+            checkpoint.rotate(folder, self._config.save_total_limit, [] if best is None else [best])
+        except (OSError, checkpoint.UnreachableError) as error:
+            why = error.why if isinstance(error, checkpoint.UnreachableError) else error
+            _log.warning("warning: no older checkpoint is deleted now: %s", why)
 
     def _tolerate(self, call: Any) -> None:
         self._guard(call, must_succeed=False)
@@ -267,7 +272,7 @@ def best_of(
 ) -> checkpoint.CheckpointPath | None:
     """Return the best checkpoint by the metric `keep_best`, the newest of equal ones.
 
-    None if none has the metric.
+    None if none has the metric. An UnreachableError is raised if one could not be read.
 
     `later` has the values, by step, that were measured after the checkpoint was written.
     """
@@ -281,7 +286,7 @@ def best_of(
             value = later.get(
                 checkpoint.step_of(path.name) or 0, float(metrics.get(config.keep_best, math.nan))
             )
-        except (RunError, TypeError, ValueError, AttributeError):
+        except (checkpoint.DamagedError, TypeError, ValueError, AttributeError):
             # a damaged checkpoint is not a candidate
             continue
         if math.isfinite(value):

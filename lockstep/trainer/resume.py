@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 import psutil
 
 from lockstep import checkpoint
-from lockstep.errors import RunError, UsageError
+from lockstep.errors import UsageError
 from lockstep.files.paths import bucket_url
 from lockstep.machine.environment import GENERATION
 from lockstep.process_group import collectives
@@ -168,15 +168,15 @@ def find(output: RunOutput, how: str, where: str = "--resume") -> ChosenCheckpoi
 
     `auto` means the newest complete checkpoint, on disk or in memory, and `never` nowhere.
 
-    A RunError is raised if there are checkpoints, and none is whole: a person has to decide about a
-    fresh start.
+    A RunError is raised if there are checkpoints, and none is whole, or one could not be read: a
+    person has to decide about a fresh start.
     """
     if how == "never":
         return ChosenCheckpoint(None)
     if how == "auto":
         copy = _newest_in_memory(output)
         return newest_kept(output) if copy is None else ChosenCheckpoint(copy, is_verified=True)
-    if isinstance(output.checkpoints, checkpoint.Storage) and output.checkpoints.exists(how):
+    if isinstance(output.checkpoints, checkpoint.Storage) and _holds(output.checkpoints, how):
         return ChosenCheckpoint(output.checkpoints.path(how))
     url = bucket_url(how, "the checkpoint to resume from")
     if url is not None:
@@ -210,7 +210,7 @@ def _in_bucket(url: str, where: str) -> ChosenCheckpoint:
     """Return the newest whole checkpoint below a URL, or the one that it names."""
     place = checkpoint.in_bucket(url)
     if not isinstance(place, checkpoint.Storage):
-        if place.storage.exists(place.name):
+        if _holds(place.storage, place.name):
             return ChosenCheckpoint(place)
     elif checkpoint.Ranks().broadcast(
         f"no checkpoint in {place} could be chosen",
@@ -223,6 +223,12 @@ def _in_bucket(url: str, where: str) -> ChosenCheckpoint:
         fix="give the URL of a run, as s3://BUCKET/PREFIX, or of one of its checkpoints,"
         " s3://BUCKET/PREFIX/step-00000100",
     )
+
+
+def _holds(storage: checkpoint.Storage, name: str) -> bool:
+    """Return whether a storage has a checkpoint of this name; rank 0 asks for all."""
+    failure = f"{storage} could not be asked for {name}"
+    return checkpoint.Ranks().broadcast(failure, lambda: storage.exists(name))
 
 
 def newest_kept(output: RunOutput) -> ChosenCheckpoint:
@@ -258,7 +264,8 @@ def _newest_in_memory(output: RunOutput) -> checkpoint.CheckpointPath | None:
         return None
     try:
         return checkpoint.resume_point(memory)
-    except RunError:  # none is whole, of which rank 0 has warned: the run's checkpoints are left
+    except checkpoint.DamagedError:
+        # none is whole, of which rank 0 has warned: the run's checkpoints are left
         return None
 
 

@@ -2,12 +2,15 @@
 recognised.
 """
 
+import gc
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import warnings
+import weakref
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -169,3 +172,28 @@ def test_recognising_needs_no_torch() -> None:
         ).returncode
         == 0
     )
+
+
+def test_what_an_error_that_is_provoked_holds_does_not_end_with_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A process group that did waited under Python's lock for a thread that waited for the lock."""
+    from tests.diagnose import provoke
+
+    class Group:
+        pass
+
+    held: list[weakref.ref[Group]] = []
+
+    def fail() -> None:
+        group = Group()
+        held.append(weakref.ref(group))
+        raise RuntimeError("connection closed")
+
+    monkeypatch.setattr(provoke, "_kept", [])
+    with warnings.catch_warnings():
+        assert provoke.errors_of((("a case", fail),)) == [
+            ("a case", "RuntimeError: connection closed")
+        ]
+    gc.collect()
+    assert held[0]() is not None

@@ -3,14 +3,17 @@ however long they take.
 """
 
 import re
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from torch.distributed import HashStore
 
 from lockstep.failures.hang import OtherMachines
-from lockstep.heartbeat.files import Beat, Write
+from lockstep.heartbeat import writer
+from lockstep.heartbeat.files import FORWARD, FORWARD_AT, WRITE_AT, Beat, Write
 from tests.faults.tiny import events, steps
 from tests.launch.shared import finish, start, wait_for
 
@@ -150,3 +153,30 @@ def test_ranks_of_another_machine_that_go_forward_are_waited_for() -> None:
     finally:
         here.close()
         there.close()
+
+
+def test_work_that_goes_forward_often_is_recorded_once_in_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the main thread and in the background each; the launcher looks a hundred times less."""
+    now = 100.0
+    monkeypatch.setattr(writer, "time", SimpleNamespace(monotonic=lambda: now))
+    beat = writer.Heartbeat(tmp_path, 0)
+    content = beat._map
+    assert content is not None
+
+    def recorded() -> tuple[float, float]:
+        return tuple(FORWARD.unpack_from(content, at)[0] for at in (FORWARD_AT, WRITE_AT))
+
+    beat.went_forward()
+    assert recorded() == (100.0, 0.0)
+    now = 100.009
+    beat.went_forward()
+    assert recorded() == (100.0, 0.0)
+    background = threading.Thread(target=beat.went_forward)
+    background.start()
+    background.join()
+    assert recorded() == (100.0, 100.009)
+    now = 100.011
+    beat.went_forward()
+    assert recorded() == (100.011, 100.009)

@@ -1,5 +1,7 @@
 """The batch script in a real Slurm."""
 
+import os
+import shutil
 import subprocess
 import time
 from collections.abc import Iterator
@@ -8,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.cli import main
-from tests.slurm_cluster import output, slurm_cluster, until
+from tests.slurm_cluster import end_steps, output, slurm_cluster, until
 
 pytestmark = pytest.mark.root
 # In place of Python: says what it was given, and is preempted the first time.
@@ -116,3 +118,23 @@ def _state(job: str) -> str:
     return next(
         (word.partition("=")[2] for word in told.split() if word.startswith("JobState=")), ""
     )
+
+
+def test_steps_of_killed_jobs_end_with_their_cluster(tmp_path: Path) -> None:
+    """One was left behind by a job that was killed whole; those of other clusters stay."""
+    program = tmp_path / "slurmstepd"
+    sleep = shutil.which("sleep")
+    assert sleep is not None
+    shutil.copy(sleep, program)
+    steps = [
+        subprocess.Popen([program, "600"], env={**os.environ, "SLURM_CONF": str(conf)})
+        for conf in (tmp_path / "slurm.conf", tmp_path / "other.conf")
+    ]
+    try:
+        end_steps(tmp_path / "slurm.conf")
+        assert steps[0].wait(60) != 0
+        assert steps[1].poll() is None
+    finally:
+        for step in steps:
+            step.kill()
+            step.wait()

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -21,7 +22,7 @@ from lockstep.errors import UsageError
 from lockstep.verify.command import verify_script
 from lockstep.verify.comparison_result import Outcome
 from lockstep.verify.own_lines import code_at
-from lockstep.verify.script import hangs
+from lockstep.verify.script import hangs, observe
 from lockstep.verify.script.record import ScriptRecord
 from lockstep.verify.script.task import ScriptTask
 from lockstep.verify.text import script_text as text
@@ -206,6 +207,53 @@ def test_a_rank_whose_script_has_ended_does_not_compute(
     deadline = time.monotonic() + 60
     while waiting.is_alive():
         assert time.monotonic() < deadline, "it computes"
+
+
+class EndedError(BaseException):
+    """This process would end here."""
+
+
+def test_a_rank_that_has_ended_takes_no_rank_that_hangs_for_one_that_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that hangs writes its record once all ranks are idle: here between two looks of the rank
+    that has ended. It left then, and what was told was no hang but the end of a rank.
+    """
+    task = ScriptTask("train.py", (), 2, tmp_path)
+    watch = hangs.ScriptHangWatch(task, 0, 2, ScriptRecord())
+    observer = object.__new__(observe._ScriptObserver)
+    observer.task = task
+    observer.rank = 0
+    observer.world = 2
+    observer.record = ScriptRecord()
+    observer._hang_watch = watch
+    monkeypatch.setattr(observer, "_orders", SimpleNamespace(complete=dict), raising=False)
+    waited: list[float] = []
+    looks: list[bool] = []
+
+    def are_idle() -> bool:
+        found = hangs.ScriptHangWatch.are_idle(watch)
+        looks.append(found)
+        for rank in range(2):  # right after the look
+            task.idle_file(rank).touch()
+        task.write_record(1, ScriptRecord())
+        return found
+
+    def sleep(seconds: float) -> None:
+        waited.append(seconds)
+        if seconds == observe._WAIT:
+            raise EndedError  # by the watch
+
+    def end(code: int) -> None:
+        raise EndedError(code)
+
+    monkeypatch.setattr(watch, "are_idle", are_idle)
+    monkeypatch.setattr(observe, "time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
+    monkeypatch.setattr(observe, "os", SimpleNamespace(_exit=end))
+    with pytest.raises(EndedError):
+        observer.finish()
+    assert looks == [False, True]
+    assert waited[-1] == observe._WAIT, "it leaves the end to the watch"
 
 
 @pytest.mark.parametrize(
