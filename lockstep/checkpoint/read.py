@@ -60,6 +60,7 @@ from lockstep.torch_compat.checkpoint_format import read_items
 # for those of a larger one itself, so that it is never in memory twice.
 _READ_AT_ONCE = 1 << 20
 _READ_AT_ONCE_FROM_AFAR = 64 << 20
+_LONGEST_HEAD = 64 << 10  # bytes before the elements of an archive; torch writes one or two KiB
 
 
 def open_part(checkpoint: Location, manifest: Manifest, part: str) -> "PartReader":
@@ -87,6 +88,8 @@ class ShardedReader:
         self.checkpoint = checkpoint
         self.part = part
         self.stored = read_stored_part(checkpoint, manifest, part)
+        # (dtype, shape, length of an archive) → what came before the elements of the last one
+        self._heads: dict[tuple[torch.dtype, torch.Size, int], bytes] = {}
 
     def read_into(self, blocks: dict[str, TensorBlock]) -> None:
         """Fill the blocks from the files of the ranks that wrote parts of them."""
@@ -191,7 +194,22 @@ class ShardedReader:
         return target if is_sole else None
 
     def _begin_of_elements(self, archive: BinaryIO, place: StoredAt, target: Tensor) -> int | None:
-        """Return where in an archive the elements of the target lie, row by row; None if not so."""
+        """Return where in an archive the elements of the target lie, row by row; None if not so.
+
+        Archives of one dtype and shape begin alike (`archives.py`), so torch looks at one of them.
+        """
+        form = (target.dtype, target.shape, place.length)
+        head = self._heads.get(form)
+        if head is not None and archive.read(len(head)) == head:
+            return len(head)
+        begin = self._look_for_elements(archive, place, target)
+        if begin is not None and begin <= _LONGEST_HEAD:
+            archive.seek(0)
+            self._heads[form] = archive.read(begin)
+        return begin
+
+    def _look_for_elements(self, archive: BinaryIO, place: StoredAt, target: Tensor) -> int | None:
+        """Have torch say whether an archive has the elements of the target, and find them."""
         with _explained(self._file_of(place)):
             begin = self._checked(archive, place)
             if begin is None:

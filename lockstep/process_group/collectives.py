@@ -142,6 +142,9 @@ T = TypeVar("T")
 _GLOO_WORKER = "pt_gloo_runloop"  # torch's name for the threads of a gloo group's collectives
 _SETTLE_SECONDS = 5.0  # time for threads of a busy machine to run
 
+# Held until this rank leaves the world or enters another: where DDP's reducer, which is C++, is the
+# last to hold a group, it ends the group under Python's lock, and waits for the group's thread, which
+# may wait for the lock (torch 2.13).
 _made: dict[Hashable, Any] = {}
 _world: Any = None  # the world in which they were created
 _timeout: datetime.timedelta | None = None  # of their collectives; None: torch's default
@@ -218,7 +221,8 @@ def leave_world(*, destroy: bool) -> None:
 
     The thread that ran a collective releases its tensors slightly later, for which it needs Python.
     If the interpreter ends first, the process dies with "terminate called without an active
-    exception" (pytorch/pytorch#190489).
+    exception" (pytorch/pytorch#190489); if the model goes first, and with it the last holder of the
+    group, Python and the thread wait for each other.
     """
     global _world
     _made.clear()

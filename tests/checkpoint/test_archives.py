@@ -159,3 +159,26 @@ def test_a_large_block_is_read_into_its_tensor(
     checkpoint.load(path, Snapshot(targets))
     assert copied == [rows.nbytes]
     assert all(target.equal(rows) for target in targets.values())
+
+
+def test_torch_looks_at_one_large_block_of_a_form(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It took a millisecond for each; one of the same form that begins otherwise is found."""
+    rows = torch.arange(SMALL, dtype=torch.float32).view(-1, 64)
+    given = {f"w{number}": rows + number for number in range(3)}
+    given["across"] = torch.arange(SMALL, dtype=torch.float32).view(64, -1).T
+    path = checkpoint.save(tmp_path, 1, Snapshot(given), config_yaml="")
+    calls = []
+    load = torch.load
+
+    def counted(*given: Any, **more: Any) -> Any:
+        calls.append(given)
+        return load(*given, **more)
+
+    monkeypatch.setattr(torch, "load", counted)
+    targets = {name: torch.zeros(rows.shape) for name in given}
+    checkpoint.load(path, Snapshot(targets))
+    assert len(calls) == 3, "of one; and of the other, for its form and for its elements"
+    for name, tensor in given.items():
+        assert targets[name].equal(tensor), name

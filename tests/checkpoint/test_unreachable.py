@@ -151,7 +151,7 @@ def test_what_is_known_to_be_damaged_is_passed_over(
     assert caplog.text.count("passing over") == len(FILES)
 
 
-def test_a_list_that_can_not_be_had_is_no_empty_one(tmp_path: Path) -> None:
+def test_a_list_that_can_not_be_had_is_not_empty(tmp_path: Path) -> None:
     class Unlisted(PosixStorage):
         def names(self) -> list[str]:
             raise refusal(errno.ESTALE)
