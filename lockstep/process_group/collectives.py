@@ -142,9 +142,9 @@ T = TypeVar("T")
 _GLOO_WORKER = "pt_gloo_runloop"  # torch's name for the threads of a gloo group's collectives
 _SETTLE_SECONDS = 5.0  # time for threads of a busy machine to run
 
-# Held until this rank leaves the world or enters another: where DDP's reducer, which is C++, is the
-# last to hold a group, it ends the group under Python's lock, and waits for the group's thread, which
-# may wait for the lock (torch 2.13).
+# Held until this rank leaves the world or enters another. Where DDP's reducer, which is C++, is the
+# last to hold a group, it ends the group under Python's lock, and waits for the group's thread,
+# which may wait for the lock (torch 2.13).
 _made: dict[Hashable, Any] = {}
 _world: Any = None  # the world in which they were created
 _timeout: datetime.timedelta | None = None  # of their collectives; None: torch's default
