@@ -42,6 +42,7 @@ _CALLS_AT = WRITE_AT + WRITE.size
 _FAILED_AT = _CALLS_AT + SLOTS * CALL.size
 SIZE = _FAILED_AT + FAILED.size
 _ENDED_IN_CALL = 16  # bytes of a call before the time of its end
+_NUMBER = struct.Struct("<q")  # of a call, the first of its fields
 
 
 @dataclass(frozen=True)
@@ -106,18 +107,27 @@ def mapped(path: Path, *, create: bool = False) -> mmap.mmap:
         os.close(handle)
 
 
+def put(data: mmap.mmap, at: int, packed: bytes) -> None:
+    """Write bytes at once, since other processes read meanwhile.
+
+    `Struct.pack_into` fills their place with zeros first: a rank that had just begun its first call
+    was seen without a time, as one that has hung since the machine was started.
+    """
+    data[at : at + len(packed)] = packed
+
+
 def write_call(data: mmap.mmap, call: Call) -> None:
     """Write a call that has begun to its slot; readers of other processes see all of it or none."""
     at = _slot_of(call.number)
-    struct.pack_into("<q", data, at, 0)
     line = call.line.encode(errors="replace")[-160:]
-    CALL.pack_into(data, at, 0, call.begun, call.ended, call.name.encode(), line)
-    struct.pack_into("<q", data, at, call.number)
+    put(data, at, _NUMBER.pack(0))
+    put(data, at, CALL.pack(0, call.begun, call.ended, call.name.encode(), line))
+    put(data, at, _NUMBER.pack(call.number))
 
 
 def write_end(data: mmap.mmap, number: int, seconds: float) -> None:
     """Write down when a call ended."""
-    struct.pack_into("<d", data, _slot_of(number) + _ENDED_IN_CALL, seconds)
+    put(data, _slot_of(number) + _ENDED_IN_CALL, FORWARD.pack(seconds))
 
 
 def read_call(data: mmap.mmap | bytes, number: int) -> Call | None:
@@ -134,8 +144,8 @@ def write_failure(data: mmap.mmap, call: FailedCall) -> None:
     """Write down the call that an error has ended."""
     text = call.text.encode(errors="replace")[:500]
     line = call.line.encode(errors="replace")[-160:]
-    FAILED.pack_into(data, _FAILED_AT, 0, call.time, text, line)
-    struct.pack_into("<q", data, _FAILED_AT, call.number)
+    put(data, _FAILED_AT, FAILED.pack(0, call.time, text, line))
+    put(data, _FAILED_AT, _NUMBER.pack(call.number))
 
 
 def read_failure(data: mmap.mmap | bytes, rank: int) -> FailedCall | None:

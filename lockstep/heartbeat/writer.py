@@ -14,7 +14,6 @@ import functools
 import json
 import mmap
 import os
-import struct
 import threading
 import time
 import traceback
@@ -42,6 +41,7 @@ from lockstep.heartbeat.files import (
     last_call,
     mapped,
     phase_of,
+    put,
     read_call,
     read_failure,
     was_killed,
@@ -283,7 +283,7 @@ class Heartbeat:
         in_background = threading.get_ident() != threading.main_thread().ident
         if now - self._went_forward[in_background] >= _FORWARD_SECONDS:
             self._went_forward[in_background] = now
-            struct.pack_into("<d", self._map, WRITE_AT if in_background else FORWARD_AT, now)
+            put(self._map, WRITE_AT if in_background else FORWARD_AT, FORWARD.pack(now))
 
     @contextmanager
     def background_write(self) -> Iterator[None]:
@@ -297,7 +297,7 @@ class Heartbeat:
         self._writes += 1
         if self._map is not None:
             now = time.monotonic()
-            WRITE.pack_into(self._map, WRITE_AT, now, self._writes, now - begun)
+            put(self._map, WRITE_AT, WRITE.pack(now, self._writes, now - begun))
 
     @contextmanager
     def awaiting_write(self) -> Iterator[None]:
@@ -330,9 +330,8 @@ class Heartbeat:
             step, phase, seconds = self._state
             nested = len(self._under_way)
             awaits = self._awaits_write
-            HEAD.pack_into(
-                self._map, 0, self._process, step, phase, seconds, self._number, nested, awaits
-            )
+            head = (self._process, step, phase, seconds, self._number, nested, awaits)
+            put(self._map, 0, HEAD.pack(*head))
 
     def _files_of_others(self) -> dict[int, mmap.mmap]:
         """Return the mapped heartbeat files of this machine's other ranks, as far as they exist."""

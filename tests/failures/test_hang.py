@@ -513,3 +513,27 @@ def test_a_death_on_another_machine_ends_the_wait_for_ranks_that_leave(
     monkeypatch.setattr(time, "sleep", pause)
     assert here.ranks_that_left() == {}
     assert len(pauses) == 1, "not for the whole second"
+
+
+def test_half_of_a_beat_is_never_read(tmp_path: Path) -> None:
+    """A rank that had just begun was seen without a time, and told to hang for as long as the
+    machine was on.
+    """
+    beat = Heartbeat(tmp_path, 0)
+    beat.beat(1, "step")
+    beat.went_forward()
+    since = time.monotonic()
+    writer = os.fork()
+    if writer == 0:
+        while True:
+            beat.beat(1, "step")
+    try:
+        for _ in range(3000):
+            (read,) = read_beats(tmp_path)
+            assert (read.step, read.phase) == (1, "step")
+            assert since - 60 < read.time <= time.monotonic()
+    finally:
+        os.kill(writer, signal.SIGKILL)
+        os.waitpid(writer, 0)
+    HEAD.pack_into(mapped(tmp_path / "beat-0"), 0, os.getpid(), 0, 0, 0.0, 0, 0, 0)
+    assert read_beats(tmp_path) == [], "of which the time is not written yet"
