@@ -13,7 +13,15 @@ import pytest
 import torch
 
 from lockstep import checkpoint
-from lockstep.checkpoint import AsyncSaver, Location, ObjectStorage, object_store
+from lockstep.checkpoint import (
+    AsyncSaver,
+    DamagedBytesError,
+    DamagedError,
+    Location,
+    ObjectStorage,
+    UnreachableError,
+    object_store,
+)
 from lockstep.checkpoint.posix import draft_name
 from lockstep.config import Config
 from lockstep.config.schema import OBJECT_STORAGE
@@ -132,6 +140,75 @@ def test_a_run_goes_on_from_an_older_one_where_the_newest_is_damaged(
         "step-00000012"
     ]
     assert ObjectStorage(url).names()[-2] == "step-00000012", "it was written again"
+
+
+@pytest.mark.parametrize(
+    ("fault", "asked"),
+    [
+        ("drop", "/model/"),
+        ("503", "commits/"),
+        pytest.param("503", "/model/", marks=pytest.mark.full),
+        pytest.param("drop", "commits/", marks=pytest.mark.full),
+        pytest.param("drop", "/manifest.json", marks=pytest.mark.full),
+        pytest.param("503", "/manifest.json", marks=pytest.mark.full),
+    ],
+)
+@pytest.mark.fault(
+    "storage: in a bucket: the service is away while a run resumes",
+    "for longer than `retry_seconds`, from the choice of the checkpoint on, or from its load on",
+    "one error; nothing is loaded or set aside, and the same command goes on from the newest"
+    " checkpoint when the service is back",
+)
+def test_a_run_waits_for_no_older_checkpoint_of_a_bucket(
+    proxy: Proxy,
+    url: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    fault: str,
+    asked: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    keep = {"storage": {"name": url, "args": {"retry_seconds": 1}}, "save_steps": 10}
+    trainer(tmp_path / "run", checkpoint=keep).train(Points())
+
+    def plan(request: Request) -> str | None:
+        is_asked = request.method == "GET" and asked in request.target and ".tmp-" in request.target
+        is_asked |= asked == "commits/" and "commits/step-00000012" in request.target
+        return fault if is_asked and "step-00000010" not in request.target else None
+
+    proxy.plan = plan
+    again = trainer(tmp_path / "run", checkpoint=keep)
+    before = {name: tensor.clone() for name, tensor in again.step.placed.kept().items()}
+    with pytest.raises(UnreachableError, match="may be whole"):
+        again.resume("auto")
+    assert all(tensor.equal(before[name]) for name, tensor in again.step.placed.kept().items())
+    assert not events(tmp_path / "run", "set_aside")
+    assert "passing over" not in caplog.text
+    proxy.reset()
+    assert ObjectStorage(url).names() == ["step-00000010", "step-00000012"]
+    resumed = trainer(tmp_path / "run", checkpoint=keep)
+    resumed.resume("auto")
+    assert resumed.step.progress.step == 12
+
+
+def test_an_object_that_is_cut_short_is_damaged(proxy: Proxy, url: str) -> None:
+    """A service answers with an error that is asked for bytes after the end of an object."""
+    storage = ObjectStorage(url)
+    path = save(storage, 1)
+    file = "model/__0_0.distcp"
+    part = f"data/{storage.pinned(path.name)}/{file}.part-00000"
+    data = ObjectClient(url).get(part)
+    for cut in (data[:-1], b""):
+        ObjectClient(url).put(part, cut)
+        again = Location(ObjectStorage(url), path.name)
+        assert checkpoint.verify(again)[0].startswith(f"{file}: ")
+        with again.open(file) as stream:
+            stream.seek(len(data) - 1)
+            with pytest.raises(DamagedBytesError):
+                stream.read(1)
+        with pytest.raises(DamagedError):
+            checkpoint.load(again, blank(snapshot()))
 
 
 def test_only_ranges_that_are_needed_are_read(proxy: Proxy, url: str) -> None:

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 import pytest
 
 from lockstep import checkpoint
-from lockstep.checkpoint import DamagedError, Location, ObjectStorage, UnreachableError
+from lockstep.checkpoint import DamagedError, Location, UnreachableError
 from lockstep.checkpoint.host_disk import Disk, OwnDisk
 from lockstep.checkpoint.host_disks import DisksClient
 from lockstep.checkpoint.memory import MemoryStorage
@@ -21,7 +21,6 @@ from lockstep.files.damaged_bytes import DamagedBytesError
 from lockstep.run_directory import records, run_files, run_mirror
 from lockstep.run_directory.records import RunDirectory
 from lockstep.run_directory.run_files import LeftOutError, open_file
-from tests.bucket import Proxy, Request
 from tests.checkpoint.shared import CONFIG, blank, save, snapshot
 from tests.checkpoint.test_fetch import Far
 from tests.faults.tiny import Points, events, trainer
@@ -182,47 +181,6 @@ def test_a_copy_in_memory_that_can_not_be_read_is_not_incomplete(
 
 def refuse_now() -> Any:
     raise refusal(errno.EMFILE)
-
-
-@pytest.mark.parametrize("fault", ["drop", "503"])
-@pytest.mark.parametrize("asked", ["commits/", "/model/", "/manifest.json"])
-@pytest.mark.fault(
-    "storage: in a bucket: the service is away while a run resumes",
-    "for longer than `retry_seconds`, from the choice of the checkpoint on, or from its load on",
-    "one error; nothing is loaded or set aside, and the same command goes on from the newest"
-    " checkpoint when the service is back",
-)
-def test_a_run_waits_for_no_older_checkpoint_of_a_bucket(
-    bucket_proxy: Proxy,
-    bucket_url: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    fault: str,
-    asked: str,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    keep = {"storage": {"name": bucket_url, "args": {"retry_seconds": 1}}, "save_steps": 10}
-    trainer(tmp_path / "run", checkpoint=keep).train(Points())
-
-    def plan(request: Request) -> str | None:
-        is_asked = request.method == "GET" and asked in request.target and ".tmp-" in request.target
-        is_asked |= asked == "commits/" and "commits/step-00000012" in request.target
-        return fault if is_asked and "step-00000010" not in request.target else None
-
-    bucket_proxy.plan = plan
-    again = trainer(tmp_path / "run", checkpoint=keep)
-    before = {name: tensor.clone() for name, tensor in again.model.state_dict().items()}
-    with pytest.raises(UnreachableError, match="may be whole"):
-        again.resume("auto")
-    assert all(tensor.equal(before[name]) for name, tensor in again.model.state_dict().items())
-    assert not events(tmp_path / "run", "set_aside")
-    assert "passing over" not in caplog.text
-    bucket_proxy.reset()
-    assert ObjectStorage(bucket_url).names() == ["step-00000010", "step-00000012"]
-    resumed = trainer(tmp_path / "run", checkpoint=keep)
-    resumed.resume("auto")
-    assert resumed.step.progress.step == 12
 
 
 class Told(Disk):
