@@ -59,6 +59,7 @@ def open_file(folder: str | os.PathLike[str], *names: str) -> BinaryIO:
 
 
 def _open_entry(name: str, flags: int, place: int, shown: str) -> int:
+    """Open what is called `name` in an open folder; raise as `open_file`, of a file as `shown`."""
     try:
         return os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | flags, dir_fd=place)
     except FileNotFoundError:
