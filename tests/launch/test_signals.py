@@ -105,6 +105,11 @@ time.sleep(1)
 """
 
 
+@pytest.mark.fault(
+    "process: a rank fails while another one starts",
+    "the other is asked to end (SIGTERM) just before its script begins",
+    "it ends at once, and not after the 30 s that ranks have to save",
+)
 def test_a_signal_just_before_the_script_begins_is_not_lost() -> None:
     """A rank that was asked to end as it started ran its script instead, for the 30 s that it had
     to end.
