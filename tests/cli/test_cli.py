@@ -14,7 +14,8 @@ import pytest
 
 import lockstep.launch.train
 from lockstep import cli
-from lockstep.cli.verbs import _CHECKPOINT_VERBS, _CONFIG_VERBS
+from lockstep.cli.projects import CONFIG_VERBS
+from lockstep.cli.weights import CHECKPOINT_VERBS
 from lockstep.config import load_config
 from lockstep.config.files import shipped_names
 from lockstep.launch.options import LaunchOptions
@@ -117,7 +118,7 @@ def test_each_verb_has_an_example_and_each_subverb_its_own_help(
 
     for verb in cli.VERBS:
         assert re.search(rf"examples?:\n  .*lockstep {verb} ", text_of(verb)), verb
-    for verb, subverbs in (("config", _CONFIG_VERBS), ("checkpoint", _CHECKPOINT_VERBS)):
+    for verb, subverbs in (("config", CONFIG_VERBS), ("checkpoint", CHECKPOINT_VERBS)):
         for name, (what, _) in subverbs.items():
             assert f"  {name} " in text_of(verb)
             assert f"usage: lockstep {verb} {name} [-h]" in text_of(verb, name)
