@@ -33,7 +33,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lockstep.config import TrainingConfig
-from lockstep.config.checks import NEED_WHOLE_PARAMETERS, ON_PARTS
+from lockstep.config.checks_training import NEED_WHOLE_PARAMETERS, ON_PARTS
 from lockstep.errors import RunError, UsageError, first_line, lost_a_peer
 from lockstep.registry import OPTIMIZERS, SCHEDULES, keywords_of, require_arguments, require_call
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lockstep.config import TrainingConfig, check, config_from
-from lockstep.config.checks import NEED_WHOLE_PARAMETERS
+from lockstep.config.checks_training import NEED_WHOLE_PARAMETERS
 from lockstep.errors import UsageError
 from lockstep.optim import (
     Schedule,

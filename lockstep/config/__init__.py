@@ -22,7 +22,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lockstep.config.checks import check, require_equation, require_runnable
+    from lockstep.config.checks import check, require_runnable
+    from lockstep.config.checks_training import require_equation
     from lockstep.config.flags import FLAGS, apply_flags, as_overrides
     from lockstep.config.loading import config_from, load_config
     from lockstep.config.schema import (

@@ -266,7 +266,7 @@ def _check_layout(config: "Config", processes: int, options: LaunchOptions) -> N
 
     No rank is started before.
     """
-    from lockstep.config.checks import launch_contradictions
+    from lockstep.config.checks_launch import launch_contradictions
 
     device_type = _device_type(config)
     refuse(
@@ -295,7 +295,8 @@ def _check_world(config: "Config", world: int | None, each_machine: int, device_
         each_machine: number of ranks of each machine.
         device_type: of their devices.
     """
-    from lockstep.config.checks import contradictions, require_equation
+    from lockstep.config.checks import contradictions
+    from lockstep.config.checks_training import require_equation
 
     if world is None or config.distributed.strategy == AUTO:
         refuse(contradictions(config, device_type=device_type))

@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from lockstep.config.checks import divisors
+from lockstep.config.checks_training import divisors
 from lockstep.data.batches import AssignAnyRank
 from lockstep.errors import UsageError
 from lockstep.layout import Layout

@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.bad_numbers import AnomalyDetector
 from lockstep.config import Config, apply_flags
-from lockstep.config.checks import launch_contradictions
+from lockstep.config.checks_launch import launch_contradictions
 from lockstep.config.loading import with_settings
 from lockstep.errors import UsageError, refuse
 from lockstep.files.paths import bucket_url

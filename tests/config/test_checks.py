@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from lockstep.config import Config, check, config_from, load_config, require_runnable
-from lockstep.config.checks import launch_contradictions
+from lockstep.config.checks_launch import launch_contradictions
 from lockstep.errors import UsageError, refuse
 from tests.config.shared import refusal
 

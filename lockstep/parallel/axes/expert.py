@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lockstep.config import StepConfig
-from lockstep.config.checks import excluded, ranks_along
+from lockstep.config.checks_distributed import excluded, ranks_along
 from lockstep.costs.hardware import GpuCluster, group_of
 from lockstep.costs.steps import ModelSize, Sent
 from lockstep.errors import Contradiction

@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lockstep.config.checks import divisors
+from lockstep.config.checks_training import divisors
 from lockstep.errors import UsageError
 from lockstep.models.hf_layers import is_transposed
 from lockstep.models.language import TokenLosses
