@@ -57,15 +57,15 @@ from lockstep.checkpoint.memory import MemoryStorage, copies_of, save_newest
 from lockstep.checkpoint.memory_hosts import agree_on_copy, leads_host
 from lockstep.checkpoint.memory_writer import MemoryWriter
 from lockstep.checkpoint.object_store import ObjectStorage, in_bucket
-from lockstep.checkpoint.ranks import Ranks, gather, scatter
-from lockstep.checkpoint.restore import (
+from lockstep.checkpoint.optimizer_state import (
     add_missing_groups,
-    load,
     optimizer_state,
     optimizer_targets,
     optimizers_in,
     restore_optimizer,
 )
+from lockstep.checkpoint.ranks import Ranks, gather, scatter
+from lockstep.checkpoint.restore import load
 from lockstep.checkpoint.snapshot import Snapshot
 from lockstep.checkpoint.storage import (
     MANIFEST,
