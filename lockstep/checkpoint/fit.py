@@ -5,10 +5,7 @@ Tests: tests/checkpoint/test_round_trip.py, tests/checkpoint/test_ranks.py
 
 from collections.abc import Mapping, Sequence
 
-from lockstep.checkpoint.manifest import (
-    MODEL,
-    read_state,
-)
+from lockstep.checkpoint.manifest import MODEL, read_state
 from lockstep.checkpoint.storage import Location
 from lockstep.checkpoint.targets import TensorInfos
 from lockstep.errors import UsageError, listed

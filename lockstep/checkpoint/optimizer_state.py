@@ -14,11 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.checkpoint.manifest import (
-    GROUPS_KEY,
-    read_manifest,
-    read_state,
-)
+from lockstep.checkpoint.manifest import GROUPS_KEY, read_manifest, read_state
 from lockstep.checkpoint.posix import locate
 from lockstep.checkpoint.read import open_part
 from lockstep.checkpoint.snapshot import as_json

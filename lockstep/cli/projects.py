@@ -7,13 +7,7 @@ Tests: tests/cli/test_cli.py
 
 from pathlib import Path
 
-from lockstep.cli.arguments import (
-    FLAG,
-    Parser,
-    Subverbs,
-    add_config,
-    config_and_overrides,
-)
+from lockstep.cli.arguments import FLAG, Parser, Subverbs, add_config, config_and_overrides
 from lockstep.errors import EXIT_DONE, UsageError
 
 

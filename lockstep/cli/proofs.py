@@ -8,11 +8,7 @@ Tests: tests/cli/test_cli.py
 import argparse
 from pathlib import Path
 
-from lockstep.cli.arguments import (
-    Parser,
-    add_config,
-    config_and_overrides,
-)
+from lockstep.cli.arguments import Parser, add_config, config_and_overrides
 from lockstep.errors import UsageError
 
 

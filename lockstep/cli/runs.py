@@ -7,9 +7,7 @@ Tests: tests/cli/test_cli.py
 
 from pathlib import Path
 
-from lockstep.cli.arguments import (
-    Parser,
-)
+from lockstep.cli.arguments import Parser
 from lockstep.files.paths import local_path
 
 

@@ -7,12 +7,7 @@ Tests: tests/cli/test_cli.py
 
 from pathlib import Path
 
-from lockstep.cli.arguments import (
-    Parser,
-    Subverbs,
-    add_launch_options,
-    launch_options,
-)
+from lockstep.cli.arguments import Parser, Subverbs, add_launch_options, launch_options
 from lockstep.errors import EXIT_DONE, UsageError
 from lockstep.files.paths import run_directory
 from lockstep.run_directory.run_files import printable

@@ -14,7 +14,7 @@ from lockstep.diagnose import BAD, GOOD, WARN, Finding
 from lockstep.errors import EXIT_DONE, EXIT_FAILED
 from lockstep.launch.launcher import LaunchJob, launch
 from lockstep.launch.options import LaunchOptions, process_count
-from lockstep.launch.train import in_this_process, is_rank, prepare
+from lockstep.launch.roles import in_this_process, is_rank, prepare
 from lockstep.launch.worker import run_as_worker
 from lockstep.machine.environment import rank_facts
 from lockstep.machine.scratch import temporary

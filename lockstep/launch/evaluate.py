@@ -12,7 +12,7 @@ from lockstep.errors import EXIT_DONE
 from lockstep.evaluate.subject import Asked, find_subject, for_ranks
 from lockstep.launch.launcher import LaunchJob, launch, log_to_stderr
 from lockstep.launch.options import LaunchOptions, process_count
-from lockstep.launch.train import in_this_process, is_rank, prepare
+from lockstep.launch.roles import in_this_process, is_rank, prepare
 from lockstep.launch.worker import run_as_worker
 from lockstep.machine.environment import rank_facts
 from lockstep.prepared.process import give_back

@@ -42,12 +42,7 @@ from lockstep.trainer.flight_dump import dump_collectives_on_request
 from lockstep.trainer.loss_check import LossCheck
 from lockstep.trainer.modes import Modes
 from lockstep.trainer.named_loss import loss_fn_of
-from lockstep.trainer.optimizer_setup import (
-    AfterUpdate,
-    MakeOptimizer,
-    MakeScheduler,
-    Unplaced,
-)
+from lockstep.trainer.optimizer_setup import AfterUpdate, MakeOptimizer, MakeScheduler, Unplaced
 from lockstep.trainer.results import Results
 from lockstep.trainer.run_output import RunOutput
 from lockstep.trainer.run_state import RunState

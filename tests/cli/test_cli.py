@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+import lockstep.launch.refusals
+import lockstep.launch.roles
 import lockstep.launch.train
 from lockstep import cli
 from lockstep.cli.projects import CONFIG_VERBS
@@ -539,7 +541,7 @@ def test_what_does_not_go_together_is_refused_before_any_process_is_started(
     monkeypatch.setattr(
         lockstep.launch.train, "launch", lambda *_: pytest.fail("processes were started")
     )
-    monkeypatch.setattr(lockstep.launch.train, "count_gpus", lambda: 0)
+    monkeypatch.setattr(lockstep.launch.refusals, "count_gpus", lambda: 0)
     distributed, ranks, instead = WRONG_TOGETHER[case]
     config = tmp_path / "a.yaml"
     config.write_text(f"extends: ready/transformer.yaml\ndistributed: {{{distributed}}}\n")
@@ -563,7 +565,7 @@ def test_srun_starts_ranks_or_launchers(monkeypatch: pytest.MonkeyPatch) -> None
     """`srun lockstep train CONFIG` is a rank; one that is told how many ranks its machine has is a
     launcher.
     """
-    is_rank = lockstep.launch.train.is_rank
+    is_rank = lockstep.launch.roles.is_rank
     two_nodes = LaunchOptions(nproc_per_node="8", nnodes="2", rdzv_endpoint="first:29500")
     assert not is_rank(LaunchOptions())
     for name, value in {

@@ -30,12 +30,7 @@ from lockstep.parallel.context import attention as context_attention
 from lockstep.parallel.context import sequences as context
 from lockstep.parallel.context.attention import SequenceCut
 from lockstep.parallel.diloco import workers as local_workers
-from lockstep.parallel.diloco.workers import (
-    FlatParameters,
-    OuterStep,
-    QuantizedAllReduce,
-    Worker,
-)
+from lockstep.parallel.diloco.workers import FlatParameters, OuterStep, QuantizedAllReduce, Worker
 from lockstep.parallel.facts import facts_of
 from lockstep.parallel.forward_effects.batch_norm_rows import BatchNormRows
 from lockstep.parallel.loss_accumulator import Loss, LossAccumulator

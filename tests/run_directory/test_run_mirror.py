@@ -130,7 +130,7 @@ def test_a_run_goes_on_from_the_bucket_of_another(
     (tmp_path / "train.yaml").write_text(CONFIG)
     bucket_proxy.plan = lambda request: (403, "<Error><Code>AccessDenied</Code></Error>")
     # a fork of this process, whose obstore has threads, would wait for them for ever
-    monkeypatch.setattr("lockstep.launch.train.run_apart", lambda work, _about: work())
+    monkeypatch.setattr("lockstep.launch.refusals.run_apart", lambda work, _about: work())
     capsys.readouterr()
     assert cli.main(["train", "train.yaml", "--output-dir", "refused", "--resume", bucket_url]) == 2
     assert "these credentials lack a right" in capsys.readouterr().err
