@@ -16,7 +16,7 @@
 Tests: tests/data/test_loader.py, tests/data/test_adopt.py
 """
 
-from lockstep.data.adopt import adopt, require_data, usual_order
+from lockstep.data.adopt import adopt
 from lockstep.data.batches import (
     Assign,
     BatchSizes,
@@ -33,6 +33,7 @@ from lockstep.data.datasets import build_data, check_data
 from lockstep.data.iterable import IterableSteps
 from lockstep.data.loader import StepLoader
 from lockstep.data.order import DistributedSampler, SampleOrder
+from lockstep.data.user_data import require_data, usual_order
 
 __all__ = [
     "Assign",
