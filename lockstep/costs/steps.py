@@ -138,7 +138,7 @@ class Pieces:
     backward: float
     update: float = 0.0  # seconds of the optimizer, for this rank's share
     low_rank_bytes: float = 0.0  # size of the gradients under PowerSGD, if it is used
-    # The strategy's own axes tell what they send: see `Axis.sent`.
+    # The strategy's own axes tell what they send: see `Axis.message_cost`.
     are_sent: bool = False
 
     @property

@@ -153,8 +153,8 @@ class ParallelModel:
     def finish_gradients(self) -> None:
         """Complete `.grad` after the last backward pass of a step; all ranks call it.
 
-        What the strategy itself adds comes first, then what each axis has added in its `trained`,
-        in the order of the axes.
+        What the strategy itself adds comes first, then what each axis has added
+        (`Axis.add_to_step_end`), in the order of the axes.
         """
         for finish in self.finishers:
             finish()

@@ -1,11 +1,11 @@
 """`place` makes a `ParallelModel` of a model's facts and a layout, in one ordered list of steps.
 
-    refuse_unplaceable   what this layout can't have, before anything is changed
-    prepare              strides, keyed random numbers, float8, activation checkpointing, compiled
-                         blocks; equal values on all ranks; each axis of the strategy asked
-    place_on_ranks       the model on its device: as stages, cut, or as a replica
-    Axis.trained         what each axis adds to the end of a step
-    watch                checks of replicas, and of side effects, while it trains
+    refuse_unplaceable    what this layout can't have, before anything is changed
+    prepare               strides, keyed random numbers, float8, activation checkpointing, compiled
+                          blocks; equal values on all ranks; each axis of the strategy asked
+    place_on_ranks        the model on its device: as stages, cut, or as a replica
+    Axis.add_to_step_end  what each axis adds to the end of a step
+    watch                 checks of replicas, and of side effects, while it trains
 
 Each file that one of these steps is in is handed the model once (`python -m benchmarks.hops
 --place`): what several of them need of it is read before, into its facts.
@@ -95,7 +95,7 @@ def place(
     site = prepare(Site(facts, layout, config, precision, random_state, loss, dry_run))
     placed = place_on_ranks(site)
     for axis in site.axes.values():
-        placed = axis.trained(placed)
+        placed = axis.add_to_step_end(placed)
 
     num_parameters = facts.num_parameters + sum(p.numel() for p in loss_parameters.values())
     loss_attributes = {name: dict(vars(p)) for name, p in loss_parameters.items()}
@@ -164,7 +164,7 @@ def prepare(site: Site) -> Site:
     site = with_mesh(replace(site, first=first, units=units))
     ask_axes(site)
     if first is not None:
-        pieces = [axis.piece for axis in site.axes.values()]
+        pieces = [axis.local_piece for axis in site.axes.values()]
         first.keep(pieces[::-1])  # the last one cuts first
 
     if site.loss is not None and site.dry_run is not None:
@@ -287,11 +287,11 @@ def ask_axes(site: Site) -> None:
     """Fill a site with the axes that do something on it; each has changed the model's layers."""
     strategy = strategy_named(site.layout.strategy)
     for kind in axes_named((*(strategy.axes or ()), *BY_SIZE)):
-        axis = kind.on(site)
+        axis = kind.apply(site)
         if axis is not None:
             site.axes[kind.name] = axis
     for axis in site.axes.values():
-        axis.after_others()
+        axis.apply_after_others()
 
 
 def prepare_loss(loss: LossWeights, site: Site) -> list[str]:
@@ -316,7 +316,7 @@ def place_on_ranks(site: Site) -> ParallelModel:
     Without one, by the strategy's own `place`; without that, each rank holds all of it.
     """
     for axis in site.axes.values():
-        placed: ParallelModel | None = axis.place()
+        placed: ParallelModel | None = axis.place_model()
         if placed is not None:
             require_placed(placed, site)
             return placed
@@ -379,10 +379,10 @@ def watch(placed: ParallelModel, site: Site) -> ParallelModel:
     if kept_buffers:
         apart = bool(site.ways.patterns)
         placed = replace(placed, evaluate=keeping(kept_buffers, placed.evaluate, apart=apart))
-    same = [each for axis in site.axes.values() for each in axis.replicas(placed)]
+    same = [each for axis in site.axes.values() for each in axis.replica_groups(placed)]
     if placed.local_training is None:
         placed = replace(placed, replicas=[*same, *along_replicate(site)])
-    divergence.guard_replicas(placed, config, site.mesh, same, site.spread)
+    divergence.guard_replicas(placed, config, site.mesh, same, site.spread_names)
     every = config.distributed.divergence_check_steps or 100
     side_effects.watch(placed, compiled=config.training.compile, looks_every=every)
     if site.ways.patterns:
@@ -396,7 +396,7 @@ def along_replicate(site: Site) -> list[tuple[dist.ProcessGroup, AbstractSet[str
     Gradients are summed over them, so that they also make the same updates.
     """
     group = replica_group(site.mesh)
-    return [] if group is None else [(group, site.spread)]
+    return [] if group is None else [(group, site.spread_names)]
 
 
 def _in_stages(layout: Layout) -> bool:

@@ -153,7 +153,7 @@ def around_micro_batches(site: Site, applied: AppliedStrategy) -> list[AroundMic
         around += [DeterministicKernels(), applied.tree]
     part = PartOfModel(site.model, False, applied.assign, 1.0 / applied.multiplier)
     for axis in site.axes.values():
-        around += axis.around(part)
+        around += axis.around_passes(part)
     if applied.compression.powersgd is not None:
         around.append(applied.compression.powersgd)
     around += applied.around

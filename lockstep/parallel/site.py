@@ -1,7 +1,7 @@
 """`Site`: the model that is placed, the ranks, and what is decided about it before axes are asked.
 
-`place` makes it of a model's facts and the config, and shows it to each axis (`Axis.on`) and to a
-strategy of a user's (`Strategy.place`).
+`place` makes it of a model's facts and the config, and shows it to each axis (`Axis.apply`) and to
+a strategy of a user's (`Strategy.place`).
 
 Tests: tests/parallel/axes/test_axes.py, tests/plan/test_layouts.py
 """
@@ -90,18 +90,18 @@ class Site:
         """Return the function that makes a loss of this rank's part of a batch."""
         objective = self.facts.objective
         for axis in self.axes.values():
-            objective = axis.objective(objective)
+            objective = axis.objective_of_parts(objective)
         return objective
 
     @property
-    def spread(self) -> set[str]:
+    def spread_names(self) -> set[str]:
         """Names of the parameters of which replicas hold different pieces."""
-        return {name for axis in self.axes.values() for name in axis.spread}
+        return {name for axis in self.axes.values() for name in axis.spread_names}
 
     @property
     def spread_parameters(self) -> set[nn.Parameter]:
         """These parameters, as they are now: a model that leaves meta gets others."""
-        return {self.model.get_parameter(name) for name in self.spread}
+        return {self.model.get_parameter(name) for name in self.spread_names}
 
     @property
     def device_type(self) -> str:
@@ -144,7 +144,7 @@ class Site:
     def on_send(self, axis: str) -> OnSend | None:
         """Return what is told the bytes of each message along an axis; None but in a dry run.
 
-        `axis` is the name of the class, whose `sent` says what these bytes cost.
+        `axis` is the name of the class, whose `message_cost` says what these bytes cost.
         """
         return None if self.dry_run is None else partial(self.dry_run.sends, axis)
 

@@ -33,14 +33,14 @@ class Messages:
                 what = f"site.on_send({axis!r}) is told of messages along an axis that is not there"
                 fix = f"write site.on_send(cls.name), which is one of {', '.join(self._kinds)}"
                 raise UsageError(what, where=f"strategy {self._layout.strategy}", fix=fix)
-            sent = sent.plus(self._kinds[axis].sent(size, self._layout, self._cluster))
+            sent = sent.plus(self._kinds[axis].message_cost(size, self._layout, self._cluster))
         return sent
 
     def at_last(self, model: ModelSize) -> Sent:
         """Return what ranks send once a step, after their last pass."""
         sent = Sent()
         for kind in self._kinds.values():
-            sent = sent.plus(kind.sent_at_last(model, self._layout, self._cluster))
+            sent = sent.plus(kind.step_end_cost(model, self._layout, self._cluster))
         return sent
 
     def seconds(self, cost: Cost) -> float:

@@ -73,13 +73,13 @@ class Toy(Axis):
             yield Contradiction(("training.compile",), what, "write compile: false")
 
     @classmethod
-    def on(cls, site):
+    def apply(cls, site):
         if site.reproducible or site.layout.replicate == 1:
             return None  # the tree sums, or there is nothing to sum
         on_send = site.on_send(cls.name)
         return cls(EverySecond(site.mesh["replicate"].get_group(), on_send))
 
-    def around(self, part):
+    def around_passes(self, part):
         self.step.add(part.module)
         return [self.step]
 
@@ -167,20 +167,20 @@ def test_a_pipeline_takes_no_replicas_whose_axes_do_not_go_with_it() -> None:
         parse_topology("ddp:2*lockstep.parallel.replicas.ddp:DDP:2")
 
 
-class NoOn(Axis):
-    name = "no_on"
+class NoApply(Axis):
+    name = "no_apply"
 
 
 class OfAnObject(Axis):
     name = "of_an_object"
 
-    def on(self, site: Any) -> None:  # type: ignore[override]
+    def apply(self, site: Any) -> None:  # type: ignore[override]
         pass
 
 
 class NoName(Axis):
     @classmethod
-    def on(cls, site: Any) -> None:
+    def apply(cls, site: Any) -> None:
         pass
 
 
@@ -189,10 +189,13 @@ class TakenName(NoName):
 
 
 def test_what_is_no_axis_is_refused() -> None:
-    with pytest.raises(UsageError, match="has no method on"):
-        list(axes_named(["tests.seams.test_axis:NoOn"]))
+    with pytest.raises(UsageError, match="has no method apply"):
+        list(axes_named(["tests.seams.test_axis:NoApply"]))
     for mistake, told in (
-        ("OfAnObject", r"on is not a classmethod(.|\n)*write @classmethod def on\(cls, site\)"),
+        (
+            "OfAnObject",
+            r"apply is not a classmethod(.|\n)*write @classmethod def apply\(cls, site\)",
+        ),
         ("NoName", r"has no name(.|\n)*write name ="),
         ("TakenName", "is called tensor, as the axis that ships"),
     ):

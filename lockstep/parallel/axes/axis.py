@@ -3,21 +3,22 @@
 A strategy is a list of axes. `place` goes through the list, and asks each axis the same questions,
 in this order. It shows an axis the model once, by its site; the axis keeps what it needs later.
 
-    contradictions → settings that it does not go with, when a config is loaded and again here
-    on             → the axis on this rank, which has changed the layers; None: nothing to do
-    after_others   → what it changes once all others have changed theirs
-    objective      → how the loss is computed from parts
-    piece          → what this rank keeps of a parameter's first value
-    place          → the placed model, if this axis holds it: as stages, cut, or as a replica
-    around         → what stands around each pass of the model, or of one of its stages
-    trained        → the placed model with its finishers, whole parameters, and what a norm counts
-    replicas       → ranks along the axis that hold the same, and are compared
+    contradictions      → settings that it does not go with, when a config is loaded and again here
+    apply               → the axis on this rank, which has changed the layers; None: nothing to do
+    apply_after_others  → what it changes once all others have changed theirs
+    objective_of_parts  → how the loss is computed from parts
+    local_piece         → what this rank keeps of a parameter's first value
+    place_model         → the placed model, if this axis holds it: as stages, cut, or as a replica
+    around_passes       → what stands around each pass of the model, or of one of its stages
+    add_to_step_end     → the placed model with finishers, whole parameters, what a norm counts
+    spread_names        → parameters of which replicas hold different pieces
+    replica_groups      → ranks along the axis that hold the same, and are compared
 
 and `lockstep plan`, of each class:
 
-    step_time      → the time of a step, if it sends while it computes
-    sent           → what the bytes that a rehearsal has counted cost on a cluster
-    sent_at_last   → what is sent once a step
+    step_time           → the time of a step, if it sends while it computes
+    message_cost        → what the bytes that a rehearsal has counted cost on a cluster
+    step_end_cost       → what is sent once a step
 
 Those of the strategy come first, then those that any strategy may have, by their sizes
 (`lockstep.registry.BY_SIZE`).
@@ -61,7 +62,7 @@ class PartOfModel:
 class Axis:
     """An axis of one placed model, on this rank. What a subclass does not write, it does not do.
 
-    It keeps its site for the questions that come after `on`.
+    It keeps its site for the questions that come after `apply`.
     """
 
     name: ClassVar[str]  # where it has a size: as in `distributed.{name}_size`
@@ -84,25 +85,25 @@ class Axis:
         yield from ()
 
     @classmethod
-    def on(cls, site: Site) -> Self | None:
-        """Return the axis on this rank, after it has changed layers of the model in place.
+    def apply(cls, site: Site) -> Self | None:
+        """Change layers of the model in place, and return the axis on this rank.
 
         None where there is nothing to do: one rank along it, and no bits to keep.
         """
         raise NotImplementedError
 
-    def after_others(self) -> None:
+    def apply_after_others(self) -> None:
         """Change what has to wait until all axes have changed their layers."""
 
-    def objective(self, objective: Objective) -> Objective:
+    def objective_of_parts(self, objective: Objective) -> Objective:
         """Return an objective whose loss is that of whole batches, from this rank's part."""
         return objective
 
-    def piece(self, name: str, value: Tensor) -> Tensor:
+    def local_piece(self, name: str, value: Tensor) -> Tensor:
         """Return what this rank keeps of a parameter's value, in memory of its own."""
         return value
 
-    def place(self) -> ParallelModel | None:
+    def place_model(self) -> ParallelModel | None:
         """Return the placed model, if it is this axis that brings it to the device.
 
         One axis does, the first of the list that returns a model. Where none does, each rank holds
@@ -110,11 +111,11 @@ class Axis:
         """
         return None
 
-    def around(self, part: PartOfModel) -> Sequence[AroundMicroBatch]:
+    def around_passes(self, part: PartOfModel) -> Sequence[AroundMicroBatch]:
         """Return what stands around each pass of the model, or of a stage, outermost first."""
         return ()
 
-    def trained(self, placed: ParallelModel) -> ParallelModel:
+    def add_to_step_end(self, placed: ParallelModel) -> ParallelModel:
         """Return the placed model with what the axis adds to the end of a step.
 
         It may finish gradients, train whole parameters in place of pieces, and change what a norm
@@ -123,11 +124,11 @@ class Axis:
         return placed
 
     @property
-    def spread(self) -> AbstractSet[str]:
+    def spread_names(self) -> AbstractSet[str]:
         """Names of the parameters of which replicas hold different pieces."""
         return frozenset()
 
-    def replicas(
+    def replica_groups(
         self, placed: ParallelModel
     ) -> Iterator[tuple[dist.ProcessGroup, AbstractSet[str]]]:
         """Yield groups whose ranks hold the same parameters, and the names of those left out."""
@@ -148,7 +149,7 @@ class Axis:
         return None
 
     @classmethod
-    def sent(cls, size: float, layout: Layout, cluster: GpuCluster) -> Sent:
+    def message_cost(cls, size: float, layout: Layout, cluster: GpuCluster) -> Sent:
         """Return the seconds and the bytes on links of messages that a rank waits for.
 
         By default they are an all-reduce among the ranks that share out a step.
@@ -162,7 +163,7 @@ class Axis:
         return all_reduced(size, layout, cluster)
 
     @classmethod
-    def sent_at_last(cls, model: ModelSize, layout: Layout, cluster: GpuCluster) -> Sent:
+    def step_end_cost(cls, model: ModelSize, layout: Layout, cluster: GpuCluster) -> Sent:
         """Return what a rank sends once a step, after its last pass, beside what it has told."""
         return Sent()
 
@@ -185,9 +186,11 @@ def require_axis(kind: Any, name: str) -> None:
     if not (isinstance(kind, type) and issubclass(kind, Axis)):
         what = f"{name} is not a subclass of lockstep.parallel.axes.axis.Axis"
         raise UsageError(what, where=AXES.where, fix="name a class that is one")
-    if inspect.getattr_static(kind, "on") is vars(Axis)["on"]:
-        fix = "write @classmethod def on(cls, site), which returns the axis on this rank, or None"
-        raise UsageError(f"{name} has no method on", where=AXES.where, fix=fix)
+    if inspect.getattr_static(kind, "apply") is vars(Axis)["apply"]:
+        fix = (
+            "write @classmethod def apply(cls, site), which returns the axis on this rank, or None"
+        )
+        raise UsageError(f"{name} has no method apply", where=AXES.where, fix=fix)
     require_methods(kind, Axis, name, AXES.where)
     _require_classmethods(kind, name)
     _require_own_name(kind, name)

@@ -41,7 +41,7 @@ class ContextAxis(Axis):
         self._plan = plan  # name of a batch's part → the dim of its sequence
 
     @classmethod
-    def on(cls, site: Site) -> Self | None:
+    def apply(cls, site: Site) -> Self | None:
         """Decide how sequences are cut, by the model's plan."""
         distributed = site.config.distributed
         blocks = distributed.chunks_of_sequences if site.reproducible else None
@@ -55,14 +55,14 @@ class ContextAxis(Axis):
         cut = SequenceCut(group, blocks, distributed.context_method, site.on_send(cls.name))
         return cls(site, cut, plan)
 
-    def after_others(self) -> None:
+    def apply_after_others(self) -> None:
         # dropout knows by then whether its layer is cut, too
         apply_context(self.site.facts, self.cut)
 
-    def objective(self, objective: Objective) -> Objective:
+    def objective_of_parts(self, objective: Objective) -> Objective:
         return cut_objective(objective, self.cut, self._plan)
 
-    def trained(self, placed: ParallelModel) -> ParallelModel:
+    def add_to_step_end(self, placed: ParallelModel) -> ParallelModel:
         """Sum gradients over the axis, and let the losses of its first rank count."""
         cut = self.cut
         finishers = list(placed.finishers)
@@ -77,12 +77,12 @@ class ContextAxis(Axis):
             adds_losses=placed.adds_losses and cut.rank == 0,
         )
 
-    def replicas(
+    def replica_groups(
         self, placed: ParallelModel
     ) -> Iterator[tuple[dist.ProcessGroup, AbstractSet[str]]]:
         if self.cut.group is not None:
             yield self.cut.group, frozenset()
 
     @classmethod
-    def sent(cls, size: float, layout: Layout, cluster: GpuCluster) -> Sent:
+    def message_cost(cls, size: float, layout: Layout, cluster: GpuCluster) -> Sent:
         return parts_sent(cls.name, size, layout, cluster)

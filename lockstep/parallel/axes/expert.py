@@ -92,7 +92,7 @@ class ExpertAxis(Axis):
         )
 
     @classmethod
-    def on(cls, site: Site) -> Self | None:
+    def apply(cls, site: Site) -> Self | None:
         held = apply_experts(
             site.facts,
             site.layout,
@@ -105,22 +105,22 @@ class ExpertAxis(Axis):
         assert site.mesh is not None
         return cls(site, held, site.mesh["replicate"].get_group())
 
-    def after_others(self) -> None:
+    def apply_after_others(self) -> None:
         """Take this rank's pieces: the axis `tensor` deals out experts first."""
         tensor = self.site.axis(TensorAxis)
         cuts = None if tensor is None else tensor.cuts
         self._trains_others = cuts is None or cuts.cut.group is None
         self.held.take_pieces(cuts)
 
-    def piece(self, name: str, value: Tensor) -> Tensor:
+    def local_piece(self, name: str, value: Tensor) -> Tensor:
         return self.held.piece(name, value)
 
-    def around(self, part: PartOfModel) -> Sequence[AroundMicroBatch]:
+    def around_passes(self, part: PartOfModel) -> Sequence[AroundMicroBatch]:
         self.held.follow(part.assign, part.scale)
         # the trees of stages take what would stand around them
         return [self.held] if self.held.exact and not part.is_stage else []
 
-    def trained(self, placed: ParallelModel) -> ParallelModel:
+    def add_to_step_end(self, placed: ParallelModel) -> ParallelModel:
         """Train DTensors for experts, and count each of their elements once."""
         held = self.held
         own = placed.parameters
@@ -140,22 +140,22 @@ class ExpertAxis(Axis):
         return replace(trained, norm_groups=groups, counted=counted)
 
     @property
-    def spread(self) -> AbstractSet[str]:
+    def spread_names(self) -> AbstractSet[str]:
         return frozenset(self.held.shapes)
 
-    def replicas(
+    def replica_groups(
         self, placed: ParallelModel
     ) -> Iterator[tuple[dist.ProcessGroup, AbstractSet[str]]]:
         if self.held.replicas.size() > 1:
             yield self.held.replicas, placed.kept().keys() - self.held.shapes.keys()
 
     @classmethod
-    def sent(cls, size: float, layout: Layout, cluster: GpuCluster) -> Sent:
+    def message_cost(cls, size: float, layout: Layout, cluster: GpuCluster) -> Sent:
         among = group_of(cluster, layout.expert, layout.same_batch_size)
         return Sent(*among.all_to_all(size))
 
     @classmethod
-    def sent_at_last(cls, model: ModelSize, layout: Layout, cluster: GpuCluster) -> Sent:
+    def step_end_cost(cls, model: ModelSize, layout: Layout, cluster: GpuCluster) -> Sent:
         """Return the sums of experts' gradients over the ranks that hold the same experts."""
         if layout.expert == 1:
             return Sent()

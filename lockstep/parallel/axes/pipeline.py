@@ -70,9 +70,9 @@ class PipelineAxis(Axis):
             )
 
     @classmethod
-    def on(cls, site: Site) -> Self | None:
+    def apply(cls, site: Site) -> Self | None:
         return None if site.layout.is_one_group else cls(site)
 
-    def place(self) -> ParallelModel | None:
+    def place_model(self) -> ParallelModel | None:
         assert self.site.mesh is not None
         return place_stages(self.site, self.site.mesh[self.name])

@@ -61,7 +61,7 @@ class ReplicateAxis(Axis):
             yield Contradiction(("distributed.debug: detail",), what, fix)
 
     @classmethod
-    def on(cls, site: Site) -> Self | None:
+    def apply(cls, site: Site) -> Self | None:
         return None if site.layout.is_one_group else cls(site)
 
     def wrap(
@@ -71,7 +71,7 @@ class ReplicateAxis(Axis):
         self._figures = _carried_figures(self.site, group)
         return wrapped_by_ddp(model, config, group, self._figures)
 
-    def place(self) -> ParallelModel | None:
+    def place_model(self) -> ParallelModel | None:
         """Wrap the model for DDP, with the assignment and the reduction of the config."""
         site = self.site
         site.materialise()
@@ -160,7 +160,7 @@ def _assignment(site: Site) -> AssignAnyRank:
 
     Where ranks exchange rows in each micro-batch, they run the same number.
     """
-    if site.spread:
+    if site.spread_names:
         return partial(assign_tree, even=True) if site.reproducible else assign_strided
     if site.axis(RowsAxis) is not None:
         return assign_strided

@@ -21,7 +21,7 @@ class RowsAxis(Axis):
         self.rows = rows
 
     @classmethod
-    def on(cls, site: Site) -> Self | None:
+    def apply(cls, site: Site) -> Self | None:
         training = site.config.training
         samples = None if site.dry_run is not None else training.batch_norm_samples
         rows = apply_batch_norm_rows(
@@ -29,5 +29,5 @@ class RowsAxis(Axis):
         )
         return None if rows is None else cls(rows)
 
-    def around(self, part: PartOfModel) -> Sequence[AroundMicroBatch]:
+    def around_passes(self, part: PartOfModel) -> Sequence[AroundMicroBatch]:
         return [self.rows]

@@ -43,10 +43,10 @@ class ShardAxis(Axis):
     goes_with: ClassVar[frozenset[str]] = frozenset(BY_SIZE)
 
     @classmethod
-    def on(cls, site: Site) -> Self | None:
+    def apply(cls, site: Site) -> Self | None:
         return None if site.layout.data_parallel_size == 1 else cls(site)
 
-    def place(self) -> ParallelModel | None:
+    def place_model(self) -> ParallelModel | None:
         """Shard the model by FSDP2, with what stands around its passes."""
         site = self.site
         model = site.model
@@ -158,7 +158,7 @@ def _assignment(site: Site) -> tuple[AssignAnyRank, int]:
     layout = site.layout
     if not site.reproducible:
         return assign_strided, 1
-    if not site.spread:
+    if not site.spread_names:
         return partial(assign_in_groups, groups=layout.replicate), 1
     # ranks that share out experts run whole nodes, which are the sums that they send
     groups = layout.shard // layout.expert if layout.shard % layout.expert == 0 else 1

@@ -73,7 +73,7 @@ class TensorAxis(Axis):
             )
 
     @classmethod
-    def on(cls, site: Site) -> Self | None:
+    def apply(cls, site: Site) -> Self | None:
         """Cut layers by the model's plan; one rank that has none computes them whole."""
         several = site.layout.tensor > 1
         if not several and not site.reproducible:
@@ -94,20 +94,20 @@ class TensorAxis(Axis):
         )
         return cls(site, cuts)
 
-    def objective(self, objective: Objective) -> Objective:
+    def objective_of_parts(self, objective: Objective) -> Objective:
         return with_whole_logits(objective, self.cuts.cut)
 
-    def piece(self, name: str, value: Tensor) -> Tensor:
+    def local_piece(self, name: str, value: Tensor) -> Tensor:
         return self.cuts.piece(name, value)
 
-    def trained(self, placed: ParallelModel) -> ParallelModel:
+    def add_to_step_end(self, placed: ParallelModel) -> ParallelModel:
         """Train DTensors in place of this rank's pieces, and count each element once."""
         cuts = self.cuts
         group = cuts.cut.group
         if group is None:
             return placed
         own = placed.parameters
-        elsewhere = self.site.spread  # another axis trains them whole
+        elsewhere = self.site.spread_names  # another axis trains them whole
         incomplete = [own[name] for name in sorted(cuts.partial & set(own))]
         names = [
             name
@@ -126,12 +126,12 @@ class TensorAxis(Axis):
             counted=counted,
         )
 
-    def replicas(
+    def replica_groups(
         self, placed: ParallelModel
     ) -> Iterator[tuple[dist.ProcessGroup, AbstractSet[str]]]:
         if self.cuts.cut.group is not None:
             yield self.cuts.cut.group, frozenset(self.cuts.dims)
 
     @classmethod
-    def sent(cls, size: float, layout: Layout, cluster: GpuCluster) -> Sent:
+    def message_cost(cls, size: float, layout: Layout, cluster: GpuCluster) -> Sent:
         return parts_sent(cls.name, size, layout, cluster)

@@ -139,10 +139,10 @@ class WorkersAxis(Axis):
             )
 
     @classmethod
-    def on(cls, site: Site) -> Self | None:
+    def apply(cls, site: Site) -> Self | None:
         return cls(site)
 
-    def place(self) -> ParallelModel | None:
+    def place_model(self) -> ParallelModel | None:
         """Place a replica, and have this rank's workers train it; in a plan, the replica alone."""
         site = self.site
         placed = _replica(site)

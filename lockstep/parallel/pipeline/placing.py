@@ -219,7 +219,7 @@ def around_stage(
     """
     around: list[AroundMicroBatch] = [Explains(explain) for explain in explanations_of(site)]
     for axis in site.axes.values():
-        around += axis.around(PartOfModel(part, True, assign))
+        around += axis.around_passes(PartOfModel(part, True, assign))
     # without values there is no exchange
     if site.dry_run is None:
         buffers = site.running_buffers(part, site.ranks, _parallel_pipelines(site))
@@ -269,7 +269,9 @@ def _runner(
         group=group,
         device=site.device,
         objects_on=objects_on,
-        shapes=Shapes(site.rank, site.ranks, knows_batches, objects_on, together=bool(site.spread)),
+        shapes=Shapes(
+            site.rank, site.ranks, knows_batches, objects_on, together=bool(site.spread_names)
+        ),
         program=lambda count: program_of(*schedule, count, rank),
         forward_program=lambda count: forward_program_of(*schedule, count, rank),
         padded=cache(partial(plan.facts.padded, ranks=ranks, stages=stages)),

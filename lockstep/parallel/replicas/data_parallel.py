@@ -63,10 +63,10 @@ class ThreadsAxis(Axis):
             yield Contradiction(("precision.fp8", "distributed.strategy"), what, fix, why)
 
     @classmethod
-    def on(cls, site: Site) -> Self | None:
+    def apply(cls, site: Site) -> Self | None:
         return cls(site)
 
-    def place(self) -> ParallelModel | None:
+    def place_model(self) -> ParallelModel | None:
         """Copy the model to this process's GPUs, or leave it where there is one."""
         site = self.site
         site.materialise()

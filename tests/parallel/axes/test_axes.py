@@ -135,14 +135,14 @@ def test_where_bits_count_layers_and_sequences_are_in_blocks_on_one_rank_too() -
     assert isinstance(axes["tensor"], TensorAxis)
     assert axes["tensor"].cuts.cut.within is axes["context"].cut
     value = torch.ones(2, 2)
-    assert axes["tensor"].piece("head.weight", value) is value  # one rank keeps all of it
+    assert axes["tensor"].local_piece("head.weight", value) is value  # one rank keeps all of it
 
 
 def test_what_an_axis_returns_in_place_of_a_placed_model_is_refused() -> None:
     class Wraps(Axis):
         name = "wraps"
 
-        def place(self) -> Any:
+        def place_model(self) -> Any:
             return self.site.model
 
     site = site_of(nn.Linear(2, 2), {})
@@ -151,20 +151,20 @@ def test_what_an_axis_returns_in_place_of_a_placed_model_is_refused() -> None:
         place_on_ranks(site)
 
 
-def test_an_axis_that_writes_nothing_but_on_changes_nothing() -> None:
+def test_an_axis_that_writes_nothing_but_apply_changes_nothing() -> None:
     class Idle(Axis):
         name = "idle"
 
         @classmethod
-        def on(cls, site: Site) -> "Idle":
+        def apply(cls, site: Site) -> "Idle":
             return cls(site)
 
     model = nn.Linear(2, 2)
-    axis = Idle.on(site_of(model, {}))
+    axis = Idle.apply(site_of(model, {}))
     objective = objective_of(model, nn.MSELoss())
-    assert axis.objective(objective) is objective
-    assert list(axis.around(PartOfModel(model, False, assign_contiguous))) == []
-    assert axis.spread == frozenset()
+    assert axis.objective_of_parts(objective) is objective
+    assert list(axis.around_passes(PartOfModel(model, False, assign_contiguous))) == []
+    assert axis.spread_names == frozenset()
     assert list(Idle.contradictions(config_from({}).step, None)) == []
 
 
