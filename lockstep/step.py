@@ -113,8 +113,8 @@ class Step:
     frozen_until: dict[str, int] = field(default_factory=dict)
     # running statistics as the step began, where it may be undone
     _buffers: dict[str, Tensor] = field(default_factory=dict)
-    _num_groups: int = 0  # of the optimizer, when they were adopted
-    _rates: Sequence[Any] | None = None  # that the schedule has set in the last step
+    _num_groups: int = 0  # parameter groups of the optimizer when it was adopted
+    _rates: Sequence[Any] | None = None  # learning rates that the schedule set in the last step
     # `requires_grad` of the parameters at placement
     _trained: list[bool] = field(default_factory=list)
 
@@ -550,7 +550,7 @@ def nominal_count(count: float, micro_batches_per_step: int) -> float:
     return 2.0 ** round(math.log2(max(_LEAST_NOMINAL, count * micro_batches_per_step)))
 
 
-# whose fused kernels divide gradients by the attribute `grad_scale`
+# Optimizers whose fused kernels divide gradients by the attribute `grad_scale`.
 _SCALING = {torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad}
 
 

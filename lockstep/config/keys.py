@@ -195,9 +195,8 @@ def _words(annotation: Any, field: FieldInfo) -> str:
         return "one of " + ", ".join(str(choice) for choice in get_args(annotation))
     if origin is list:
         words = _words(get_args(annotation)[0], field)
-        return (
-            f"a list of {({'text': 'texts', 'a whole number': 'whole numbers'}).get(words, words)}"
-        )
+        plurals = {"text": "texts", "a whole number": "whole numbers"}
+        return f"a list of {plurals.get(words, words)}"
     return of_types.get(annotation, "a mapping")
 
 

@@ -216,7 +216,7 @@ def _config(tree: Node, source: str) -> Config:
     return config
 
 
-# that of libyaml, where PyYAML was built with it, takes a seventh of the time
+# libyaml, where PyYAML was built with it, writes in a seventh of the time
 _Dumper: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 _NO_LINE_BREAKS = 2**31 - 1  # the longest line that libyaml can be told
 

@@ -35,7 +35,7 @@ class AnswerPair:
 
     chosen: list[Any]
     rejected: list[Any]
-    tools: Sequence[Any] | None = None  # that the template is told of
+    tools: Sequence[Any] | None = None  # tools that the template lists
 
 
 def pair_of(

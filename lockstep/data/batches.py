@@ -117,7 +117,7 @@ class SourceSettings:
     start_step: int
     stop_step: int | None  # the steps are those before it; None: until the data, or `epochs`, end
     seed: int
-    device: torch.device | str  # that gets the micro-batches
+    device: torch.device | str  # where the micro-batches go
     epochs: int | None = None  # how often the data are gone through, at most
     wanted: bool = True  # False on a rank that reads no data
     notice: str | None = None  # a line to log at the start

@@ -214,9 +214,9 @@ class WholePlan:
 
 
 def _packed(lengths: list[int], length: int) -> list[list[int]]:
-    """Return which documents, by their numbers, make which sequence; those of no length are none's.
+    """Return the documents of each sequence, by their numbers; those without positions in none.
 
-    Each is put into the sequence that it fills best, the longest first.
+    The longest comes first, and each goes into the sequence that it fills best.
     """
     packed: list[list[int]] = []
     free: list[tuple[int, int]] = []  # room and number of each sequence that is not full, sorted

@@ -77,7 +77,7 @@ class Opened:
     subject: EvaluationSubject
     config: Config  # with a strategy for these ranks
     data: Data
-    trainer: Trainer  # which trains nothing
+    trainer: Trainer  # it evaluates, and trains nothing
     path: checkpoint.CheckpointPath | None  # of the weights, if they are of a checkpoint
 
     @property

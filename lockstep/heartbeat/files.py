@@ -64,8 +64,8 @@ class Write:
     """The progress of a rank's writes in the background."""
 
     forward: float = 0.0  # when the one under way last went forward (seconds, monotonic)
-    count: int = 0  # of those that have ended well
-    seconds: float = 0.0  # that the last of these took
+    count: int = 0  # writes that have ended well
+    seconds: float = 0.0  # the time that the last of these took
 
 
 @dataclass(frozen=True)

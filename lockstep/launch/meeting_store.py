@@ -20,8 +20,8 @@ from lockstep.store_threads import answer_within
 
 _T = TypeVar("_T")
 
-# beyond the time after which the store itself says that a key has not come; it must be more than a
-# loaded machine takes
+# An answer may take so much longer than the store itself waits for a key: more than a loaded
+# machine takes.
 _MARGIN_SECONDS = 30.0
 
 

@@ -41,7 +41,7 @@ class _Need:
     key: str
     value: int
     amount: int  # bytes
-    what: str  # that the size is the number of, and how often
+    what: str  # what takes that memory, as "8 processes"
 
 
 def require_sizes(config: "Config", ranks: int, machines: int = 1, *, on_cpu: bool = True) -> None:

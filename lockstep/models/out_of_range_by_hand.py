@@ -40,7 +40,7 @@ _PROBABILITY = "elements of target should be between 0 and 1"  # of its binary c
 class Misuse:
     """A number of the batch that an operation of the user's loss refuses."""
 
-    is_outside: Callable[[Tensor], Tensor]  # which elements of a member are refused
+    is_outside: Callable[[Tensor], Tensor]  # returns which elements of a member are refused
     of_probabilities: bool  # whether targets may be fractions
     size: int | None  # what was indexed; None: unknown
     tensors: list[Tensor]  # in reach of the line that failed

@@ -59,11 +59,13 @@ def sorted_values(values: Mapping[str, Any]) -> tuple[dict[str, float], dict[str
 
 
 def _understood(name: str, value: Any) -> float | Media:
-    """Return a value as a number, text, image or histogram; refuse what is none of them."""
+    """Return a value as a number, text, image or histogram; refuse anything else."""
     if isinstance(value, str):
         return Media("text", text=value)
-    if hasattr(value, "savefig") or (hasattr(value, "save") and hasattr(value, "getbands")):
-        save = value.savefig if hasattr(value, "savefig") else value.save
+    is_figure = hasattr(value, "savefig")  # of Matplotlib
+    is_image = hasattr(value, "save") and hasattr(value, "getbands")  # of Pillow
+    if is_figure or is_image:
+        save = value.savefig if is_figure else value.save
         buffer = io.BytesIO()
         save(buffer, format="png")
         width, height = struct.unpack(">II", buffer.getvalue()[16:24])
@@ -114,9 +116,9 @@ def _image(name: str, array: np.ndarray[Any, Any]) -> Media:
         what = f"{name!r} has the shape {list(array.shape)}, which is not an image"
         fix = (
             "log [H, W], [C, H, W], [H, W, C] or [N, C, H, W] with 1, 3 or 4 channels; a histogram"
-            " is of one dim: "
+            " is of one dim: tensor.flatten()"
         )
-        raise UsageError(what, where="trainer.log", fix=f"{fix}tensor.flatten()")
+        raise UsageError(what, where="trainer.log", fix=fix)
     return Media("image", png=_png(pixels), size=(pixels.shape[1], pixels.shape[0]))
 
 

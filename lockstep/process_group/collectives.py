@@ -55,13 +55,14 @@ def local_rank() -> int:
     if not dist.is_initialized() or facts.world_size == dist.get_world_size():
         return facts.local_rank
     complete, local = facts_for_group(dist.get_rank(), dist.get_world_size(), os.environ)
-    if complete is None and local is None:
-        what = "the local rank is not known yet in a process group that the script made"
-        why = "LOCAL_RANK is not set; lockstep.setup() works it out"
-        raise UsageError(
-            what, why=why, fix="call lockstep.setup() on all ranks, after init_process_group"
-        )
-    return complete.local_rank if local is None and complete is not None else local or 0
+    if local is not None:
+        return local
+    if complete is not None:
+        return complete.local_rank
+    what = "the local rank is not known yet in a process group that the script made"
+    why = "LOCAL_RANK is not set; lockstep.setup() works it out"
+    fix = "call lockstep.setup() on all ranks, after init_process_group"
+    raise UsageError(what, why=why, fix=fix)
 
 
 def is_main_process() -> bool:
@@ -151,12 +152,10 @@ _timeout: datetime.timedelta | None = None  # of their collectives; None: torch'
 
 
 def create_once(purpose: Hashable, make: Callable[[], T]) -> T:
-    """Return the result of `make` (groups, or a mesh of them) for this purpose.
-
-    It is created again only for another world.
+    """Return the result of `make` (groups, or a mesh of them), which is called once for a purpose.
 
     The purpose names the use and the ranks. Every rank asks for the same purposes in the same
-    order.
+    order. For another world all is made again.
     """
     global _world
     if _world is not dist.group.WORLD:
@@ -170,9 +169,8 @@ def create_once(purpose: Hashable, make: Callable[[], T]) -> T:
 def new_group(ranks: Sequence[int] | None, **more: Any) -> Any:
     """Create a group of ranks, None for all, with the timeout of this run.
 
-    `more` are arguments of `dist.new_group`.
-
-    torch gives it a default of its own, half an hour on gloo, whatever the timeout of the world is.
+    Left alone, torch gives it half an hour on gloo, whatever the timeout of the world is. `more`
+    are arguments of `dist.new_group`.
     """
     return dist.new_group(None if ranks is None else list(ranks), timeout=_timeout, **more)
 
@@ -215,9 +213,7 @@ def message_device(group: dist.ProcessGroup, device: torch.device) -> torch.devi
 
 
 def leave_world(*, destroy: bool) -> None:
-    """Leave the process group, and destroy it if that is wanted.
-
-    It waits until the group's threads hold no Python objects.
+    """Leave the process group, `destroy` it if wanted, and wait until its threads are done.
 
     The thread that ran a collective releases its tensors slightly later, for which it needs Python.
     If the interpreter ends first, the process dies with "terminate called without an active

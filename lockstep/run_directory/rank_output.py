@@ -179,9 +179,11 @@ def to_log(
 
     Yield what replaces `sys.stderr`.
 
-    `on_console`: whether to show stdout and stderr there as well; `descriptors`: redirect 1 and 2
-    themselves, not only Python's streams; `include_children`: also show the output of child
-    processes, and of C libraries.
+    Args:
+        path: the log.
+        on_console: whether to show stdout, and stderr, on the console as well.
+        descriptors: redirect 1 and 2 themselves, not only Python's streams.
+        include_children: show the output of child processes, and of C libraries, too.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     handle = open_to_append(path)
@@ -194,20 +196,10 @@ def to_log(
         saved = [os.dup(1), os.dup(2)]
         consoles = [open(fd, "w", closefd=False, **as_text) for fd in saved]  # noqa: SIM115
         for number, seen, shown in zip((1, 2), saved, on_console, strict=True):
-            if not (shown and include_children):
+            if shown and include_children:
+                _copy(number, path, seen)
+            else:
                 os.dup2(handle, number)
-                continue
-            # A process copies to the log and to the console, not a thread: it still copies the last
-            # output of a crash.
-            read, write = os.pipe()
-            tee = ["tee", "-a", str(path)]
-            null = subprocess.DEVNULL
-            _copiers.append(
-                subprocess.Popen(tee, stdin=read, stdout=seen, stderr=null, start_new_session=True)
-            )
-            os.dup2(write, number)
-            os.close(read)
-            os.close(write)
     log = open(handle, "w", **as_text)  # noqa: SIM115
     pairs = [Tee(seen, log, shown) for seen, shown in zip(consoles, on_console, strict=True)]
     sys.stdout, sys.stderr = pairs
@@ -224,6 +216,25 @@ def to_log(
             os.close(fd)
         with suppress(OSError):  # the disk is full: a warning was written when the log first failed
             log.close()
+
+
+def _copy(descriptor: int, path: Path, console: int) -> None:
+    """Have what is written to a descriptor copied to a file and to the console's descriptor.
+
+    A process copies, not a thread: it still copies the last output of a crash.
+    """
+    read, write = os.pipe()
+    copier = subprocess.Popen(
+        ["tee", "-a", str(path)],
+        stdin=read,
+        stdout=console,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    _copiers.append(copier)
+    os.dup2(write, descriptor)
+    os.close(read)
+    os.close(write)
 
 
 def print_error(error: LockstepError, trace: str = "") -> None:

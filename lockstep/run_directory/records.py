@@ -71,7 +71,7 @@ class StepRecord:
     skipped: bool = False  # no update was made: overflow under fp16, or an anomaly
     step_seconds: float = 0.0
     samples_per_second: float = 0.0
-    # that were read; rows of data without token ids have neither this nor the next
+    # tokens that were read; rows of data without token ids have neither this nor the next
     tokens_per_second: float = 0.0
     targets_per_second: float = 0.0  # of these, valid targets
     memory_bytes: int = 0

@@ -5,6 +5,7 @@ So a first mistake is one error.
 Tests: tests/trainer/test_arguments.py, tests/test_interop.py
 """
 
+import difflib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -18,7 +19,7 @@ from lockstep.config import Config
 from lockstep.config.flags import keyword_for
 from lockstep.config.keys import keys_named
 from lockstep.config.names import SECTIONS, advice_for_keyword
-from lockstep.errors import UsageError, did_you_mean
+from lockstep.errors import UsageError
 from lockstep.models.loss_arguments import FurtherArguments
 from lockstep.models.protocol import offered
 from lockstep.models.torch_losses import class_names
@@ -71,17 +72,10 @@ def check_loss_fn(loss_fn: Any, where: str) -> None:
     if loss_fn is None:
         return
     if isinstance(loss_fn, str):
-        known = class_names()
-        near = next(
-            (name for name in known if _plain(name) in (_plain(loss_fn), _plain(loss_fn + "loss"))),
-            None,
+        fix = (
+            f"write loss_fn=torch.nn.{_loss_named(loss_fn)}(); names belong into a config's key"
+            " loss_fn"
         )
-        near = (
-            near
-            or did_you_mean(loss_fn, known).partition("'")[2].partition("'")[0]
-            or "CrossEntropyLoss"
-        )
-        fix = f"write loss_fn=torch.nn.{near}(); names belong into a config's key loss_fn"
         raise UsageError(f"loss_fn is the text {loss_fn!r}, not a function", where=where, fix=fix)
     name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
     if isinstance(loss_fn, type):
@@ -112,13 +106,10 @@ def check_of_trainer(
     where = "Trainer"
     if config is not None and not isinstance(config, Config):
         what = f"config is {_described(config)}, not a lockstep.Config"
-        path = repr(str(config)) if not isinstance(config, Mapping) else '"train.yaml"'
-        fix = f"write config=lockstep.config.load_config({path})"
-        fix = (
-            "write config=lockstep.Config.model_validate({…})"
-            if isinstance(config, Mapping)
-            else fix
-        )
+        if isinstance(config, Mapping):
+            fix = "write config=lockstep.Config.model_validate({…})"
+        else:
+            fix = f"write config=lockstep.config.load_config({str(config)!r})"
         raise UsageError(what, where=where, fix=fix)
     if isinstance(optimizer, nn.Module) or isinstance(loss_fn, Optimizer):
         what = (
@@ -262,12 +253,9 @@ def _described(given: Any) -> str:
 def _instead(model: Any) -> str:
     """Return what to write in place of something that is not a model."""
     if isinstance(model, str):
-        fix = (
-            f'write transformers.AutoModelForCausalLM.from_pretrained("{model}"), or a config with '
-        )
         return (
-            fix
-            + f"model.name: hf:{model} for `lockstep train`; lockstep.get_model(NAME) makes those"
+            f'write transformers.AutoModelForCausalLM.from_pretrained("{model}"), or a config with'
+            f" model.name: hf:{model} for `lockstep train`; lockstep.get_model(NAME) makes those"
             " that ship"
         )
     if isinstance(model, type):
@@ -293,6 +281,17 @@ def _as_in_torch(kind: type) -> str:
         if kind.__module__.startswith(home):
             return f"{home}.{kind.__name__}"
     return kind.__name__
+
+
+def _loss_named(text: str) -> str:
+    """Return the class of torch's losses that a text, as `mse` or `cross_entropy`, may name."""
+    known = class_names()
+    plain = _plain(text)
+    for name in known:
+        if _plain(name) in (plain, f"{plain}loss"):
+            return name
+    similar = difflib.get_close_matches(text, known, n=1, cutoff=0.5)
+    return similar[0] if similar else "CrossEntropyLoss"
 
 
 def _plain(name: str) -> str:

@@ -38,7 +38,7 @@ class OpenRun:
         self._open_step = open_step
         self.current: TrainingRun | None = None  # the run in progress, or the last
         self._monitor: Monitor | None = None  # that of the recorded run, or of `log` alone
-        # that a loop which nothing records has not printed
+        # warnings that are not printed yet: no run has recorded anything
         self._placement_warnings = run.step.placed.warnings()
 
     def for_train(

@@ -37,7 +37,7 @@ class Unplaced:
 
     names: dict[int, str]  # id → canonical name, of the model's and of its loss function's
     of_loss: list[nn.Parameter]  # those of the loss function
-    hidden: list[nn.Parameter]  # that a loss function holds which is not a module
+    hidden: list[nn.Parameter]  # those of a loss function that is not a module
     blocks: list[str]  # the names of the model's repeated blocks
     splits: Splits  # of weights that the optimizer of a config splits into matrices
 

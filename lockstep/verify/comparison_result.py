@@ -33,10 +33,12 @@ class Cause:
     is_judged: bool = True  # False if neither an error nor rounding could be shown
     fix: str = ""  # what to write
     column: str = "gradients"  # of a script's table
-    module: str = ""  # in whose forward pass it begins, if it begins in one
+    module: str = ""  # the one in whose forward pass it begins, if it begins in one
     # of a script: its own line at which the cause shows, as `train.py:40`; empty if none is known
     line: str = ""
-    parameters: list[str] = field(default_factory=list)  # that it is about; empty: all, or none
+    parameters: list[str] = field(
+        default_factory=list
+    )  # those that it is about; empty: all, or none
 
     def place_at(self, line: str) -> None:
         """Note the script's own line at which the cause shows."""
@@ -94,7 +96,7 @@ class Outcome:
     parameters: list[str] = field(default_factory=list)  # names of all
     rounding: float = 0.0  # the largest relative difference of a gradient that needs no cause
     same_bits: bool = False  # whether no step differs in any bit
-    framework: str = ""  # whose loop a script runs
+    framework: str = ""  # the library whose loop a script runs
     notices: list[str] = field(default_factory=list)  # what the comparison takes for granted
     failed: str = ""  # the error, if it could not be run
     not_judged: str = ""  # why a script's gradients and weights can't be compared

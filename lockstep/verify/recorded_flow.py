@@ -59,7 +59,7 @@ class RankFlow:
     # parts that differ, where last bits do too much
     unjudged: list[str] = field(default_factory=list)
     draws: list[str] = field(default_factory=list)  # modules that draw random numbers
-    collectives: list[str] = field(default_factory=list)  # that the forward pass calls
+    collectives: list[str] = field(default_factory=list)  # collectives that the forward pass calls
     # attributes, globals, generators that it changes
     moved: list[str] = field(default_factory=list)
     # others than the reference's: "drop.p 0.4 instead of 0.1"

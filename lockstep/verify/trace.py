@@ -56,15 +56,16 @@ class UpdateFacts:
     options: dict[str, dict[str, str]] = field(default_factory=dict)
     # further name of a parameter → the name by which it is listed
     tied: dict[str, str] = field(default_factory=dict)
-    frozen: list[str] = field(default_factory=list)  # that want no gradient
-    # that had a gradient other than zero before the first forward pass
+    frozen: list[str] = field(default_factory=list)  # parameters that want no gradient
+    # parameters with a gradient other than zero before the first forward pass
     stale: list[str] = field(default_factory=list)
-    # whose state changes between the start and the update
+    # parameters whose state of the optimizer changes between the start and the update
     state_changed: list[str] = field(default_factory=list)
-    # whose gradients hooks of the optimizer changed
+    # parameters whose gradients were changed by hooks of the optimizer
     by_hooks: list[str] = field(default_factory=list)
-    unmoved: list[str] = field(default_factory=list)  # whose values are those of before the step
-    # before, after: whose values changed before the optimizer's update, or after it
+    # parameters whose values are those of before the step
+    unmoved: list[str] = field(default_factory=list)
+    # parameters whose values changed before the optimizer's update, or after it
     before: list[str] = field(default_factory=list)
     after: list[str] = field(default_factory=list)
     called: bool = False  # whether the optimizer was called

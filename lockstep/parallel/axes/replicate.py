@@ -42,7 +42,7 @@ class ReplicateAxis(Axis):
     goes_with: ClassVar[frozenset[str]] = frozenset(BY_SIZE)
     in_buckets: ClassVar[bool] = True
 
-    _figures: CarriedFigures | None = None  # that gradients carry
+    _figures: CarriedFigures | None = None  # losses and counts that travel with the gradients
 
     @classmethod
     def contradictions(cls, config: StepConfig, layout: Layout | None) -> Iterator[Contradiction]:

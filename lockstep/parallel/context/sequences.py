@@ -73,7 +73,7 @@ def apply_context(facts: ModelFacts, context: SequenceCut) -> None:
         SequenceMean: _mean,
         TokenLosses: _losses,
     }
-    handed: set[nn.Module] = set()  # whose parameters a product of another module uses
+    handed: set[nn.Module] = set()  # modules whose parameters another module multiplies by
     for name, module in facts.model.named_modules():
         way = next((way for kind, way in ways.items() if isinstance(module, kind)), None)
         if way is not None:

@@ -90,7 +90,9 @@ class SecondHalf:
 
     starts: list[GradientEdge] = field(default_factory=list)  # the outputs of the stage
     gradients: list[Tensor | None] = field(default_factory=list)  # of these
-    weights: list[Tensor] = field(default_factory=list)  # that get gradients; empty: all leaves
+    weights: list[Tensor] = field(
+        default_factory=list
+    )  # those that get gradients; empty: all leaves
     # Instead of all the way from the outputs: (operation, the weights that it uses).
     operations: list[tuple[Node, list[Tensor]]] = field(default_factory=list)
     # operation → gradients that have reached it

@@ -59,7 +59,7 @@ class _Call:
     arguments: Any
     generator: Tensor  # state of the device's generator when the block began
     captured: HostState | None  # of the generators on the host, then
-    buffers: Copies  # that change, as they were then
+    buffers: Copies  # those that the forward pass changes, as they were then
 
 
 class BlockRuns:

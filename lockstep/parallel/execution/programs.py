@@ -42,7 +42,7 @@ class Message(NamedTuple):
     """The tensors that a pass makes for a pass of the neighbouring stage."""
 
     kind: str  # F: activations, for the next stage; B: gradients, for the previous one
-    stage: int  # that receives it
+    stage: int  # the one that receives it
     micro_batch: int  # position in the run
 
 

@@ -116,7 +116,7 @@ def restored_attributes(modules: Sequence[nn.Module]) -> Iterator[None]:
 class RunningBuffers(AroundMicroBatch):
     """Records what forward passes do to buffers, and replays it once a step."""
 
-    model: nn.Module  # whose buffers, on this rank; all of its forward pass runs here
+    model: nn.Module  # all of its forward pass runs on this rank
     ranks: int = 1  # how many ranks hold the same model
     group: dist.ProcessGroup | None = None  # of these ranks; None for the default group
     reproducible: bool = False  # refuse buffers whose changes can't be replayed

@@ -41,10 +41,10 @@ Mark = tuple[int, int]  # a tensor's identity and version: equal if it was not w
 class Traces:
     """Holds what one pass has left, by names in the model."""
 
-    tensors: list[str]  # that it has computed with, and replaced or added to
-    numbers: list[str]  # that it has read, and replaced or added to
-    perhaps: list[str]  # numbers that it has replaced, where reading can't be seen
-    generators: list[str]  # that it has drawn from
+    tensors: list[str]  # tensors that it computed with, and replaced or added to
+    numbers: list[str]  # numbers that it read, and replaced or added to
+    perhaps: list[str]  # numbers that it replaced, and may have read, which can't be seen
+    generators: list[str]  # generators that it drew from
     changes: dict[str, float]  # number among attributes → by how much it has changed
 
 

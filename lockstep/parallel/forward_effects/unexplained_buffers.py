@@ -43,22 +43,23 @@ class UnexplainedBuffers:
     reproducible: bool = False
     looks_every: int = 100  # steps between two looks at the bits, at most
     has_values: bool = True  # False in a plan
-    # that a forward pass of any rank has written, as ranks know
+    # names of those that a forward pass of any rank has written, the same list on all ranks
     _written: list[str] = field(default_factory=list)
-    # name → in words, since when this rank has seen it written
+    # name → the step in which this rank first saw it written, in words
     _when: dict[str, str] = field(default_factory=dict)
     _marks: _Marks = field(default_factory=dict)  # before the forward pass
     _registered: dict[str, Tensor] = field(default_factory=dict)  # as checkpoints have them
-    _evaluated: set[str] = field(default_factory=set)  # that evaluations write, which was said
-    # by tensors of another shape or type, of which was warned
+    # names for which a warning was given: written in an evaluation, or replaced by a tensor of
+    # another shape or type
+    _evaluated: set[str] = field(default_factory=set)
     _replaced: set[str] = field(default_factory=set)
-    _by_step: set[str] = field(default_factory=set)  # that the step itself writes, after its passes
-    _bits: Tensor | None = None  # sums of their bits at the last look
+    # names of those that the step itself writes, after its passes
+    _by_step: set[str] = field(default_factory=set)
+    _bits: Tensor | None = None  # sums of the buffers' bits at the last look
     _looked: int = 0  # the step of the last look
-    _steps: int = 0  # that this process has made
-    _copies: dict[str, Tensor] = field(
-        default_factory=dict
-    )  # of small ones, as the step found them
+    _steps: int = 0  # steps of this process so far
+    # name → copy of a small buffer, as the step found it
+    _copies: dict[str, Tensor] = field(default_factory=dict)
     _in_step: bool = False  # from a step's first forward pass to its end
 
     def before_forward(self) -> None:
@@ -87,12 +88,10 @@ class UnexplainedBuffers:
 
     @contextmanager
     def written_by_the_step(self, modules: Sequence[nn.Module]) -> Iterator[None]:
-        """Count writes in the block as the step's own work, `end_step` of `modules`.
+        """Count writes in the block as the step's own work, which is alike on all ranks.
 
-        This work is alike on all ranks.
-
-        Buffers of these modules are taken for its work in any case: a write through `.data` leaves
-        no version.
+        It is the `end_step` of `modules`, whose buffers count as its work in any case: a write
+        through `.data` leaves no version.
         """
         own = {id(module) for module in modules}
         self._by_step.update(name for name, place in self.places.items() if id(place.module) in own)
@@ -170,9 +169,9 @@ class UnexplainedBuffers:
             )
 
     def _put_back(self, name: str) -> None:
-        """Copy the tensor that a forward pass registered in a buffer's place to the buffer.
+        """Copy a tensor that a forward pass has put in a buffer's place into that buffer.
 
-        Checkpoints have the buffer.
+        Checkpoints save the buffer, and would miss the tensor.
         """
         place = self.places[name]
         own = self._registered[name]

@@ -56,7 +56,7 @@ class LocalStages:
     plan: PipelinePlan
     held: stage_parameters.StageParameters
     parts: list[StageModule]
-    shard: ShardAxis | None  # which has cut or replicated them
+    shard: ShardAxis | None  # cut or replicated the stages; None: neither
     frees: bool  # FSDP2 frees gathered parameters after each forward pass
     unit: nn.Module | None  # FSDP2's unit for parameters that stages share
 
@@ -70,7 +70,7 @@ class _GradientSums:
 
     assign: AssignAnyRank  # the micro-batches of a step to pipelines
     finishers: list[Callable[[], None]]  # complete `.grad` after the last backward pass
-    trees: StageTrees | None  # that sum under `reproducible`
+    trees: StageTrees | None  # sum gradients under `reproducible`
 
 
 def place_stages(site: Site, pipeline: DeviceMesh) -> ParallelModel:

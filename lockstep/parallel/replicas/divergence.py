@@ -110,7 +110,7 @@ class ReplicasDifferError(RunError):
     # Name → ranks that hold other values than most; all ranks, where nobody knows which are right.
     apart: Mapping[str, list[int]] = {}
     is_flip = False  # one bit has flipped, on ranks that the others outvote
-    ranks: frozenset[int] = frozenset()  # that hold wrong values
+    ranks: frozenset[int] = frozenset()  # ranks with wrong values
     good = -1  # a rank that holds right ones
 
 
