@@ -5,6 +5,8 @@
   another's target before that is assigned, as in `a, b = b, a`: statements one after the other
   would compute something else;
 - *walrus*: `:=` within `and` or `or`, where a reader has to tell whether it is reached;
+- *nested*: in the package, `a if b else c` directly within another one, or as the condition of an
+  `if` or a `while`: `x if a else y if b else z` is read from its middle;
 - *undocumented*: a function of the package of twelve lines or more, at a line for a statement,
   that has no docstring; methods such as `__init__` are left out, as their class has one.
 
@@ -23,7 +25,7 @@ import tokenize
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 from tests import house
 from tests.ranks import REPOSITORY
@@ -44,7 +46,7 @@ class Breach(NamedTuple):
 def breaches(
     text: str, *, of_package: bool = True, nodes: list[ast.AST] | None = None
 ) -> Iterator[Breach]:
-    """Find the lines of a file that break a rule; docstrings are asked of the package alone.
+    """Find the lines of a file that break a rule; of the package, nested choices and docstrings, too.
 
     Args:
         nodes: of the file, by `ast.walk`, where they are known.
@@ -59,6 +61,9 @@ def breaches(
         if isinstance(node, ast.Assign) and any(_packs(target, node) for target in node.targets):
             yield Breach("packed", node.lineno)
 
+        if of_package and _nests(node):
+            yield Breach("nested", node.lineno)
+
         is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         if of_package and is_function and _lacks_words(node):
             yield Breach("undocumented", node.lineno)
@@ -68,6 +73,13 @@ def breaches(
     for condition in _outermost_conditions(nodes[0]):
         if any(isinstance(node, ast.NamedExpr) for node in ast.walk(condition)):
             yield Breach("walrus", condition.lineno)
+
+
+def _nests(node: ast.AST) -> TypeGuard[ast.IfExp | ast.If | ast.While]:
+    """Tell whether a choice is made directly within another one."""
+    if isinstance(node, ast.IfExp):
+        return any(isinstance(part, ast.IfExp) for part in (node.test, node.body, node.orelse))
+    return isinstance(node, ast.If | ast.While) and isinstance(node.test, ast.IfExp)
 
 
 def _lacks_words(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:

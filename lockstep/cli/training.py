@@ -81,11 +81,16 @@ def launch(argv: list[str]) -> int:
     output_dir = run_directory(args.output_dir or Path("runs", Path(args.script).stem))
     if args.watch_training is not None:
         _watch_training(args.watch_training)
+    kind = "file"
+    if args.module:
+        kind = "module"
+    elif args.no_python:
+        kind = "program"
     return launch_script(
         args.script,
         args.arguments,
         launch_options(args),
-        kind="module" if args.module else "program" if args.no_python else "file",
+        kind=kind,
         logs=Path(args.log_dir or output_dir / "logs"),
         output=ConsoleOutput(args.tee, args.redirects, args.local_ranks_filter),
     )

@@ -86,7 +86,8 @@ def _value(node: ast.expr, lookup: Callable[[str], Number]) -> Number:
 def _number(value: Any) -> Number:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ValueError(f"{value!r} is not a number")
-    if value.bit_length() > MAX_BITS if isinstance(value, int) else math.isinf(value):
+    is_too_large = value.bit_length() > MAX_BITS if isinstance(value, int) else math.isinf(value)
+    if is_too_large:
         raise ValueError("the result is too large")
     return value
 

@@ -110,15 +110,13 @@ def advice_for_keyword(name: str, written: Callable[[str, str], str]) -> str | N
             what = "model" if row.ours.startswith("model.") else "data set"
             texts.append(f"give it to the {what}, where you make it")
             continue
-        texts.append(
-            f"write {written(row.ours, row.value or '…')}" + (f" ({row.note})" if row.note else "")
-            if row.is_key
-            else (
-                f"the launcher decides: lockstep launch {row.ours} N script.py"
-                if row.ours.startswith("--")
-                else _advice(row, "{ours}")
-            )
-        )
+        if row.is_key:
+            note = f" ({row.note})" if row.note else ""
+            texts.append(f"write {written(row.ours, row.value or '…')}{note}")
+        elif row.ours.startswith("--"):
+            texts.append(f"the launcher decides: lockstep launch {row.ours} N script.py")
+        else:
+            texts.append(_advice(row, "{ours}"))
     return _joined(texts)
 
 

@@ -211,7 +211,8 @@ class ChatTemplate:
         written = answered[begin:].rstrip()
         end = begin + len(written)
         stop = self._library.eos_token
-        if written.endswith((*self._specials, *([stop] if stop else []))):
+        stops = (*self._specials, stop) if stop else self._specials
+        if written.endswith(tuple(stops)):
             return end, ""
         if not stop:
             what = f"nothing ends the answers of {where}"

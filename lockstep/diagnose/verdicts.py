@@ -474,7 +474,9 @@ def disk(facts: Facts) -> Iterator[Finding]:
             do = "--output-dir somewhere that is yours and is there; see the mount and its rights"
             yield Finding(BAD, "disk", found, do)
         free = (one["disk"] or {"free": 0})["free"]
-        status = BAD if free < _GIB else WARN if free < 10 * _GIB else GOOD
+        status = GOOD
+        if free < 10 * _GIB:
+            status = BAD if free < _GIB else WARN
         speed = one.get("disk_speed")
         text = f"{units.size(free)} free" + (
             f", written and synced at {units.size(speed)}/s" if speed else ""

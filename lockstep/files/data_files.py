@@ -492,7 +492,7 @@ def source_like(path: Path, trained_on: Sequence[Any]) -> str | dict[str, Any]:
             if "special_tokens" in given:
                 keys["special_tokens"] = given["special_tokens"]
             return {"path": str(path), **keys} if keys else str(path)
-    keys = {} if "text" in row else conversation_keys(row) if row else {}
+    keys = conversation_keys(row) if row and "text" not in row else {}
     return {"path": str(path), **keys} if keys else str(path)
 
 

@@ -58,11 +58,11 @@ def as_object(loss_fn: Any) -> Any:
     Raises:
         UsageError: the partial has arguments that the class does not take.
     """
-    made = (
-        loss_fn if isinstance(loss_fn, partial) else partial(loss_fn) if callable(loss_fn) else None
-    )
-    loss_class = class_of(made.func) if made is not None else None
-    if made is None or loss_class is None:
+    if not callable(loss_fn):
+        return loss_fn
+    made = loss_fn if isinstance(loss_fn, partial) else partial(loss_fn)
+    loss_class = class_of(made.func)
+    if loss_class is None:
         return loss_fn
     function = made.func.__name__
     try:

@@ -68,7 +68,9 @@ def divisor_of(count: Number) -> Number:
 
 def inverse(value: Number) -> Number:
     """Return 1 / `value`; infinity where it is 0."""
-    return value.reciprocal() if isinstance(value, Tensor) else 1.0 / value if value else math.inf
+    if isinstance(value, Tensor):
+        return value.reciprocal()
+    return 1.0 / value if value else math.inf
 
 
 def exceeds(value: Number, bound: float) -> Number:

@@ -132,9 +132,10 @@ class LossWeights(AroundMicroBatch):
             return
         for position, gradient in enumerate(gradients):
             total = self._sums[position]
-            self._sums[position] = (
-                gradient if total is None else total if gradient is None else total.add_(gradient)
-            )
+            if total is None:
+                self._sums[position] = gradient
+            elif gradient is not None:
+                total.add_(gradient)
 
     @property
     def is_first(self) -> bool:

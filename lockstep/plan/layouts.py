@@ -69,7 +69,9 @@ def layouts(
     narrow = {"precision.param_dtype": "bf16"}
     # Autocast keeps copies of fp32 weights; for large models only weights gathered in bf16 are
     # useful.
-    widths = [narrow] if low and facts.parameters > LARGE else [{}, narrow] if low else [{}]
+    widths: list[dict[str, str]] = [{}]
+    if low:
+        widths = [narrow] if facts.parameters > LARGE else [{}, narrow]
     for axes in axes_to_plan(work, facts, config, cluster):
         sizes = {
             a: axes.get(f"distributed.{a}_size", getattr(config.distributed, f"{a}_size")) or 1

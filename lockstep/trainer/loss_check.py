@@ -212,7 +212,8 @@ class LossCheck:
                     if piped and not last_stage_begun:
                         raise  # other ranks wait for this one's message
                     failed = True
-                if any(gather_objects(failed)) if piped else failed:
+                any_failed = any(gather_objects(failed)) if piped else failed
+                if any_failed:
                     break
                 losses.divisors.append(() if observed is None else observed.divisors)
         self._proportional = _proportional(losses.divisors)
@@ -403,13 +404,12 @@ def fix_for_count(
             " it that training.batch_size is part of what is learned. A sum says so: loss_reduction"
             ' = "sum", or reduction = "sum" of a loss function'
         )
-    what = (
-        "its count(batch) is something else than"
-        if counted
-        else "give the model a method count(batch), which returns"
-        if function is None
-        else f"write {function}.count = lambda batch: …, which returns"
-    )
+    if counted:
+        what = "its count(batch) is something else than"
+    elif function is None:
+        what = "give the model a method count(batch), which returns"
+    else:
+        what = f"write {function}.count = lambda batch: …, which returns"
     what += " what its loss is divided by"
     example = halves[0] if halves is not None else batch
     labels = example.get("labels") if isinstance(example, Mapping) else None

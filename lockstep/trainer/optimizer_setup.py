@@ -238,7 +238,9 @@ def after_update_calls(
     placed: ParallelModel,
 ) -> list[AfterUpdate]:
     """Return the calls after each update, attached to the placed model."""
-    calls = given if isinstance(given, list) else [given] if given is not None else []
+    calls: list[AfterUpdate] = []
+    if given is not None:
+        calls = given if isinstance(given, list) else [given]
     if placed.local_training is not None and (calls or freeze_until):
         what = f"{'after_update' if calls else 'freeze_until'} is not supported under diloco"
         why = "each worker makes updates of its own, on parameters of its own"

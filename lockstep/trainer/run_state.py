@@ -120,7 +120,9 @@ class RunState:
     def check_can_train(self) -> None:
         """Raise a UsageError if the ranks have become others, or if nothing is to be trained."""
         self.cluster.check()
-        if self.num_trained == 0:  # and is so still; a pipeline's stage may have nothing to train
+        # Of the whole model: a pipeline's stage may have nothing to train, and a model without may
+        # have got something since.
+        if self.num_trained == 0:
             check_trains(self.step.placed.parameters)
 
     def plan_steps(self, total: int | None) -> None:

@@ -270,7 +270,8 @@ def _precision_of(
 def _prefetch(units: Sequence[nn.Module], config: FSDPConfig, *, on_cpu: bool) -> None:
     """Say which units FSDP2 gathers ahead, in the forward and in the backward pass."""
     shards: list[FSDPModule] = [u for u in units if isinstance(u, FSDPModule)]
-    if on_cpu if config.forward_prefetch is None else config.forward_prefetch:
+    ahead_in_forward = on_cpu if config.forward_prefetch is None else config.forward_prefetch
+    if ahead_in_forward:
         # FSDP2 asks for them when this unit's values lie in place. On a CPU the caller lays them
         # there, and the link would stand still meanwhile, so one more is on its way.
         for position, this in enumerate(shards):

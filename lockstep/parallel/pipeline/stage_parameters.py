@@ -206,25 +206,23 @@ def materialise(
     """
     for name, old in held.named_parameters().items():
         if empty:
-            held.replace(
-                name, nn.Parameter(torch.empty_like(old, device=device), old.requires_grad)
-            )
-        elif first is not None or old.device != device:
-            values = first.parameter(name) if first is not None else old.detach()
-            values = (
-                values.to(device)
-                if values.stride() == old.stride()
-                else laid_like(old, values.to(device))
-            )
-            held.replace(name, nn.Parameter(values, old.requires_grad))
-    first_buffers = first.buffers() if first is not None else {}
+            values = torch.empty_like(old, device=device)
+        elif first is None and old.device == device:
+            continue
+        else:
+            given = old.detach() if first is None else first.parameter(name)
+            values = given.to(device)
+            if given.stride() != old.stride():
+                values = laid_like(old, values)
+        held.replace(name, nn.Parameter(values, old.requires_grad))
+
+    first_buffers = {} if first is None else first.buffers()
     for name, registrations in held.buffers.items():
         old = registrations[0].tensor()
-        values = (
-            torch.empty_like(old, device=device)
-            if empty
-            else first_buffers.get(name, old).to(device)
-        )
+        if empty:
+            values = torch.empty_like(old, device=device)
+        else:
+            values = first_buffers.get(name, old).to(device)
         for registration in registrations:
             registration.put(values)
 

@@ -155,13 +155,10 @@ def _diverged(
                 else [r for r, value in zip(ranks, column, strict=True) if value != most]
             )
     involved = sorted({rank for held in apart.values() for rank in held})
-    who = (
-        "the replicas on ranks "
-        if involved == ranks
-        else "rank "
-        if len(involved) == 1
-        else "ranks "
-    )
+    if involved == ranks:
+        who = "the replicas on ranks "
+    else:
+        who = "rank " if len(involved) == 1 else "ranks "
     who += ", ".join(map(str, involved))
     verb = "differ" if involved == ranks or len(involved) > 1 else "differs"
     whom = "each other" if involved == ranks else "the other replicas"

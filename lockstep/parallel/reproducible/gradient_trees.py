@@ -202,10 +202,8 @@ class ReplicaTree(GradientTree):
         if self._micro_batch.real:
             partials.add(self._micro_batch.index, [*_views(bucket.buffer(), bucket)], owned=False)
         nodes = tree_assignment(partials.leaves, self._group.size())[self._group.rank()]
-        return [
-            None if (values := partials.take(node)) is None else _flat(values, bucket)
-            for node in nodes
-        ]
+        held = [partials.take(node) for node in nodes]
+        return [None if values is None else _flat(values, bucket) for values in held]
 
 
 def _flat(values: Sequence[Tensor | None], bucket: GradBucket) -> Tensor:
