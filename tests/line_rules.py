@@ -46,7 +46,7 @@ class Breach(NamedTuple):
 def breaches(
     text: str, *, of_package: bool = True, nodes: list[ast.AST] | None = None
 ) -> Iterator[Breach]:
-    """Find the lines of a file that break a rule; of the package, nested choices and docstrings, too.
+    """Find the lines of a file that break a rule; some rules are for the package alone.
 
     Args:
         nodes: of the file, by `ast.walk`, where they are known.

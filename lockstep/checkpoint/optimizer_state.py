@@ -40,12 +40,12 @@ def optimizer_state(
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the state of an optimizer, for a `Snapshot`.
 
-    `names` has the canonical name by the id of each parameter.
+    It is two things: the tensors, `"<parameter>//<key>"` → tensor, which share the optimizer's
+    memory, and the rest as JSON: `{"groups": [{"params": [names], "options": {…}}], "values":
+    {parameter: {key: number}}}`. `names` has the canonical name by the id of each parameter.
 
-    These are the tensors, `"<parameter>//<key>"` → tensor, which share the optimizer's memory, and
-    the rest as JSON: `{"groups": [{"params": [names], "options": {…}}], "values": {parameter: {key:
-    number}}}`. A UsageError is raised for a parameter without a name, and a value that is neither a
-    tensor nor JSON.
+    A UsageError is raised for a parameter without a name, and a value that is neither a tensor nor
+    JSON.
     """
     tensors: dict[str, Tensor] = {}
     values: dict[str, dict[str, Any]] = {}
@@ -78,9 +78,7 @@ def optimizer_targets(
 ) -> dict[str, Tensor]:
     """Return empty tensors, by canonical name, for the stored state of one optimizer.
 
-    They are for the parameters of this rank.
-
-    A state tensor with the shape of its parameter gets the device, mesh and placements of the
+    They are those of this rank's `parameters`. A state tensor with the shape of its parameter gets the device, mesh and placements of the
     parameter; any other (`step`) is a plain tensor on CPU. The dtype is the stored one.
     """
     checkpoint = locate(path)
@@ -127,38 +125,19 @@ def restore_optimizer(
 ) -> None:
     """Give an optimizer the state that `load` has read.
 
-    A UsageError is raised if the optimizer has other groups.
+    Args:
+        optimizer: of this rank; its parameters are in the same groups as those that were saved.
+        names: the canonical name by the id of each parameter of this rank.
+        tensors: of `optimizer_targets`, which the optimizer takes over.
+        groups: as they were stored; they may list parameters of other ranks, too.
 
-    It takes over the `tensors` of `optimizer_targets`. The stored `groups` may list parameters of
-    other ranks too; `names` has the canonical name by the id of each parameter of this rank.
+    Raises:
+        UsageError: the optimizer has other groups.
     """
-    stored_groups = groups["groups"]
-    if len(stored_groups) != len(optimizer.param_groups):
-        what = (
-            f"the optimizer has {len(optimizer.param_groups)} parameter groups, the checkpoint"
-            f" {len(stored_groups)}"
-        )
-        raise UsageError(what, fix=_AS_BUILT)
-    home = {name: i for i, group in enumerate(stored_groups) for name in group["params"]}
-    for i, group in enumerate(optimizer.param_groups):
-        for name in (_name(parameter, names) for parameter in group["params"]):
-            if home.get(name) != i:
-                where = f"in group {home[name]}" if name in home else "in none"
-                what = f"{name} is in group {i} of the optimizer, and {where} in the checkpoint"
-                raise UsageError(what, fix=_AS_BUILT)
-    for group, stored in zip(
-        optimizer.param_groups,
-        (stored_group["options"] for stored_group in stored_groups),
-        strict=True,
-    ):
-        for key, value in stored.items():
-            current = group.get(key)
-            if key in _KERNEL_OPTIONS:
-                continue
-            if isinstance(current, Tensor):
-                current.fill_(value)
-            else:
-                group[key] = tuple(value) if isinstance(current, tuple) else value
+    _require_same_groups(optimizer, names, groups["groups"])
+    for group, stored in zip(optimizer.param_groups, groups["groups"], strict=True):
+        _restore_options(group, stored["options"])
+
     values: Mapping[str, Mapping[str, Any]] = groups["values"]
     by_parameter: dict[str, dict[str, Tensor]] = {}
     for full, tensor in tensors.items():
@@ -176,6 +155,39 @@ def restore_optimizer(
             optimizer.state[parameter] = state
             if not state:
                 del optimizer.state[parameter]
+
+
+def _require_same_groups(
+    optimizer: Optimizer, names: Mapping[int, str], stored: Sequence[Mapping[str, Any]]
+) -> None:
+    """Refuse an optimizer whose parameters are in other groups than those of a checkpoint."""
+    if len(stored) != len(optimizer.param_groups):
+        what = (
+            f"the optimizer has {len(optimizer.param_groups)} parameter groups, the checkpoint"
+            f" {len(stored)}"
+        )
+        raise UsageError(what, fix=_AS_BUILT)
+    home = {name: number for number, group in enumerate(stored) for name in group["params"]}
+    for number, group in enumerate(optimizer.param_groups):
+        for name in (_name(parameter, names) for parameter in group["params"]):
+            if home.get(name) != number:
+                where = f"in group {home[name]}" if name in home else "in none"
+                what = (
+                    f"{name} is in group {number} of the optimizer, and {where} in the checkpoint"
+                )
+                raise UsageError(what, fix=_AS_BUILT)
+
+
+def _restore_options(group: dict[str, Any], stored: Mapping[str, Any]) -> None:
+    """Give a parameter group the stored options, but for those that choose kernels."""
+    for key, value in stored.items():
+        current = group.get(key)
+        if key in _KERNEL_OPTIONS:
+            continue
+        if isinstance(current, Tensor):
+            current.fill_(value)
+        else:
+            group[key] = tuple(value) if isinstance(current, tuple) else value
 
 
 def _name(parameter: Tensor, names: Mapping[int, str]) -> str:

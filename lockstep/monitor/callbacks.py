@@ -97,7 +97,7 @@ def _defines(callback: Any, event: str) -> bool:
 
     The methods of transformers' base class do nothing, and do not count.
     """
-    if event in vars(callback) if hasattr(callback, "__dict__") else False:
+    if hasattr(callback, "__dict__") and event in vars(callback):
         return True
     owner = next((kind for kind in type(callback).__mro__ if event in vars(kind)), None)
     return owner is not None and owner.__name__ != "TrainerCallback"
