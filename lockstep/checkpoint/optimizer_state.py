@@ -7,7 +7,7 @@ rank.
 Tests: tests/checkpoint/test_optimizers.py, tests/checkpoint/test_ranks.py
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,13 +22,9 @@ from lockstep.checkpoint.storage import Checkpoint
 from lockstep.errors import UsageError
 
 SEPARATOR = "//"
-
 _AS_BUILT = "build the optimizer as it was built for the run that saved"
-
 _STEP = "step"  # torch's optimizers keep it on CPU, unless one of these options is on
-
 _STEP_ON_DEVICE = ("capturable", "fused")
-
 # These options choose kernels and do not change the update. The running optimizer keeps its own,
 # because the stored ones may not be available: shards have no fused SGD, and a run on a CPU may
 # continue one on a GPU.
@@ -78,8 +74,9 @@ def optimizer_targets(
 ) -> dict[str, Tensor]:
     """Return empty tensors, by canonical name, for the stored state of one optimizer.
 
-    They are those of this rank's `parameters`. A state tensor with the shape of its parameter gets the device, mesh and placements of the
-    parameter; any other (`step`) is a plain tensor on CPU. The dtype is the stored one.
+    They are those of this rank's `parameters`. A state tensor with the shape of its parameter gets
+    the device, mesh and placements of the parameter; any other (`step`) is a plain tensor on CPU.
+    The dtype is the stored one.
     """
     checkpoint = locate(path)
     targets = {}
