@@ -31,7 +31,7 @@ class Program:
     """A script, or a command in one word, as a word of `lockstep compare` names it."""
 
     script: str | PlainScript
-    ranks: int | None  # that a command names
+    ranks: int | None  # the number that a command names
 
     @staticmethod
     def of(typed: str, arguments: Sequence[str]) -> "Program":
@@ -72,7 +72,8 @@ def run(
     configs = [Path(typed).suffix in (".yaml", ".yml") for typed in (a, b)]
     if any(configs) and not all(configs):
         raise UsageError("one of the two is a config, and the other is not", fix="compare like")
-    steps = (PAIRED_STEPS if paired else STEPS) if steps is None else steps
+    if steps is None:
+        steps = PAIRED_STEPS if paired else STEPS
     require_startable(steps)
     if all(configs):
         if ranks is not None:
