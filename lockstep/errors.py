@@ -56,7 +56,7 @@ class LockstepError(Exception):
 class UsageError(LockstepError):
     """The command, the config or the input is wrong: nothing was started, nothing is lost.
 
-    Exit code 2.
+    The exit code is 2.
     """
 
     exit_code = EXIT_USAGE
@@ -69,7 +69,7 @@ class UsageError(LockstepError):
 
 
 class RunError(LockstepError):
-    """The run failed. Exit code 1."""
+    """The run failed. The exit code is 1."""
 
     exit_code = EXIT_FAILED
 

@@ -89,7 +89,7 @@ HostState = tuple[Any, Any, Any]  # of Python's, NumPy's and torch's generator
 class HostRandom:
     """Seeds the global generators of Python and NumPy.
 
-    torch's CPU generator, too, if the model's `device` is another.
+    If the model's `device` is not the CPU, it seeds torch's CPU generator, too.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -270,9 +270,8 @@ def rebind(
 ) -> None:
     """Replace the parameters of an optimizer by the `placed` ones that train.
 
-    It was created before placement.
-
-    `names` has the canonical name by the id of each unplaced parameter.
+    It was created before placement. `names` has the canonical name by the id of each unplaced
+    parameter.
     """
     there = {id(parameter) for parameter in placed.values()}
     if all(id(p) in there for group in optimizer.param_groups for p in group["params"]):

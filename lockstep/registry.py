@@ -60,9 +60,7 @@ def require_call(
 ) -> None:
     """Raise a UsageError unless a user's class or function takes these positional arguments.
 
-    It is not called.
-
-    Its `fix`, or the definition with the arguments, says what to write.
+    It is not called. The error says what to write: `fix`, or a definition with the arguments.
     """
     listed = f"({', '.join(arguments)})"
     try:

@@ -76,7 +76,7 @@ def keys_named(name: str) -> list[str]:
 def near_keys(name: str, section: str) -> list[str]:
     """Return the dotted keys that `name` under `section` was probably meant to be, best first.
 
-    Perhaps none.
+    There may be none.
     """
     elsewhere = keys_named(name)
     if elsewhere:

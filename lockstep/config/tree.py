@@ -36,9 +36,10 @@ class Origin:
 
 @dataclass
 class Node:
-    """A value: text, number, bool or None; a list of nodes.
+    """A value of a config, and where it is written.
 
-    A mapping of nodes; or a `Calc` to be evaluated.
+    It is a text, a number, a bool or None; a list or a mapping of nodes; or a `Calc` to be
+    evaluated.
     """
 
     value: Any

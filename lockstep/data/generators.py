@@ -51,7 +51,7 @@ _GLOBALS = (_OF_PYTHON.__self__, _OF_NUMPY.__self__, torch.default_generator)
 def generators_of(root: Any) -> dict[str, Generator]:
     """Return the generators that an object holds, by a name such as `transform.rng`.
 
-    Not the global ones.
+    The global generators are left out.
     """
     generators: dict[str, Generator] = {}
     seen: dict[int, Any] = {}  # the objects are kept alive, so that their ids are not used again

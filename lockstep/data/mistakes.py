@@ -42,9 +42,9 @@ def users_line(error: BaseException) -> str | None:
 
 
 def reason(error: BaseException) -> str:
-    """Return the error's class and the first line of its message.
+    """Return the class of an error and the first line of its message.
 
-    For one of a torch worker, those of its cause.
+    An error of one of torch's workers stands for its cause, whose class and message are returned.
     """
     text = str(error)
     # its last line that is not indented

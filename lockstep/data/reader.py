@@ -49,7 +49,7 @@ class ReadRequest(NamedTuple):
 class ProbeRequest(NamedTuple):
     """Samples to summarise, twice.
 
-    Read where samples are read, since a dataset may open its files there.
+    They are read where all samples are, since a dataset may open its files there.
     """
 
     indices: list[int]
@@ -247,7 +247,7 @@ class Reader(Dataset[Any]):
     def _read_again_if_new(self, epoch: int, index: int, sample: Any) -> Any:
         """Return the process's first sample.
 
-        Read again if reading it has made a generator, which was not seeded.
+        It is read again if reading it has made a generator: that was not seeded.
         """
         self._is_first = False
         if not self._draws:

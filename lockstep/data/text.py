@@ -134,7 +134,7 @@ def tokens(
 ) -> Data:
     """Return the tokens in the folder `path`, which `lockstep data prepare` made.
 
-    Or raise a UsageError.
+    A UsageError is raised if there are none.
     """
     options = TextOptions(block_size, stride, validation_fraction)
     folder = local_path(path, "data.args.path")

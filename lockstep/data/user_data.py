@@ -75,10 +75,7 @@ def understand(data: Any, config: DataConfig) -> UserData:
 
 
 def _taken_apart(loader: DataLoader[Any]) -> UserData:
-    """Take a DataLoader apart.
-
-    Read are its data set, its options, and a sampler if it has one of its own.
-    """
+    """Return the data set of a DataLoader, its options, and a sampler of the user's own."""
     batch_size = loader.batch_size
     dataset = loader.dataset
     notice: str | None = None
@@ -167,9 +164,9 @@ def require_data(data: Any) -> None:
 
 
 def _is_a_pair_of_columns(data: Any) -> bool:
-    """Return whether this is (inputs, targets) of all samples.
+    """Return whether this is a pair (inputs, targets) of all samples, and no list of batches.
 
-    These are two tensors of as many rows that can't be batches.
+    Both have the same number of rows, and another number of dims.
     """
     if not (
         isinstance(data, list | tuple)
@@ -210,9 +207,9 @@ def _no_data(data: Any) -> UsageError:
 
 
 def _warn_of_samples(data: Any) -> None:
-    """Warn of a list whose first item looks like a sample.
+    """Warn of a list whose first item looks like one sample, and not like a batch.
 
-    No two tensors of it have as many rows.
+    The tensors of a batch have the same number of rows. Those of a sample rarely do.
     """
     if not (isinstance(data, list | tuple) and data):
         return

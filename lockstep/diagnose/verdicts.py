@@ -395,9 +395,9 @@ def gpus(facts: Facts) -> Iterator[Finding]:
 
 
 def topology(facts: Facts) -> Iterator[Finding]:
-    """Check how the GPUs of each machine are connected: NVLink, PCIe, or across sockets.
+    """Check how the GPUs of each machine are connected, and whether they have peer access.
 
-    And peer access.
+    They may be connected by NVLink, by PCIe, or across sockets.
     """
     for one in (one for one in facts if one["local_rank"] == 0 and len(one["gpus"]) > 1):
         rows = [row.split() for row in one["topology"].splitlines() if row.startswith("GPU")]

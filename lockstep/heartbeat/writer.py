@@ -431,7 +431,7 @@ def tell_call(name: str) -> None:
 class _CallContext:
     """Calls `enter` and `leave` around a block.
 
-    A class, since each step uses it and generators are slower.
+    It is a class, since each step uses it, and a generator would be slower.
     """
 
     def __init__(self, heartbeat: Heartbeat, name: str, line: str) -> None:

@@ -413,12 +413,10 @@ class Agent(ExtensibleAgent):
         super().restart_ranks(worker_group)
 
     def on_signal(self, number: int) -> None:
-        """Forward the signal to the ranks.
+        """Forward the signal to the ranks, or exit if there are none yet.
 
-        Exit if there are none yet, and kill them on a second Ctrl-C.
-
-        The thread that reads signals calls it, because the main thread may be waiting for other
-        machines.
+        A second Ctrl-C kills them. The thread that reads signals calls it, because the main thread
+        may be waiting for other machines.
         """
         with self._lock:
             running = self.pids()

@@ -72,10 +72,7 @@ def _look_into(bucket: Mapping[str, Any], run: Path | None) -> None:
 
 
 def _check_layout(config: "Config", processes: int, options: LaunchOptions) -> None:
-    """Raise a UsageError for a layout that these ranks and devices can't have.
-
-    No rank is started before.
-    """
+    """Raise a UsageError for a layout that these ranks and devices can't have."""
     from lockstep.config.checks_launch import launch_contradictions
 
     device_type = _device_type(config)

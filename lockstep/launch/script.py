@@ -21,10 +21,8 @@ from lockstep.machine.processes import die_with_this_process
 def run_script(script: str, arguments: Sequence[str], *, kind: str = "file") -> int:
     """Run a script as `python SCRIPT ARGS` (or `python -m`) would, in this process.
 
-    Run a program as a child process.
-
-    Return 0, or 75 if the script handled SIGTERM or a Ctrl-C itself and then exited with 0: its
-    work is not done.
+    A program, which is not Python's, runs as a child process. Return 0, or 75 if the script handled
+    SIGTERM or a Ctrl-C itself and then exited with 0: its work is not done.
     """
     if kind == "program":
         return _run_program([script, *arguments])

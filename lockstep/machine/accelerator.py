@@ -90,9 +90,7 @@ def current_index(kind: str) -> int:
 def in_use() -> str | None:
     """Return the type of an accelerator that this process has used, after which it can't be forked.
 
-    None: none.
-
-    It loads nothing: a process without torch has used none.
+    None if it has used none. Nothing is loaded: a process without torch has used none.
     """
     for kind in ("cuda", "xpu"):
         of_kind = getattr(sys.modules.get("torch"), kind, None)

@@ -263,10 +263,8 @@ _log = logging.getLogger("lockstep")
 class ResourceMonitor:
     """Warns when memory passes a threshold or ranks differ much, in the log and to `event`.
 
-    Again after it was fine.
-
-    On GPUs it compares each rank's peak with its GPU's memory; on the CPU it uses the machine's,
-    which ranks share.
+    It warns once, and again only after all was fine. On GPUs it compares each rank's peak with its
+    GPU's memory; on the CPU it uses the machine's, which ranks share.
     """
 
     def __init__(

@@ -28,9 +28,8 @@ from lockstep.run_directory.records import RunDirectory, append_at_once
 class TensorBoard:
     """Writes each record to `RUN/tensorboard` as one event, by one write.
 
-    An event for each scalar costs ten times as much.
-
-    TensorBoard's own writer fails in a thread of its own, where no one can handle the error.
+    An event for each scalar would cost ten times as much. TensorBoard's own writer fails in a
+    thread of its own, where no one can handle the error.
     """
 
     needs_run_directory = True

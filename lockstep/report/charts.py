@@ -586,9 +586,8 @@ def _is_wide_range(values: Iterable[float | None]) -> bool:
 def shortened(figures: list[Figure]) -> int:
     """Thin the lines of figures in place, until they have `POINTS` at most.
 
-    Return how many a line may have, 0: all.
-
-    Lines of wide figures may have twice as many as others. Short lines are left as they are.
+    Return how many points a line may have; 0 if no line was thinned. Lines of wide figures may have
+    twice as many as others. Short lines are left as they are.
     """
     lines = [
         (mark, 1 + figure["wide"])

@@ -112,9 +112,8 @@ class SequenceCut(LayerCut):
     def spread(self, part: Tensor, count: int) -> tuple[Tensor, ...]:
         """Return all ranks' keys or values, in order, for each of `count` chunks of queries.
 
-        `part` is this rank's, [B, H, T / ranks, D].
-
-        Their gradients are summed over all ranks' chunks.
+        `part` is this rank's, [B, H, T / ranks, D]. Gradients of what is returned are summed over
+        all ranks' chunks.
         """
 
         def run(part: Tensor) -> tuple[Tensor, ...]:

@@ -246,9 +246,8 @@ class GatheredRows:
     ) -> int:
         """Lay the slots that micro-batches have written one after the other.
 
-        Return where the pointer ends.
-
-        `counts`: [micro-batches, dims], the slots that each has written along each dim.
+        Return where the pointer ends. `counts`: [micro-batches, dims], the slots that each has
+        written along each dim.
         """
         fitting = [
             dim

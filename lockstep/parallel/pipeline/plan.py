@@ -106,9 +106,8 @@ def cuts_of(split_spec: Mapping[str, str], names: Sequence[str]) -> list[int]:
 def balanced_cuts(costs: Sequence[float], stages: int) -> list[int]:
     """Return cuts that make the most expensive of `stages` pieces as cheap as possible.
 
-    Pieces are contiguous, and the others as even as possible.
-
-    By dynamic programming over (segments, stages), on the pair (largest cost, sum of squares).
+    Pieces are contiguous, and the others as even as possible. They are found by dynamic programming
+    over (segments, stages), on the pair (largest cost, sum of squares).
 
     >>> balanced_cuts([1, 1, 1, 1, 3], stages=2)
     [3]

@@ -276,9 +276,8 @@ class Runner:
     def _gathered(self, *, keep: bool) -> Iterator[None]:
         """Gather parameters, so that forward passes in the block need no collectives.
 
-        Then parallel pipelines may differ.
-
-        `keep` leaves the parameters gathered: a run of the schedule follows.
+        So parallel pipelines may run different numbers of them. `keep` leaves the parameters
+        gathered: a run of the schedule follows.
         """
         roots: list[nn.Module] = list(self.parts)
         if self.shared_unit is not None:

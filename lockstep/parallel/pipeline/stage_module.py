@@ -34,9 +34,7 @@ NO_INPUTS: Inputs = ((), {})
 class StageCall:
     """The arguments of a stage beside the activations.
 
-    FSDP2, which casts and hooks tensors, does not look inside.
-
-    Stages in the middle look at neither.
+    FSDP2, which casts and hooks tensors, does not look inside. Stages in the middle use neither.
     """
 
     inputs: Inputs  # of the model's forward pass; empty for a stage in the middle

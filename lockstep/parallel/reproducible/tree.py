@@ -148,12 +148,10 @@ def nodes_of_owners(owners: Sequence[int], ranks: int) -> list[list[Node]]:
 def assign_tree(
     micro_batches: int, rank: int, ranks: int, *, even: bool = False
 ) -> list[tuple[int, bool]]:
-    """Return (index, real) of what a rank runs with one reduction a step.
+    """Return (index, real) of each micro-batch that a rank runs with one reduction a step.
 
-    One dummy if it has no micro-batch.
-
-    With `even` it is the same number on each rank, for collectives in each micro-batch; dummies
-    come last.
+    A rank without a micro-batch runs one dummy. With `even` all ranks run the same number, for
+    collectives in each micro-batch; dummies come last.
 
     >>> [assign_tree(3, rank, 2, even=True) for rank in range(2)]
     [[(0, True), (1, True)], [(2, True), (2, False)]]
