@@ -351,30 +351,45 @@ def gpus(facts: Facts) -> Iterator[Finding]:
         if one["local_rank"] >= len(one["gpus"]) > 0:
             found = (
                 f"rank {one['rank']} has no GPU of its own: {len(one['gpus'])} for"
-                f" {one['local_world_size']} ranks "
+                f" {one['local_world_size']} ranks on {one['host']}"
             )
-            yield Finding(
-                BAD, "GPUs", found + f"on {one['host']}", f"--nproc-per-node {len(one['gpus'])}"
-            )
-    models = _differing(
-        {one["rank"]: sorted({gpu["model"] for gpu in one["gpus"]}) for one in facts}
-    )
-    found = "; ".join(f"{text.strip('[]')} (rank {_ranks(who)})" for text, who in models.items())
-    yield Finding.warn_unless(
-        len(models) == 1, "GPUs", found, "the slowest model sets the pace; choose equal machines"
-    )
+            yield Finding(BAD, "GPUs", found, f"--nproc-per-node {len(one['gpus'])}")
+    yield _gpu_models(facts)
     own = {
         one["rank"]: one["gpus"][one["local_rank"]]
         for one in facts
         if one["local_rank"] < len(one["gpus"])
     }
+    yield from _gpu_memory(own)
+    yield from _pcie(own, facts)
+
+
+def _gpu_models(facts: Facts) -> Finding:
+    """Return whether all GPUs are of one model."""
+    models = _differing(
+        {one["rank"]: sorted({gpu["model"] for gpu in one["gpus"]}) for one in facts}
+    )
+    found = "; ".join(f"{text.strip('[]')} (rank {_ranks(who)})" for text, who in models.items())
+    return Finding.warn_unless(
+        len(models) == 1, "GPUs", found, "the slowest model sets the pace; choose equal machines"
+    )
+
+
+def _gpu_memory(own: Mapping[int, dict[str, Any]]) -> Iterator[Finding]:
+    """Check that the GPU of each rank is free."""
     for rank, gpu in own.items():
         if gpu.get("free", gpu["memory"]) < 0.9 * gpu["memory"]:
             found = f"rank {rank}: {units.size(gpu['free'])} of {units.size(gpu['memory'])} is free"
             yield Finding(
                 WARN, "GPU memory", found, "another process holds the rest: `nvidia-smi` names it"
             )
-    # The PCIe generation is the largest: idle GPUs lower it.
+
+
+def _pcie(own: Mapping[int, dict[str, Any]], facts: Facts) -> Iterator[Finding]:
+    """Check the slots of the ranks' GPUs.
+
+    Of generations the largest counts: idle GPUs lower it.
+    """
     known = {rank: gpu for rank, gpu in own.items() if "pcie_width" in gpu}
     for rank, gpu in known.items():
         if gpu["pcie_width"] < gpu.get("pcie_width_max", 0):

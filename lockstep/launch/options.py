@@ -119,7 +119,7 @@ class LaunchOptions:
 
         Raises UsageError: naming the option.
         """
-        fewest, most = self.nodes
+        _, most = self.nodes
         if self.max_restarts < 0:
             raise UsageError(
                 f"--max-restarts {self.max_restarts} is below 0", where="--max-restarts"
@@ -143,6 +143,19 @@ class LaunchOptions:
         if self.node_rank is not None and not 0 <= self.node_rank < most:
             text = f"--node-rank {self.node_rank} is not below --nnodes {self.nnodes}"
             raise UsageError(text, where="--node-rank", why="machines are numbered from 0")
+        self._check_meeting()
+        for name in self.rdzv_conf:
+            if name not in RDZV_CONF:
+                near = get_close_matches(name, RDZV_CONF, 1)
+                fix = f"write {near[0]}" if near else f"known are {', '.join(RDZV_CONF)}"
+                raise UsageError(f"--rdzv-conf knows no {name}", where="--rdzv-conf", fix=fix)
+            if name != "is_host":
+                self.seconds(name, 0.0)
+        _ = self.is_host
+
+    def _check_meeting(self) -> None:
+        """Reject options that do not say where machines meet, or say it to a single one."""
+        fewest, most = self.nodes
         endpoint = self.rdzv_endpoint
         meeting_host = None if endpoint is None else endpoint.rsplit(":", 1)[0].strip("[]")
         meetings = [
@@ -167,14 +180,6 @@ class LaunchOptions:
                 " which numbers them"
             )
             raise UsageError("--master-addr needs --node-rank and a fixed --nnodes", fix=fix)
-        for name in self.rdzv_conf:
-            if name not in RDZV_CONF:
-                near = get_close_matches(name, RDZV_CONF, 1)
-                fix = f"write {near[0]}" if near else f"known are {', '.join(RDZV_CONF)}"
-                raise UsageError(f"--rdzv-conf knows no {name}", where="--rdzv-conf", fix=fix)
-            if name != "is_host":
-                self.seconds(name, 0.0)
-        _ = self.is_host
 
 
 def process_count(
