@@ -13,6 +13,9 @@ the checkpoint exists.
       state.json           everything that is not a tensor
       config.yaml          the resolved config of the run
 
+A load goes the other way: each rank finds what it reads into its tensors (`targets`), rank 0
+refuses what does not fit (`fit`), and then they are filled (`restore`).
+
 Every rank of a run calls `save` and `load`; the rest looks at files, and needs no process group. A
 folder of checkpoints may be given as a path or a `Storage`, a checkpoint as a path or a `Location`.
 

@@ -7,7 +7,7 @@ Nothing here imports torch. From a file to a `Config`:
     tree.py         parses YAML; each value keeps its file and line
     loading.py      merges files and overrides; calc.py evaluates `!calc`
     schema*.py      the types; keys.py says in words what each key accepts, and what was meant
-    checks.py       contradictions between keys
+    checks*.py      contradictions between keys; checks.py has them in order
     names.py        names of other trainers, flags.py the short names of keys
 
     from lockstep.config import Config, load_config

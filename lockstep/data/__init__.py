@@ -1,6 +1,7 @@
 """Turns data, a config's or a user's own, into this rank's micro-batches of each step.
 
-    which data        datasets.py builds what `data.name` names; adopt.py takes a user's own
+    which data        datasets.py builds what `data.name` names; adopt.py makes steps of a user's
+                      own, which user_data.py understands
     which samples     order.py, permutation.py, mixing.py: a function of (seed, step) alone
     reading           loader.py plans and receives, reader.py reads in workers;
                       iterable.py, iterable_epoch.py for what can only be iterated
