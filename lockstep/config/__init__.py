@@ -81,7 +81,15 @@ __all__ = [
     "require_equation",
     "require_runnable",
 ]
-_HOMES = ("flags", "schema_training", "schema_distributed", "schema", "checks", "loading")
+_HOMES = (
+    "flags",
+    "schema_training",
+    "schema_distributed",
+    "schema",
+    "checks",
+    "checks_training",
+    "loading",
+)
 
 
 def __getattr__(name: str) -> Any:
