@@ -18,17 +18,15 @@ from lockstep.config.checks_distributed import (
     accelerate_contradictions,
     batch_norm_contradictions,
     buffer_contradictions,
+    cuts_layers,
     device_contradictions,
     mps_contradictions,
+    open_axes_contradictions,
     ranks_along,
+    ring_contradictions,
     strategy_contradictions,
 )
-from lockstep.config.checks_numbers import (
-    number_contradictions,
-    open_axes_contradictions,
-    reproducible_contradictions,
-    ring_contradictions,
-)
+from lockstep.config.checks_numbers import number_contradictions, reproducible_contradictions
 from lockstep.config.checks_training import optimizer_contradictions, size_contradictions
 from lockstep.config.schema import Config, StepConfig
 from lockstep.errors import Contradiction, UsageError, refuse
@@ -128,18 +126,11 @@ def _paths(config: Config) -> Iterator[Contradiction]:
             yield contradiction
 
 
-def _cuts_layers(config: StepConfig) -> bool:
-    """Return whether layers are cut over ranks: by their number, or as all that a strategy does."""
-    name = config.distributed.strategy
-    topologies = (None if name == AUTO else strategy_named(name).topologies) or {}
-    return ranks_along(config, None, "tensor") > 1 or ("tensor",) in topologies.values()
-
-
 def _model(config: Config) -> Iterator[Contradiction]:
     """Yield keys of the section `model` that are for models of Hugging Face, beside another one."""
     model = config.model
     key = "model.lora" if model.adapter is None else "model.adapter"
-    if (model.lora or model.adapter) is not None and _cuts_layers(config.step):
+    if (model.lora or model.adapter) is not None and cuts_layers(config.step):
         what = "layers with adapters can't be cut over ranks"
         why = "peft computes a layer and its adapter in one forward pass, whose product is its own"
         fix = "write tensor_size: 1, and strategy: fsdp, which shards them"

@@ -5,11 +5,8 @@ Tests: tests/config/test_checks.py, tests/test_errors.py
 
 from collections.abc import Iterator
 
-from lockstep.config.checks_distributed import ranks_along
 from lockstep.config.schema import StepConfig
-from lockstep.config.schema_distributed import OPEN_BLOCKS
 from lockstep.errors import Contradiction
-from lockstep.layout import Layout
 
 
 def number_contradictions(config: StepConfig) -> Iterator[Contradiction]:
@@ -81,59 +78,3 @@ def reproducible_contradictions(config: StepConfig) -> Iterator[Contradiction]:
         )
         fix = "write static_graph: false, or reproducible: false"
         yield Contradiction(("distributed.reproducible", "distributed.ddp.static_graph"), what, fix)
-
-
-def ring_contradictions(config: StepConfig) -> Iterator[Contradiction]:
-    """Yield the method of cutting sequences whose bits depend on the number of ranks."""
-    if config.distributed.reproducible and config.distributed.context_method == "ring":
-        what = (
-            "ring merges the parts of a softmax in an order that depends on the rank, which"
-            " reproducible can't"
-        )
-        fix = "write context_method: gathered or all_to_all, or reproducible: false"
-        yield Contradiction(("distributed.context_method", "distributed.reproducible"), what, fix)
-
-
-def open_axes_contradictions(config: StepConfig, layout: Layout | None) -> Iterator[Contradiction]:
-    """Yield what keeps a reproducible run from an axis.
-
-    There is at most one, because one key mends all of it.
-    """
-    distributed = config.distributed
-    context = ranks_along(config, layout, "context")
-    tensor = ranks_along(config, layout, "tensor")
-    chunks = distributed.chunks_of_sequences
-    blocks = distributed.blocks_of_layers
-    cuts_twice = tensor > 1 and chunks > 1 and distributed.cuts_sequences_between_layers
-    closed = {
-        "context_blocks": chunks % context,
-        "tensor_blocks": blocks % tensor,
-        "sequence_parallel": cuts_twice,
-    }
-    first = next((key for key, is_closed in closed.items() if is_closed), None)
-    if not distributed.reproducible or first is None:
-        return
-    what = {
-        "context_blocks": (
-            f"reproducible cuts sequences into {chunks} chunk(s), which {context} ranks can't share"
-        ),
-        "tensor_blocks": (
-            f"{tensor} ranks can't share the {blocks} blocks in which reproducible computes a layer"
-        ),
-        "sequence_parallel": (
-            "sequence_parallel cuts across the chunks in which reproducible computes a sequence"
-        ),
-    }[first]
-    written = [
-        key
-        for key, is_closed in closed.items()
-        if is_closed and getattr(distributed, key) is not None
-    ]
-    fix = f"leave {' and '.join(written)} out, and " if written else ""
-    fix += "write open_axes: [tensor, context]"
-    if OPEN_BLOCKS % context or OPEN_BLOCKS % tensor:
-        own = {"context_blocks": 2 * context, "tensor_blocks": 2 * tensor}
-        fix = "write " + " and ".join(f"{key}: {own[key]}" for key in own if closed[key])
-    fix += ", here and in all runs that are to have the same bits, from their start"
-    axis = "context" if first == "context_blocks" else "tensor"
-    yield Contradiction((f"distributed.{axis}_size", "distributed.open_axes"), what, fix)
