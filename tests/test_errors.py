@@ -129,7 +129,7 @@ class SecondTensorAxis(Axis):
     name = "tensor"
 
     @classmethod
-    def on(cls, site: Site) -> None:
+    def apply(cls, site: Site) -> None:
         """Stand beside no strategy."""
 
 

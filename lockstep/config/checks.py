@@ -16,9 +16,9 @@ from collections.abc import Iterator
 
 from lockstep.config.checks_distributed import (
     accelerate_contradictions,
+    adapter_contradictions,
     batch_norm_contradictions,
     buffer_contradictions,
-    cuts_layers,
     device_contradictions,
     mps_contradictions,
     open_axes_contradictions,
@@ -70,6 +70,7 @@ def contradictions(
     Without a layout those seen on loading.
     """
     yield from _paths(config)
+    yield from adapter_contradictions(config)
     yield from _model(config)
     yield from size_contradictions(config)
     yield from _data_and_checkpoint(config)
@@ -129,13 +130,6 @@ def _paths(config: Config) -> Iterator[Contradiction]:
 def _model(config: Config) -> Iterator[Contradiction]:
     """Yield keys of the section `model` that are for models of Hugging Face, beside another one."""
     model = config.model
-    key = "model.lora" if model.adapter is None else "model.adapter"
-    if (model.lora or model.adapter) is not None and cuts_layers(config.step):
-        what = "layers with adapters can't be cut over ranks"
-        why = "peft computes a layer and its adapter in one forward pass, whose product is its own"
-        fix = "write tensor_size: 1, and strategy: fsdp, which shards them"
-        keys = (key, "distributed.tensor_size", "distributed.strategy")
-        yield Contradiction(keys, what, fix, why)
     if model.lora is not None and model.adapter is not None:
         what = f"model.lora describes new adapters, and {model.adapter} has some"
         why = "its adapter_config.json says their r, target_modules and all else"

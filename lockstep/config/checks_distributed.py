@@ -6,7 +6,7 @@ Tests: tests/config/test_checks.py, tests/test_errors.py
 from collections.abc import Iterable, Iterator
 
 from lockstep.config.checks_training import NEED_WHOLE_PARAMETERS, ON_PARTS, divisors
-from lockstep.config.schema import StepConfig
+from lockstep.config.schema import Config, StepConfig
 from lockstep.config.schema_distributed import OPEN_BLOCKS
 from lockstep.errors import Contradiction
 from lockstep.layout import SAME_BATCH, SPREADS, Layout
@@ -268,8 +268,20 @@ def open_axes_contradictions(config: StepConfig, layout: Layout | None) -> Itera
     yield Contradiction((f"distributed.{axis}_size", "distributed.open_axes"), what, fix)
 
 
-def cuts_layers(config: StepConfig) -> bool:
+def _cuts_layers(config: StepConfig) -> bool:
     """Return whether layers are cut over ranks: by their number, or as all that a strategy does."""
     name = config.distributed.strategy
     topologies = (None if name == AUTO else strategy_named(name).topologies) or {}
     return ranks_along(config, None, "tensor") > 1 or ("tensor",) in topologies.values()
+
+
+def adapter_contradictions(config: Config) -> Iterator[Contradiction]:
+    """Yield adapters in layers that are cut over ranks."""
+    model = config.model
+    key = "model.lora" if model.adapter is None else "model.adapter"
+    if (model.lora or model.adapter) is not None and _cuts_layers(config.step):
+        what = "layers with adapters can't be cut over ranks"
+        why = "peft computes a layer and its adapter in one forward pass, whose product is its own"
+        fix = "write tensor_size: 1, and strategy: fsdp, which shards them"
+        keys = (key, "distributed.tensor_size", "distributed.strategy")
+        yield Contradiction(keys, what, fix, why)
