@@ -260,7 +260,7 @@ def _serve(channel: socket.socket, reason: str | None = None) -> None:
     asked = 0  # how many of the latest requests, one after another, may come again
     was_idle = False
     while True:
-        patience = 0.0 if was_idle else _IDLE_SECONDS
+        patience: float | None = 0.0 if was_idle else _IDLE_SECONDS
         if len(ready) >= asked:
             patience = None
         if not select.select([channel], [], [], patience)[0]:
