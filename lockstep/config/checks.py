@@ -9,6 +9,7 @@ loaded, and again when the layout is known (`step_contradictions` with a layout)
     checks_training.py       the optimizer, sizes, the length of a run
     checks_numbers.py        formats, loss scaling, compression, equal bits
     checks_distributed.py    the strategy, axes, devices, options of Accelerate
+    checks_pairs.py          pairs of answers, and sequences of several documents
     checks_launch.py         how ranks are started
 """
 
@@ -27,6 +28,7 @@ from lockstep.config.checks_distributed import (
     strategy_contradictions,
 )
 from lockstep.config.checks_numbers import number_contradictions, reproducible_contradictions
+from lockstep.config.checks_pairs import packed_contradictions, pair_contradictions
 from lockstep.config.checks_training import optimizer_contradictions, size_contradictions
 from lockstep.config.schema import Config, StepConfig
 from lockstep.errors import Contradiction, UsageError, refuse
@@ -72,6 +74,8 @@ def contradictions(
     yield from _paths(config)
     yield from adapter_contradictions(config)
     yield from _model(config)
+    yield from packed_contradictions(config)
+    yield from pair_contradictions(config)
     yield from size_contradictions(config)
     yield from _data_and_checkpoint(config)
     yield from step_contradictions(config.step, layout, device_type)

@@ -6,8 +6,9 @@
 | a prompt and two lists of messages | TRL | the prompt's messages and the answer's |
 | two lists of messages, with the prompt | TRL, UltraFeedback | as it stands |
 | `input: {"messages": …}` and two lists | OpenAI | the input's messages and the answer's |
+| two texts, with the prompt | Anthropic's HH-RLHF | no conversation: the text as it stands |
 
-What both conversations begin with is the prompt, and what follows is trained.
+What both begin with is the prompt, and what follows is trained.
 
 Tests: tests/data/test_answer_pairs.py
 """
@@ -18,6 +19,7 @@ from typing import Any
 
 from lockstep.data.prompts import answer_messages, prompt_messages, untrained
 from lockstep.errors import UsageError, listed
+from lockstep.files.data_files import PROMPTS_OF_PAIRS
 from lockstep.files.row_fields import (
     field_of_row,
     has_field,
@@ -31,17 +33,20 @@ _OF_ANSWERS = ("assistant", "gpt")  # the roles in OpenAI's form and in ShareGPT
 
 @dataclass(frozen=True)
 class AnswerPair:
-    """Two conversations that begin alike, and end with a better and a worse answer."""
+    """Two conversations that begin alike, and end with a better and a worse answer.
 
-    chosen: list[Any]
-    rejected: list[Any]
+    Or two texts, in which somebody has put prompt and answer together.
+    """
+
+    chosen: list[Any] | str
+    rejected: list[Any] | str
     tools: Sequence[Any] | None = None  # tools that the template lists
 
 
 def pair_of(
     row: Mapping[str, Any], prompts: Sequence[str], chosen: str, rejected: str, where: str
 ) -> AnswerPair:
-    """Return the two conversations of a row, or raise a UsageError.
+    """Return the two conversations, or the two texts, of a row, or raise a UsageError.
 
     Args:
         row: a line or a row of a table.
@@ -60,6 +65,8 @@ def pair_of(
             what = f"there is no {absent[0]!r} in {where}"
             fix = f"name the fields of the pair: it has {listed(names_of_fields(row)) or 'none'}"
             raise UsageError(what, where=key, fix=fix)
+    if (texts := _whole_texts(row, prompts, chosen, rejected)) is not None:
+        return AnswerPair(*texts)
     better = _messages(field_of_row(row, chosen), chosen, where)
     worse = _messages(field_of_row(row, rejected), rejected, where)
     given, tools = _prompt_and_tools(row, prompts)
@@ -80,6 +87,19 @@ def pair_of(
         shared += 1
     prompt = untrained(better[:shared])
     return AnswerPair([*prompt, *better[shared:]], [*prompt, *worse[shared:]], tools)
+
+
+def _whole_texts(
+    row: Mapping[str, Any], prompts: Sequence[str], chosen: str, rejected: str
+) -> tuple[str, str] | None:
+    """Return two texts that hold their prompt; None where a row has another field for it."""
+    if prompts or any(has_field(row, name) for name in PROMPTS_OF_PAIRS):
+        return None
+    better = with_messages_read(field_of_row(row, chosen))
+    worse = with_messages_read(field_of_row(row, rejected))
+    if not (isinstance(better, str) and isinstance(worse, str)):
+        return None
+    return (better, worse) if better and better[:1] == worse[:1] else None
 
 
 def _messages(given: Any, name: str, where: str) -> list[Any]:

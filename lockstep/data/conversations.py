@@ -121,7 +121,7 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._library = _library_tokenizer(tokenizer)
+        self._library = _with_template(library_tokenizer(tokenizer), tokenizer)
         self._specials = tokenizer.special_tokens()
         self._lacking = _lacking(tokenizer, self._library)
         longest_first = sorted({*self._specials, *self._lacking}, key=len, reverse=True)
@@ -291,7 +291,7 @@ class ChatTemplate:
         return np.concatenate(parts), np.concatenate(part_ranges)
 
 
-def _library_tokenizer(tokenizer: Tokenizer) -> Any:
+def library_tokenizer(tokenizer: Tokenizer) -> Any:
     """Return the tokenizer as transformers loads it, or raise a UsageError."""
     where = "data.args.tokenizer"
     if tokenizer.file is None or not os.path.isdir(tokenizer.name):
@@ -312,10 +312,15 @@ def _library_tokenizer(tokenizer: Tokenizer) -> Any:
     except Exception as error:  # of many kinds
         what = f"transformers can't load the tokenizer of {folder}"
         raise UsageError(what, where=where, why=first_line(error)) from None
+    return of_library
+
+
+def _with_template(of_library: Any, tokenizer: Tokenizer) -> Any:
+    """Return a tokenizer of transformers, or raise a UsageError if it has no chat template."""
     if not of_library.chat_template:
-        what = f"the tokenizer of {folder} has no chat template"
+        what = f"the tokenizer of {tokenizer.name} has no chat template"
         fix = "put a chat_template.jinja beside its tokenizer.json, or use a chat model's folder"
-        raise UsageError(what, where=where, fix=fix)
+        raise UsageError(what, where="data.args.tokenizer", fix=fix)
     return of_library
 
 

@@ -30,6 +30,7 @@ from lockstep.data.language import (
     language_data,
 )
 from lockstep.data.mistakes import users_line
+from lockstep.data.sources import check_sources
 from lockstep.errors import LockstepError, UsageError
 from lockstep.files.data_files import as_documents, check_named_files, source_of
 from lockstep.registry import DATA_SETS, keywords_of, require_arguments
@@ -68,6 +69,7 @@ def check_data(data: DataConfig) -> None:
         return
     require_arguments(DATA_SETS.load_callable(data.name), data.args, data.name, "data.args")
     check_named_files(data.name, data.args)
+    check_sources(data.name, data.args)
 
 
 def _users(builder: Callable[..., Any], args: dict[str, Any], name: str, seed: int) -> Data:

@@ -25,6 +25,7 @@ from lockstep.data.conversations import ChatTemplate, Trained
 from lockstep.data.document_files import Record
 from lockstep.data.filters import Filters
 from lockstep.data.language import DocumentEncoder, Tokenizer
+from lockstep.data.text_pairs import TextPairs
 from lockstep.errors import RunError, UsageError
 from lockstep.files.row_fields import tools_of_row
 
@@ -56,7 +57,8 @@ class Encoder:
 
     Args:
         filters: whose function of the user's decides about rows.
-        template: by which rows are rendered that are conversations.
+        template: by which rows are rendered that are conversations; unset: the tokenizer's, where
+            one is needed.
         special_tokens: whether the text of a special token, in a document that is none, becomes
             that token.
     """
@@ -70,6 +72,7 @@ class Encoder:
         special_tokens: bool = False,
     ) -> None:
         self._documents = DocumentEncoder(tokenizer, special_tokens)
+        self._texts = TextPairs(self._documents)
         self._tokenizer = tokenizer
         self._filters = filters
         self._template = template
@@ -100,33 +103,53 @@ class Encoder:
             tokens = self._tokens_of(record.content, record.where)
             notes = Counter(self._documents.notes)
             return Encoded([(tokens, None)], False, ends=record.ends, notes=notes)
-        assert self._template is not None
-        self._template.notes.clear()
+        template = self._cleared_template(record.where)
         tools = _tools((record.row or {}).get("tools"), record.where)
-        documents = self._template.documents(record.content, record.where, tools)
+        documents = template.documents(record.content, record.where, tools)
         pieces: list[Piece] = [(each.tokens, each.trained) for each in documents]
-        return Encoded(pieces, True, notes=Counter(self._template.notes))
+        return Encoded(pieces, True, notes=Counter(template.notes))
+
+    def _cleared_template(self, where: str) -> ChatTemplate:
+        """Return the template of messages, without notes; a UsageError if there is none."""
+        if self._documents.special_tokens:
+            what = f"special tokens are asked for in texts, and {where} holds messages"
+            why = "in conversations the chat template writes special tokens, and messages hold text"
+            fix = "leave special_tokens out"
+            raise UsageError(what, where="special_tokens", why=why, fix=fix)
+        if self._template is None:
+            self._template = ChatTemplate(self._tokenizer)
+        self._template.notes.clear()
+        return self._template
 
     def _encoded_pair(self, pair: AnswerPair, where: str) -> Encoded:
         """Return the tokens of two conversations, one behind the other, as those of a document."""
         if pair.chosen == pair.rejected:
             return Encoded([], True, why_none="with two answers that are the same")
-        assert self._template is not None
-        self._template.notes.clear()
-        tools = _tools(pair.tools, where)
-        both = [self._answered(messages, where, tools) for messages in (pair.chosen, pair.rejected)]
-        if any(each is None for each in both):
+        if isinstance(pair.chosen, str) and isinstance(pair.rejected, str):
+            self._documents.notes.clear()
+            both = self._texts.encode(pair.chosen, pair.rejected, where)
+            notes = self._documents.notes
+        else:
+            template = self._cleared_template(where)
+            tools = _tools(pair.tools, where)
+            answered = [
+                self._answered(template, messages, where, tools)
+                for messages in (pair.chosen, pair.rejected)
+            ]
+            both = [each for each in answered if each is not None]
+            notes = template.notes
+        if len(both) < 2:
             return Encoded([], True)
-        chosen, rejected = (each for each in both if each is not None)
+        chosen, rejected = both
         tokens = np.concatenate([chosen.tokens, rejected.tokens])
         trained = np.concatenate([chosen.trained, rejected.trained]).astype(np.uint8)
         trained[len(chosen.tokens)] = REJECTED
-        return Encoded([(tokens, trained)], True, notes=Counter(self._template.notes))
+        return Encoded([(tokens, trained)], True, notes=Counter(notes))
 
-    def _answered(self, messages: list[Any], where: str, tools: Any) -> Trained | None:
+    @staticmethod
+    def _answered(template: ChatTemplate, messages: Any, where: str, tools: Any) -> Trained | None:
         """Return the tokens of one conversation of a pair; None if no answer in it is trained."""
-        assert self._template is not None
-        documents = list(self._template.documents(messages, where, tools))
+        documents = list(template.documents(messages, where, tools))
         if len(documents) > 1:
             what = f"an answer of {where} consists of several, which the chat template rewords"
             why = "each would be a document of its own, and the likelihood of the pair is of one"

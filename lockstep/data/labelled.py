@@ -22,10 +22,9 @@ Tests: tests/data/test_labelled.py
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,6 +35,7 @@ from torch import Tensor
 from lockstep.data.batches import CollatingDataset, Data
 from lockstep.data.document_files import Field, records_of
 from lockstep.data.language import IGNORED, Tokenizer, at_least_one, check_fraction
+from lockstep.data.special_names import number_named
 from lockstep.errors import UsageError, did_you_mean, listed
 from lockstep.files.data_files import files_of
 from lockstep.files.paths import local_path
@@ -57,8 +57,8 @@ class Learned(Enum):
 
 
 @dataclass(frozen=True)
-class _LabelledRow:
-    """A text or a list of words, its label, and where both stand."""
+class LabelledRow:
+    """A text or a list of words, its label or its target, and where both stand."""
 
     text: Any
     label: Any
@@ -102,7 +102,7 @@ class Labels:
         """
         of_words = self.learned is Learned.WORDS
         described = {
-            "of_words": of_words,
+            "of": "words" if of_words else "texts",
             "problem_type": None if of_words else self.learned.value,
             "size": self.size,
             "names": self.names,
@@ -116,7 +116,7 @@ class LabelledTexts(CollatingDataset):
 
     Args:
         tokens: of each text, int64 [its length].
-        labels: of all texts, [texts, …].
+        labels: of all texts, [texts, …]: classes, numbers, or the tokens of a target.
         length: of each sample.
         padding: the token that fills what is left.
     """
@@ -175,15 +175,16 @@ def labelled(
     at_least_one("max_length", max_length)
     check_fraction(validation_fraction)
     chosen = Tokenizer(tokenizer)
-    padding = _padding(chosen, pad_token)
-    rows = list(_rows(path, f"{_WHERE}.path", text_field, label_field))
+    padding = padding_of(chosen, pad_token)
+    fields = {"text_field": text_field, "label_field": label_field}
+    rows = list(rows_of(path, f"{_WHERE}.path", fields))
     held_out = []
     if validation is not None:
-        held_out = list(_rows(validation, f"{_WHERE}.validation", text_field, label_field))
+        held_out = list(rows_of(validation, f"{_WHERE}.validation", fields))
     told_by = [*rows, *held_out]
     if labels_of is not None:
         paths = [labels_of] if isinstance(labels_of, str) else labels_of
-        read = (_rows(each, f"{_WHERE}.labels_of", text_field, label_field) for each in paths)
+        read = (rows_of(each, f"{_WHERE}.labels_of", fields) for each in paths)
         told_by = [row for part in read for row in part]
     labels = labels_in(told_by, classes)
     for row in [*rows, *held_out]:
@@ -229,9 +230,13 @@ def _numbers(size: int) -> str:
     return "a number" if size == 1 else f"{size} numbers"
 
 
-def _rows(path: str, where: str, text_field: str, label_field: str) -> Iterator[_LabelledRow]:
-    """Yield the rows of files; a UsageError for one without a text or without a label."""
+def rows_of(path: str, where: str, fields: Mapping[str, str]) -> Iterator[LabelledRow]:
+    """Yield the rows of files; a UsageError for one without a text or without a label.
+
+    `fields`: by the key that names it, the field of the text, and then that of the label.
+    """
     count = 0
+    text_field, label_field = fields.values()
     for file in files_of(local_path(path, where), where=where):
         for record in records_of(file, Field(text_field)):
             if record is None:
@@ -239,19 +244,17 @@ def _rows(path: str, where: str, text_field: str, label_field: str) -> Iterator[
             row = record.row
             if row is None:
                 what = f"{file} holds no rows, and so no labels"
-                fix = (
-                    'write lines of {"text": "…", "label": "…"}, as .jsonl, .csv, .parquet or'
-                    " .arrow"
-                )
+                example = ", ".join(f'"{name}": "…"' for name in fields.values())
+                fix = f"write lines of {{{example}}}, as .jsonl, .csv, .parquet or .arrow"
                 raise UsageError(what, where=where, fix=fix)
-            for key, name in (("text_field", text_field), ("label_field", label_field)):
+            for key, name in fields.items():
                 if field_of_row(row, name) is None:
                     what = f"there is no {name!r} in {record.where}"
                     fix = f"write data.args.{key}: it has {listed(names_of_fields(row))}"
                     raise UsageError(what, where=record.where, fix=fix)
             count += 1
             text = field_of_row(row, text_field)
-            yield _LabelledRow(text, field_of_row(row, label_field), record.where)
+            yield LabelledRow(text, field_of_row(row, label_field), record.where)
     if not count:
         raise UsageError(f"{path} has no rows", where=where, fix="name a file of rows, or fill it")
 
@@ -259,7 +262,7 @@ def _rows(path: str, where: str, text_field: str, label_field: str) -> Iterator[
 # ---- what labels are ----
 
 
-def labels_in(rows: Sequence[_LabelledRow], classes: Sequence[str] | None) -> Labels:
+def labels_in(rows: Sequence[LabelledRow], classes: Sequence[str] | None) -> Labels:
     """Return what the labels of rows are; a UsageError if they are of several kinds."""
     kinds = [(_kind(row), row) for row in rows]
     learned, first = kinds[0]
@@ -279,7 +282,7 @@ def labels_in(rows: Sequence[_LabelledRow], classes: Sequence[str] | None) -> La
     return _of_classes(learned, rows, classes)
 
 
-def _count_of_numbers(rows: Sequence[_LabelledRow]) -> int:
+def _count_of_numbers(rows: Sequence[LabelledRow]) -> int:
     """Return how many numbers each text has, or raise a UsageError."""
     if not any(isinstance(each, float) for row in rows for each in _members(row.label)):
         row = rows[0]
@@ -304,7 +307,7 @@ def _count_of_numbers(rows: Sequence[_LabelledRow]) -> int:
     return len(_members(first))
 
 
-def _require_kind(row: _LabelledRow, learned: Learned, first: _LabelledRow) -> None:
+def _require_kind(row: LabelledRow, learned: Learned, first: LabelledRow) -> None:
     """Refuse a label of another kind than the first one."""
     if _kind(row) is learned or (learned is Learned.NUMBER and _are_numbers(row.label)):
         return
@@ -316,7 +319,7 @@ def _require_kind(row: _LabelledRow, learned: Learned, first: _LabelledRow) -> N
     raise UsageError(what, where=row.where, why=why, fix="write all labels in one way")
 
 
-def _kind(row: _LabelledRow) -> Learned:
+def _kind(row: LabelledRow) -> Learned:
     """Return what one row's label is; a UsageError if it is nothing that can be learned."""
     label = row.label
     if isinstance(row.text, list):
@@ -350,7 +353,7 @@ def _kind(row: _LabelledRow) -> Learned:
     raise UsageError(what, where=row.where, fix=fix)
 
 
-def _of_bits(rows: Sequence[_LabelledRow], classes: Sequence[str] | None) -> Labels:
+def _of_bits(rows: Sequence[LabelledRow], classes: Sequence[str] | None) -> Labels:
     """Return labels that are lists of 0 and 1, one for each class."""
     size = len(rows[0].label)
     for row in rows:
@@ -366,7 +369,7 @@ def _of_bits(rows: Sequence[_LabelledRow], classes: Sequence[str] | None) -> Lab
 
 
 def _of_classes(
-    learned: Learned, rows: Sequence[_LabelledRow], classes: Sequence[str] | None
+    learned: Learned, rows: Sequence[LabelledRow], classes: Sequence[str] | None
 ) -> Labels:
     """Return labels that name classes, or number them."""
     single = [(each, row.where) for row in rows for each in _members(row.label)]
@@ -435,7 +438,7 @@ class _Encoded:
     is_cut: bool
 
 
-def _encoded(tokenizer: Tokenizer, row: _LabelledRow, labels: Labels, max_length: int) -> _Encoded:
+def _encoded(tokenizer: Tokenizer, row: LabelledRow, labels: Labels, max_length: int) -> _Encoded:
     """Return the tokens of a row, with those that its tokenizer puts around a text."""
     encoded = tokenizer.encode_for_classifier(row.text, max_length)
     if not len(encoded.tokens):
@@ -481,34 +484,8 @@ def _stacked(part: Sequence[_Encoded], labels: Labels, length: int) -> Tensor:
     return torch.from_numpy(padded)
 
 
-def _padding(tokenizer: Tokenizer, named: str | None) -> int:
+def padding_of(tokenizer: Tokenizer, named: str | None) -> int:
     """Return the number of the token that fills short texts, or raise a UsageError."""
     if tokenizer.file is None:
         return 0
-    if named is not None:
-        number = tokenizer.number_of(named)
-        if number is None:
-            what = f"the tokenizer {tokenizer.name} has no token {named!r}"
-            raise UsageError(what, where=f"{_WHERE}.pad_token", fix="name one that it has")
-        return number
-    for text in (*_named_in(tokenizer.file.parent), "[PAD]", "<pad>"):
-        number = tokenizer.number_of(text)
-        if number is not None:
-            return number
-    what = f"nothing says which token of {tokenizer.name} fills short texts"
-    fix = 'write pad_token: "…", a token that it has, or name one in tokenizer_config.json'
-    raise UsageError(what, where=f"{_WHERE}.pad_token", fix=fix)
-
-
-def _named_in(folder: Path) -> Iterable[str]:
-    """Yield the token for padding that files beside a tokenizer.json name, then the last one."""
-    for key in ("pad_token", "eos_token"):
-        for name in ("tokenizer_config.json", "special_tokens_map.json"):
-            try:
-                described = json.loads((folder / name).read_text(encoding="utf-8"))
-            except (OSError, ValueError, RecursionError):
-                continue
-            token = described.get(key) if isinstance(described, Mapping) else None
-            text = token.get("content") if isinstance(token, Mapping) else token
-            if isinstance(text, str):
-                yield text
+    return number_named(tokenizer, "pad_token", named, ("[PAD]", "<pad>"), "eos_token")

@@ -336,11 +336,14 @@ def data_of_sequences(
 
 
 def shortened(source: Source, plan: PackingPlan | WholePlan) -> list[str]:
-    """Return a line on conversations that are longer than a sequence, if there are any."""
+    """Return a line on documents that are longer than a sequence, if none is to be cut."""
     if not isinstance(plan, WholePlan) or not plan.too_long:
         return []
     assert source.trained is not None
     length = plan.sequence_length
+    if not plan.shortens:
+        line = f"{source.path}: left out {len(plan.too_long):,} longer than {length + 1} tokens"
+        return [f"{line}; raise data.args.sequence_length"]
     lost_tokens = 0  # of answers
     without_answer = 0  # conversations of which nothing is trained
     for begin, end in plan.too_long:

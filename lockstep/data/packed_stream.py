@@ -41,6 +41,7 @@ from lockstep.data.packed import PackedDocuments, data_of_sequences, require_pac
 from lockstep.data.packing import PackingPlan, WholePlan
 from lockstep.data.permutation import permuted, round_keys
 from lockstep.data.sources import (
+    KEYS_OF_STREAMS,
     DescribedSource,
     described,
     field_of,
@@ -54,7 +55,6 @@ from lockstep.files.paths import local_path
 from lockstep.machine.environment import rank_facts
 
 _OF_THE_HUB = "hf:"
-_MORE_KEYS = {"split": str, "config": str}
 
 
 class RecordReader(Protocol):
@@ -333,11 +333,11 @@ def stream(
             whole=any(field_of(each.settings).holds_messages for each in listed),
         )
 
-    listed = described(sources, "data.args.sources", _MORE_KEYS)
+    listed = described(sources, "data.args.sources", KEYS_OF_STREAMS)
     train = packed_stream(listed)
     held_out = None
     if validation is not None:
-        held_out = packed_stream(described(validation, "data.args.validation", _MORE_KEYS))
+        held_out = packed_stream(described(validation, "data.args.validation", KEYS_OF_STREAMS))
     paths = ", ".join(each.path for each in listed)
     return data_of_sequences(train, held_out, chosen, sequence_length, paths, notices)
 
@@ -376,7 +376,7 @@ def _opened(source: DescribedSource, tokenizer: Tokenizer, notices: list[str]) -
         what = f"{source.path} is prepared, and its lengths are known"
         fix = f"write {as_documents(source.path)}"
         raise UsageError(what, where=f"{source.where}.path", fix=fix)
-    for key in _MORE_KEYS:
+    for key in KEYS_OF_STREAMS:
         if key in source.settings:
             what = f"{key} beside {source.path}, which is not a data set of the package datasets"
             fix = f"leave it out, or write path: hf:{source.path}"

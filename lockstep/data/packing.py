@@ -151,20 +151,29 @@ class WholePlan:
     Runs of `WHOLE_WINDOW` documents are packed together: the longest first, each into the fullest
     sequence that has room for it. All lengths are read once, to count the sequences of each run:
     some two seconds for a million documents. Where a document is longer than a sequence, what does
-    not fit is left out: `too_long` lists these documents. The last of these three has one position
-    more than the sequence:
+    not fit is left out, or all of it without `shortens`: `too_long` lists these documents. The last
+    of these three has one position more than the sequence:
 
         >>> plan = WholePlan(np.array([4, 7, 14]), 5)
         >>> plan.pieces(0)
         [Piece(document=2, token=7, length=5)]
         >>> plan.pieces(1)
         [Piece(document=0, token=0, length=3), Piece(document=1, token=4, length=2)]
+        >>> len(WholePlan(np.array([4, 7, 14]), 5, shortens=False))
+        1
     """
 
     def __init__(
-        self, ends: Ends, sequence_length: int, first: int = 0, last: int | None = None
+        self,
+        ends: Ends,
+        sequence_length: int,
+        first: int = 0,
+        last: int | None = None,
+        *,
+        shortens: bool = True,
     ) -> None:
         self.sequence_length = sequence_length
+        self.shortens = shortens
         self._ends = ends
         self._first = first
         self._last = len(ends) if last is None else last
@@ -176,7 +185,7 @@ class WholePlan:
             lengths = stops - begins - 1
             for number in np.flatnonzero(lengths > sequence_length).tolist():
                 self.too_long.append((int(begins[number]), int(stops[number])))
-            count = len(_packed(np.minimum(lengths, sequence_length).tolist(), sequence_length))
+            count = len(_packed(self._fitted(lengths), sequence_length))
             self._counts.append(self._counts[-1] + count)
 
     def __len__(self) -> int:
@@ -196,13 +205,20 @@ class WholePlan:
 
     def _planned(self, window: int) -> list[list[Piece]]:
         begins, stops = self._bounds(window)
-        lengths = np.minimum(stops - begins - 1, self.sequence_length).tolist()
+        lengths = self._fitted(stops - begins - 1)
         tokens = begins.tolist()
         first = self._first + window * WHOLE_WINDOW
         return [
             [Piece(first + number, tokens[number], lengths[number]) for number in sequence]
             for sequence in _packed(lengths, self.sequence_length)
         ]
+
+    def _fitted(self, lengths: NDArray[np.int64]) -> list[int]:
+        """Return the positions of documents of these lengths that are used; 0: it is left out."""
+        length = self.sequence_length
+        kept = length if self.shortens else 0
+        fitted: list[int] = np.where(lengths > length, kept, lengths).tolist()
+        return fitted
 
     def _bounds(self, window: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return where the documents of a window begin and end among the tokens."""

@@ -39,6 +39,7 @@ from lockstep.data.language import check_fraction
 from lockstep.data.packed import PackedDocuments, packed_data, require_packable
 from lockstep.data.packing import WholePlan
 from lockstep.data.sources import Source, described_pairs
+from lockstep.errors import UsageError
 
 
 class PackedPairs(PackedDocuments):
@@ -70,18 +71,19 @@ def preferences(
     *,
     sources: Any,
     sequence_length: int = 1024,
-    tokenizer: str,
+    tokenizer: str | None = None,
     validation: Any = None,
     validation_fraction: float = 0.0,
 ) -> Data:
     """Return packed pairs of answers, or raise a UsageError.
 
-    `sources` lists paths of files of rows, or dicts with a `path`, `chosen_field` and
-    `rejected_field` (`chosen`, `rejected`), and `prompt_field`, a name or a list of them (`prompt`,
-    where a row has one); `weight` or `epochs`, `min_tokens`, `max_tokens` and `keep` are those of
-    the data set `documents`. Pairs that are longer than a sequence are left out. The `tokenizer` is
-    a folder with a chat template. `validation` lists others, or else the last pairs of each source
-    are held out, by `validation_fraction`.
+    `sources` lists paths of files of rows, or of folders that `lockstep data prepare` made of them,
+    or dicts with a `path`, `chosen_field` and `rejected_field` (`chosen`, `rejected`), and
+    `prompt_field`, a name or a list of them (`prompt`, where a row has one); `weight` or `epochs`,
+    `special_tokens`, `min_tokens`, `max_tokens` and `keep` are those of the data set `documents`.
+    Pairs that are longer than a sequence are left out. The `tokenizer` of files is a folder, with a
+    chat template where rows hold messages, or a prompt of its own. `validation` lists others, or
+    else the last pairs of each source are held out, by `validation_fraction`.
     """
     require_packable(sequence_length, "first_fit")
     check_fraction(validation_fraction)
@@ -102,4 +104,9 @@ def preferences(
 
 
 def _plan(source: Source, first: int, last: int, *, sequence_length: int) -> WholePlan:
-    return WholePlan(source.ends, sequence_length, first, last)
+    plan = WholePlan(source.ends, sequence_length, first, last, shortens=False)
+    if plan.too_long and not len(plan):
+        what = f"no pair of {source.path} has at most {sequence_length + 1} tokens"
+        fix = "raise data.args.sequence_length: a sequence holds both answers of a pair"
+        raise UsageError(what, where=source.where, fix=fix)
+    return plan

@@ -30,7 +30,7 @@ from lockstep.data.encoding import Encoded, Encoder, encoded
 from lockstep.data.filters import Filters, told
 from lockstep.data.gathering import Gatherer
 from lockstep.data.language import Tokenizer
-from lockstep.data.sources import noted
+from lockstep.data.sources import noted, template_of
 from lockstep.data.text import PYTHON_DOCS, topics
 from lockstep.data.token_folder import (
     DOCUMENTS,
@@ -74,7 +74,7 @@ def prepare(
     """
     out = local_path(out, "--out")
     chosen = Tokenizer(tokenizer)
-    template = ChatTemplate(chosen) if field.holds_messages else None
+    template = template_of(chosen, field)
     filters = filters or Filters()
     if out.exists():
         raise UsageError(
@@ -87,7 +87,7 @@ def prepare(
     temporary = out.with_name(f".{out.name}.preparing")
     try:
         with _only_one(temporary, out) as lock:
-            draft = _Draft(temporary, begun_with, chosen, filters, has_answers=template is not None)
+            draft = _Draft(temporary, begun_with, chosen, filters, field)
             encoder = Encoder(chosen, filters, template, special_tokens=special_tokens)
             encode = partial(encoded, encoder=encoder, workers=workers, lock=lock)
             _write(draft, encode, files, field, advance, say)
@@ -113,7 +113,8 @@ def _complete(draft: "_Draft", tokenizer: Tokenizer, source: str) -> None:
         "source": source,
         "documents": draft.filters.kept,
         "left_out": dict(draft.filters.left_out),
-        "has_answers": draft.has_answers,
+        "has_answers": draft.field.holds_messages,
+        "holds_pairs": draft.field.rejected is not None,
     }
     (draft.folder / HEADER).write_text(json.dumps(header, indent=2) + "\n")
     (draft.folder / PROGRESS).unlink()
@@ -161,6 +162,7 @@ def _facts(
         "template": None if template is None else template.text,
         field.key: field.name,
         **({"prompt_field": list(field.prompts)} if field.prompts else {}),
+        **({"rejected_field": field.rejected} if field.rejected is not None else {}),
         "filters": [filters.min_tokens, filters.max_tokens, filters.keep],
     }
 
@@ -208,8 +210,7 @@ class _Draft:
         begun_with: dict[str, Any],
         tokenizer: Tokenizer,
         filters: Filters,
-        *,
-        has_answers: bool,
+        field: Field,
     ) -> None:
         self.dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
         self.folder = folder
@@ -221,7 +222,7 @@ class _Draft:
         self.record = saved.get("record", 0)
         self.num_tokens = saved.get("num_tokens", 0)  # of documents that have ended
         filters.go_on_from(saved.get("documents", 0), saved.get("left_out", {}))
-        self.has_answers = has_answers
+        self.field = field  # of a row, that holds the document
         self.notes: Counter[str] = Counter(saved.get("notes", {}))
         self._gatherer = Gatherer(self, filters, saved.get("open_tokens", 0), self.notes)
 
@@ -242,7 +243,7 @@ class _Draft:
             self._tokens = stack.enter_context(open(self.folder / TOKENS, "ab"))
             self._ends = stack.enter_context(open(self.folder / DOCUMENTS, "ab"))
             self._files = [self._tokens, self._ends]
-            if self.has_answers:
+            if self.field.holds_messages:
                 self._trained = stack.enter_context(open(self.folder / TRAINED, "ab"))
                 self._trained.truncate(self.num_tokens)
                 self._files.append(self._trained)
@@ -314,18 +315,7 @@ def prepare_command(argv: Sequence[str]) -> int:
             fix="leave it out",
         )
     filters = Filters(args.min_tokens, args.max_tokens, args.keep)
-    if bool(args.prompt_field) != (args.answer_field is not None):
-        what = "--prompt-field and --answer-field belong together"
-        fix = "name both: --prompt-field instruction --answer-field output"
-        raise UsageError(what, where="the command 'lockstep data'", fix=fix)
-    if args.answer_field is not None and args.messages_field is not None:
-        what = "--answer-field beside --messages-field: a document is one or the other"
-        raise UsageError(what, where="the command 'lockstep data'", fix="leave one of them out")
-    field = Field(args.text_field)
-    if args.messages_field is not None:
-        field = Field(args.messages_field, holds_messages=True)
-    if args.answer_field is not None:
-        field = Field(args.answer_field, holds_messages=True, prompts=tuple(args.prompt_field))
+    field = _field_of(args)
     files = [] if args.source == "python-docs" else files_of(local_path(args.source, "SOURCE"))
     size = sum(file.stat().st_size for file in files)
     workers = _workers_for(size, args.tokenizer) if args.workers is None else args.workers
@@ -346,12 +336,45 @@ def prepare_command(argv: Sequence[str]) -> int:
     if left_out:
         print(left_out)
     path = str(args.out)
+    if field.rejected is not None:
+        print(f"use it with   {line_of_data('preferences', sources=[path])}")
+        return 0
     if field.holds_messages:
         print(f"use it with   {as_documents(path)}")
         return 0
     print(f"use it with   {line_of_data('tokens', path=path)}")
     print(f"or packed     {as_documents(path)}")
     return 0
+
+
+def _field_of(args: argparse.Namespace) -> Field:
+    """Return which fields of a row hold the document, or raise a UsageError."""
+    command = "the command 'lockstep data'"
+    is_pair = args.chosen_field is not None
+    if is_pair != (args.rejected_field is not None):
+        what = "--chosen-field and --rejected-field belong together"
+        fix = "name both: --chosen-field chosen --rejected-field rejected"
+        raise UsageError(what, where=command, fix=fix)
+    if bool(args.prompt_field) != (args.answer_field is not None) and not is_pair:
+        what = "--prompt-field and --answer-field belong together"
+        fix = "name both: --prompt-field instruction --answer-field output"
+        raise UsageError(what, where=command, fix=fix)
+    named = [
+        f"--{name}-field"
+        for name in ("chosen", "answer", "messages")
+        if getattr(args, f"{name}_field") is not None
+    ]
+    if len(named) > 1:
+        what = f"a document is one or the other: {named[0]} beside {named[1]}"
+        raise UsageError(what, where=command, fix="leave one of them out")
+    prompts = tuple(args.prompt_field)
+    if is_pair:
+        return Field(args.chosen_field, True, prompts, args.rejected_field)
+    if args.answer_field is not None:
+        return Field(args.answer_field, holds_messages=True, prompts=prompts)
+    if args.messages_field is not None:
+        return Field(args.messages_field, holds_messages=True)
+    return Field(args.text_field)
 
 
 def _workers_for(size: int, tokenizer: str) -> int:
@@ -365,11 +388,14 @@ def _command_parser() -> "_Parser":
     """Return the parser of `lockstep data prepare`."""
     parser = _Parser(
         "lockstep data prepare",
-        description="Turn documents into tokens, for the data sets `tokens` and `documents`.",
+        description="Turn documents into tokens, for the data sets `tokens` and `documents`, and"
+        " pairs of answers for `preferences`.",
         epilog="examples:\n  lockstep data prepare text.txt --out tokens\n"
         "  lockstep data prepare pages.jsonl --out pages --min-tokens 16\n"
         "  lockstep data prepare chat.jsonl --out chat \\\n"
         "      --messages-field messages --tokenizer FOLDER\n"
+        "  lockstep data prepare pairs.jsonl --out pairs \\\n"
+        "      --chosen-field chosen --rejected-field rejected --tokenizer FOLDER\n"
         "What a killed process has written is used by the next with the same arguments.\n"
         "`lockstep data show CONFIG` prints samples, and what of them is trained.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -389,6 +415,10 @@ def _command_parser() -> "_Parser":
     parser.add_argument("--answer-field", metavar="NAME", help=text)
     text = "the one that holds the prompt; several times, if several make it"
     parser.add_argument("--prompt-field", metavar="NAME", action="append", default=[], help=text)
+    text = "the one that holds the better of two answers, for the data set `preferences`"
+    parser.add_argument("--chosen-field", metavar="NAME", help=text)
+    text = "the one that holds the other one"
+    parser.add_argument("--rejected-field", metavar="NAME", help=text)
     text = "make the text of a special token in documents that token; else it is text"
     parser.add_argument("--special-tokens", action="store_true", help=text)
     text = "leave out documents of fewer tokens"

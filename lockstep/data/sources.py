@@ -7,8 +7,10 @@ Tests: tests/data/test_sources.py
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +26,13 @@ from lockstep.data.token_folder import (
     TOKENS,
     TokenFile,
     ends_of,
+    holds_pairs,
     read_header,
     tokenizer_of,
     trained_of,
 )
 from lockstep.errors import UsageError, did_you_mean
-from lockstep.files.data_files import HEADER, files_of, told_of_json
+from lockstep.files.data_files import HEADER, files_of, line_of_data, told_of_json
 from lockstep.files.paths import local_path
 from lockstep.machine.environment import rank_facts
 from lockstep.machine.progress import progress_of
@@ -44,8 +47,15 @@ _FIELDS = {
 }
 _OF_PAIRS = {"prompt_field": (str, list), "chosen_field": str, "rejected_field": str}
 _SPECIAL = "special_tokens"
-_KEYS_OF_PAIRS: dict[str, Any] = {"path": str, **_OF_PAIRS, **_SHARES, **_FILTERS}
+_KEYS_OF_PAIRS: dict[str, Any] = {
+    "path": str,
+    **_OF_PAIRS,
+    _SPECIAL: bool,
+    **_SHARES,
+    **_FILTERS,
+}
 _KEYS: dict[str, Any] = {"path": str, **_FIELDS, _SPECIAL: bool, **_SHARES, **_FILTERS}
+KEYS_OF_STREAMS = {"split": str, "config": str}  # further ones, of data sets of the hub
 _KINDS: dict[Any, str] = {
     str: "a text",
     bool: "true or false",
@@ -61,6 +71,15 @@ class DescribedSource:
     where: str  # the key, for messages: data.args.sources[0]
     path: str
     settings: Mapping[str, Any]  # its other keys
+    holds_pairs: bool = False  # of answers
+    longest: int | None = None  # tokens of a document that can be used; unset: any number
+
+    @property
+    def filled(self) -> Mapping[str, Any]:
+        """Its keys, with what the rows of pairs have where it does not say so."""
+        if not self.holds_pairs:
+            return self.settings
+        return {"chosen_field": "chosen", "rejected_field": "rejected", **self.settings}
 
 
 @dataclass(frozen=True)
@@ -97,18 +116,21 @@ def described_pairs(given: Any, where: str, max_tokens: int) -> list[DescribedSo
     sources = [
         _one(entry, f"{where}[{number}]", _KEYS_OF_PAIRS) for number, entry in enumerate(entries)
     ]
-    return [
-        replace(
-            source,
-            settings={
-                "chosen_field": "chosen",
-                "rejected_field": "rejected",
-                **source.settings,
-                "max_tokens": min(source.settings.get("max_tokens", max_tokens), max_tokens),
-            },
-        )
-        for source in sources
-    ]
+    return [replace(source, holds_pairs=True, longest=max_tokens) for source in sources]
+
+
+def check_sources(data_set: str, args: Mapping[str, Any]) -> None:
+    """Raise the UsageError about sources that a data set's arguments list; no file is read."""
+    describers: dict[str, Callable[..., list[DescribedSource]]] = {
+        "documents": described,
+        "stream": partial(described, more=KEYS_OF_STREAMS),
+        "preferences": partial(described_pairs, max_tokens=1),
+    }
+    if data_set not in describers:
+        return
+    for key in ("sources", "validation"):
+        if args.get(key) is not None:
+            require_shares(describers[data_set](args[key], f"data.args.{key}"))
 
 
 def _entries(given: Any, where: str) -> Sequence[Any]:
@@ -138,7 +160,7 @@ def _one(entry: Any, where: str, keys: Mapping[str, Any]) -> DescribedSource:
     if "path" not in entry:
         raise UsageError("a source has no path", where=where, fix=_EXAMPLE)
     _require_one_field(entry, where, keys)
-    if _SPECIAL in keys and field_of(entry).holds_messages and _SPECIAL in entry:
+    if _SPECIAL in entry and "chosen_field" not in keys and field_of(entry).holds_messages:
         what = f"special_tokens beside {field_of(entry).key}"
         why = "in conversations the chat template writes special tokens, and messages hold text"
         fix = "leave special_tokens out"
@@ -226,9 +248,9 @@ def opened(source: DescribedSource, tokenizer: str | None) -> Source:
     if (path / HEADER).exists():
         return _prepared(source, path, tokenizer)
     chosen = Tokenizer(tokenizer or "bytes")
-    filters = filters_of(source.settings)
-    field = field_of(source.settings)
-    template = ChatTemplate(chosen) if field.holds_messages else None
+    filters = filters_of(source.settings, source.longest)
+    field = field_of(source.filled)
+    template = template_of(chosen, field)
     gathered = Gathered()
     notes: Counter[str] = Counter()
     gatherer = Gatherer(gathered, filters, notes=notes)
@@ -257,9 +279,23 @@ def opened(source: DescribedSource, tokenizer: str | None) -> Source:
     )
 
 
-def filters_of(settings: Mapping[str, Any]) -> Filters:
-    """Return which documents are kept."""
-    return Filters(**{key: settings[key] for key in _FILTERS if key in settings})
+def filters_of(settings: Mapping[str, Any], longest: int | None = None) -> Filters:
+    """Return which documents are kept; of more than `longest` tokens, none is."""
+    given = {key: settings[key] for key in _FILTERS if key in settings}
+    if longest is not None:
+        given["max_tokens"] = min(given.get("max_tokens", longest), longest)
+    return Filters(**given)
+
+
+def template_of(tokenizer: Tokenizer, field: Field) -> ChatTemplate | None:
+    """Return the chat template of rows of conversations; None where they may do without."""
+    if not field.holds_messages:
+        return None
+    if field.rejected is None:
+        return ChatTemplate(tokenizer)
+    with suppress(UsageError):  # pairs of whole texts need none
+        return ChatTemplate(tokenizer)
+    return None
 
 
 def special_tokens_in(settings: Mapping[str, Any]) -> bool:
@@ -288,17 +324,22 @@ def noted(notes: Mapping[str, int]) -> list[str]:
 
 def _prepared(source: DescribedSource, folder: Path, tokenizer: str | None) -> Source:
     """Open a folder of tokens."""
-    if "chosen_field" in source.settings:
+    header = read_header(folder)
+    where = f"{source.where}.path"
+    if source.holds_pairs and not holds_pairs(header):
         what = f"{source.path} holds documents, and no pairs of answers"
-        fix = "name the files of rows: each process makes tokens of them at its start"
-        raise UsageError(what, where=f"{source.where}.path", fix=fix)
-    for key in (*_FILTERS, *_FIELDS, _SPECIAL):
+        fix = "prepare it with --chosen-field and --rejected-field, or name the files of rows"
+        raise UsageError(what, where=where, fix=fix)
+    if holds_pairs(header) and not source.holds_pairs:
+        what = f"{source.path} holds pairs of answers, and no other documents"
+        fix = f"write {line_of_data('preferences', sources=[source.path])}"
+        raise UsageError(what, where=where, fix=fix)
+    for key in dict.fromkeys((*_FILTERS, *_FIELDS, *_OF_PAIRS, _SPECIAL)):
         if key in source.settings:
             what = f"{key} beside {source.path}, whose documents are tokens already"
             option = key.replace("_", "-")
             fix = f"leave it out, or prepare them with --{option}"
             raise UsageError(what, where=f"{source.where}.{key}", fix=fix)
-    header = read_header(folder)
     chosen = tokenizer_of(folder, header)
     if tokenizer is not None and Tokenizer(tokenizer).contents != chosen.contents:
         what = f"{source.path} was prepared with another tokenizer than {tokenizer}"

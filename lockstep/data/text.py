@@ -5,6 +5,7 @@ They are the user's files, a part of Python, and what was tokenized beforehand.
 Tests: tests/data/test_datasets.py
 """
 
+import io
 import platform
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,9 +17,23 @@ from numpy.typing import NDArray
 
 from lockstep.data.batches import Data
 from lockstep.data.language import DocumentEncoder, TextOptions, Tokenizer, language_data
-from lockstep.data.token_folder import TOKENS, TokenFile, read_header, tokenizer_of
-from lockstep.errors import UsageError
-from lockstep.files.data_files import as_documents, files_of, require_text, told_of_json
+from lockstep.data.token_folder import (
+    TOKENS,
+    TokenFile,
+    holds_pairs,
+    read_header,
+    tokenizer_of,
+)
+from lockstep.errors import UsageError, first_line
+from lockstep.files.data_files import (
+    DAMAGED,
+    as_documents,
+    files_of,
+    line_of_data,
+    opened_lines,
+    require_text,
+    told_of_json,
+)
 from lockstep.files.paths import local_path
 from lockstep.machine.environment import rank_facts
 from lockstep.machine.progress import Advance, progress_of
@@ -78,11 +93,19 @@ def token_pieces(
 
 
 def read_chunks(file: Path) -> Iterator[str]:
-    """Yield the text of a file in pieces of whole lines; raise a UsageError if it is not UTF-8."""
+    """Yield the text of a file in pieces of whole lines; raise a UsageError if it is not UTF-8.
+
+    It may be compressed, which its name says.
+    """
     try:
-        with file.open(encoding="utf-8", newline="") as opened:
+        with opened_lines(file) as packed:
+            opened = io.TextIOWrapper(packed, encoding="utf-8", newline="")
             while chunk := opened.read(CHUNK):
                 yield chunk + opened.readline()
+    except DAMAGED as error:
+        what = f"{file} can't be read"
+        fix = "mend it, or move it out of the folder"
+        raise UsageError(what, where="data.args.path", why=first_line(error), fix=fix) from None
     except UnicodeDecodeError as error:
         why = f"{error.reason}: byte 0x{error.object[error.start]:02x}"
         fix = "convert it (`iconv -t utf-8`), or move files without text out of the folder"
@@ -139,6 +162,10 @@ def tokens(
     options = TextOptions(block_size, stride, validation_fraction)
     folder = local_path(path, "data.args.path")
     header = read_header(folder)
+    if holds_pairs(header):
+        what = f"{path} holds pairs of answers, and the data set tokens trains every token"
+        fix = f"write {line_of_data('preferences', sources=[path])}"
+        raise UsageError(what, where="data.name", fix=fix)
     if header.get("has_answers"):
         what = f"{path} holds conversations, and the data set tokens trains every token"
         fix = f"write {as_documents(path)}"

@@ -4,9 +4,10 @@ They are written once, for many runs, and read from the disk on demand:
 
     DIR/tokens.bin      the token numbers, little-endian uint16 or uint32
     DIR/documents.bin   where each document ends among the tokens, little-endian uint64
-    DIR/trained.bin     of conversations: for each token 1 if it is trained, else 0, uint8
+    DIR/trained.bin     of conversations: for each token 1 if it is trained, else 0, uint8; of pairs
+                        of answers 2 for the first token of the rejected one
     DIR/tokens.json     {"format", "dtype", "num_tokens", "vocab_size", "tokenizer", "source",
-                        "documents", "left_out", "has_answers"}
+                        "documents", "left_out", "has_answers", "holds_pairs"}
     DIR/tokenizer.json  the Hugging Face tokenizer, if one was used
 
 Folders that were made without `documents.bin` are read as one document.
@@ -65,6 +66,14 @@ class TokenFile:
         return {**self.__dict__, "_mapped": None}
 
 
+def part_of(tokens: Tokens, begin: int, end: int) -> Tokens:
+    """Return the tokens `begin` to `end` of others, which stay in their file if they lie in one."""
+    if isinstance(tokens, TokenFile):
+        first = tokens.begin
+        return TokenFile(tokens.path, tokens.dtype, first + begin, first + end)
+    return tokens[begin:end]
+
+
 def read_header(folder: Path) -> dict[str, Any]:
     """Return the contents of `tokens.json`; raise a UsageError if the files disagree with it."""
     if folder.is_file() or (folder.is_dir() and not (folder / HEADER).exists()):
@@ -108,6 +117,11 @@ def ends_of(folder: Path, header: dict[str, Any]) -> Ends:
     if "documents" not in header:
         return np.array([header["num_tokens"]])
     return TokenFile(folder / DOCUMENTS, ENDS, 0, header["documents"])
+
+
+def holds_pairs(header: dict[str, Any]) -> bool:
+    """Return whether the documents of a folder are pairs of answers."""
+    return bool(header.get("holds_pairs"))
 
 
 def trained_of(folder: Path, header: dict[str, Any]) -> Tokens | None:

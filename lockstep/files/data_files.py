@@ -42,6 +42,7 @@ LONGEST_LINE = 1 << 24  # bytes of a first line that is looked at
 COMPRESSED = (".zst", ".xz", ".bz2", ".zip", ".gz", ".tar", ".tgz", ".7z")
 _LINES = re.compile(r"\.(jsonl|ndjson)(\.gz|\.zst)?$")
 _COLUMNS = re.compile(r"\.(csv|tsv)(\.gz|\.zst)?$")
+_TEXTS = re.compile(r"\.txt(\.gz|\.zst)?$")
 _PACKED_JSON = re.compile(r"\.json(\.gz|\.zst)$")
 _MAGIC = {  # what files begin with, and the ending of their names
     b"PAR1": ".parquet",
@@ -78,7 +79,7 @@ _AFTER_INSTRUCTION = ("input", "context")
 
 # Names under which data sets hold two answers, of which the first was preferred, and their prompt.
 _PAIRS = (("chosen", "rejected"), ("preferred_output", "non_preferred_output"))
-_PROMPTS_OF_PAIRS = ("prompt", "input", "instruction", "question")
+PROMPTS_OF_PAIRS = ("prompt", "input", "instruction", "question")
 
 
 class Kind(Enum):
@@ -118,6 +119,8 @@ def kind_of(file: Path) -> Kind:
         return Kind.COLUMNS
     if _PACKED_JSON.search(name):
         return _of_packed_json(file)
+    if _TEXTS.search(name) and not name.endswith(".txt"):
+        return Kind.TEXT
     if (kind := _BY_ENDING.get(file.suffix.lower())) is not None:
         return kind
     with file.open("rb") as opened:
@@ -131,8 +134,11 @@ def told_of_json(files: Sequence[Path]) -> list[str]:
     """Return a line on files that are named as texts, and look like JSON of records."""
     found = []
     for file in files:
-        if file.name.lower().endswith(".txt"):
-            with file.open("rb") as opened:
+        if _TEXTS.search(file.name.lower()):
+            with (
+                suppress(*DAMAGED),
+                opened_lines(file) as opened,
+            ):  # who reads it says what is wrong
                 if _of_json(file, opened.read(HEAD)) is not None:
                     found.append(str(file))
     if not found:
@@ -370,7 +376,7 @@ def require_read(file: Path, where: str) -> None:
         f' path: "{file.parent}/**/*.py"'
     )
     if kind is Kind.COMPRESSED:
-        fix = "unpack it; compressed files of rows are read, such as .jsonl.gz and .csv.zst"
+        fix = "unpack it; compressed are read .txt.gz, .jsonl.gz, .csv.gz and the like, and .zst"
     elif found := _by_magic(file):
         names = f"{quote(str(file))} {quote(str(file.with_suffix(found)))}"
         fix = f"it is a {found} file: name it so, mv {names}"
@@ -446,7 +452,7 @@ def preference_keys(row: Mapping[str, Any]) -> dict[str, Any]:
             answer = with_messages_read(row[chosen])
             first = answer[0] if isinstance(answer, list) and answer else answer
             roles = {first.get("role"), first.get("from")} if isinstance(first, dict) else set()
-            named = next((key for key in _PROMPTS_OF_PAIRS if row.get(key)), None)
+            named = next((key for key in PROMPTS_OF_PAIRS if row.get(key)), None)
             if named is not None and not roles & {"system", "user", "human", "developer"}:
                 return {"prompt_field": _prompt_fields(row, named), **keys}
             return keys
@@ -500,12 +506,14 @@ def pairs_like(path: Path, trained_on: Sequence[Any]) -> str | dict[str, Any]:
     """Return a source of pairs of answers at a path, whose rows are read as those of another one.
 
     Args:
-        path: a file, or a folder of files.
+        path: a file, a folder of files, or one of tokens.
         trained_on: sources as a config lists them, of which the first one counts.
     """
+    if (path / HEADER).exists():
+        return str(path)
     source = trained_on[0] if trained_on else {}
     given = source if isinstance(source, Mapping) else {}
-    keys = ("prompt_field", "chosen_field", "rejected_field")
+    keys = ("prompt_field", "chosen_field", "rejected_field", "special_tokens")
     return {"path": str(path), **{key: given[key] for key in keys if key in given}}
 
 
@@ -521,6 +529,10 @@ def as_keys(keys: Mapping[str, Any]) -> str:
     return flow.strip()[1:-1]
 
 
+# Data sets of rows with two fields, and what these are called.
+_ROWS_OF = {"labelled": ("text", "label"), "seq2seq": ("text", "target")}
+
+
 def check_named_files(name: str | None, args: Mapping[str, Any]) -> None:
     """Raise the UsageError of a run about the files that a config names for its data.
 
@@ -529,13 +541,18 @@ def check_named_files(name: str | None, args: Mapping[str, Any]) -> None:
     if name == "text" and isinstance(args.get("path"), str):
         for file in files_of(local_path(args["path"], "data.args.path")):
             require_text(file)
-    elif name == "labelled":
+    elif name in _ROWS_OF:
         for key in ("path", "validation"):
             where = f"data.args.{key}"
             path = args.get(key)
             files = files_of(local_path(path, where), where) if isinstance(path, str) else []
             for file in files:
-                _require_rows(file, where, "text", "label")
+                _require_rows(file, where, *_ROWS_OF[name])
+    elif name == "masked" and isinstance(args.get("path"), str):
+        folder = local_path(args["path"], "data.args.path")
+        is_prepared = (folder / HEADER).exists()
+        for file in [] if is_prepared else files_of(folder):
+            require_read(file, "data.args.path")
     elif name in ("documents", "stream", "preferences"):
         for key in ("sources", "validation"):
             for where, path in _paths_of(args.get(key), f"data.args.{key}"):

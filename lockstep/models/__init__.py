@@ -17,6 +17,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from lockstep.config.names import foreign_key
@@ -81,6 +82,16 @@ def _require_vocabulary(name: str, model: "nn.Module", facts: Mapping[str, Any])
             f"the tokenizer of the data has {size:,} tokens, and the embedding of {name} {rows:,}"
         )
         fix = "use the tokenizer that is in the folder of the model"
+        folder = name.removeprefix("hf:")
+        if Path(folder).is_dir():
+            from lockstep.models.hf_auto import auto_of_folder
+
+            auto = auto_of_folder(model.config)
+            code = (
+                f"import transformers; m = transformers.{auto}.from_pretrained({folder!r});"
+                f" m.resize_token_embeddings({size}); m.save_pretrained('larger')"
+            )
+            fix += f"; or make a larger one, and train hf:larger: python -c {quote(code)}"
         raise UsageError(what, where="data.args.tokenizer", fix=fix)
 
 

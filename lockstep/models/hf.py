@@ -158,6 +158,7 @@ def from_type(
     labels: Mapping[str, Any] | None = None,
     vocab_size: int | None = None,
     block_size: int | None = None,
+    image_size: int | None = None,
     **overrides: Any,
 ) -> nn.Module:
     """Return a model of the library's type `model_type`.
@@ -166,6 +167,8 @@ def from_type(
     """
     if vocab_size is not None:
         overrides["vocab_size"] = vocab_size
+    if image_size is not None:
+        overrides["image_size"] = image_size
     described = described_by_type(model_type, auto=auto, **overrides)
     if block_size is not None and block_size > getattr(
         described.config, "max_position_embeddings", block_size
@@ -300,6 +303,10 @@ def _quantized(path: str, quantization: Mapping[str, Any]) -> UsageError:
     )
 
 
+# The token with which a decoder that has an encoder begins.
+_START = "decoder_start_token_id"
+
+
 def _config(model_type: str, described: Mapping[str, Any], overrides: Mapping[str, Any]) -> Any:
     """Return a new config, so that derived values (the width of a head …) follow the overrides."""
     known = list(transformers.CONFIG_MAPPING.keys())
@@ -314,16 +321,22 @@ def _config(model_type: str, described: Mapping[str, Any], overrides: Mapping[st
         raise UsageError(what, where="model.name", fix=fix)
     kind: Any = transformers.CONFIG_MAPPING[model_type]
     renamed: dict[str, str] = getattr(kind, "attribute_map", {})
-    accepted = sorted(k for k in {*kind().to_dict(), *renamed, "num_labels"} if k[0] != "_")
+    more = {"num_labels"}
+    if getattr(kind(), "is_encoder_decoder", False):
+        more.add(_START)  # the library reads it, and not each of its configs has it
+    accepted = sorted(k for k in {*kind().to_dict(), *renamed, *more} if k[0] != "_")
     for key in overrides:
         if key not in accepted:
             what = f"the config of a {model_type} has no {key!r}{did_you_mean(key, accepted)}"
             raise UsageError(what, where=f"model.args.{key}", fix=f"it has {', '.join(accepted)}")
     with _errors_of(model_type):
-        return _AutoConfig.for_model(
+        config = _AutoConfig.for_model(
             model_type,
             **{renamed.get(k, k): v for part in (described, overrides) for k, v in part.items()},
         )
+    if _START in more and getattr(config, _START, None) is None:
+        config.decoder_start_token_id = config.pad_token_id  # as T5 was trained
+    return config
 
 
 def _drawn(described: DescribedModel, *, at_once: bool = False) -> Any:

@@ -12,8 +12,12 @@ from typing import Any
 
 from lockstep.errors import UsageError, listed
 
-_OF_TEXTS = "AutoModelForSequenceClassification"
-_OF_WORDS = "AutoModelForTokenClassification"
+# What has a label → the Auto class of its classifiers, and how one is called.
+_CLASSIFIERS = {
+    "texts": ("AutoModelForSequenceClassification", "each text"),
+    "words": ("AutoModelForTokenClassification", "each word"),
+    "images": ("AutoModelForImageClassification", "each picture"),
+}
 _NUMBERS = "regression"
 
 
@@ -25,17 +29,16 @@ def fit_labels(
     Args:
         config: of the library.
         auto: the name of the model's Auto class.
-        labels: `of_words`, whether each word has a label; `problem_type`; `size`, the number of
-            classes; `names` of them, or None; `padding`, the token that fills texts.
+        labels: `of`, what has a label: texts, words, images; `problem_type`; `size`, the number of
+            classes; `names` of them, or None; `padding`, the token that fills texts, or None.
         given: what `model.args` says, which stands.
         own_head: whether the weights of a folder hold the head.
 
     Raises:
         UsageError: the model is not a classifier of such labels, or its head is for other classes.
     """
-    wanted = _OF_WORDS if labels["of_words"] else _OF_TEXTS
+    wanted, each = _CLASSIFIERS[labels["of"]]
     if auto != wanted:
-        each = "each word" if labels["of_words"] else "each text"
         raise UsageError(
             f"the data have a label for {each}, and the model is an {auto}",
             where="model.auto",
@@ -45,6 +48,8 @@ def fit_labels(
         _require_same(config, labels)
     else:
         _set(config, labels, given)
+    if labels["padding"] is None:
+        return
     if config.pad_token_id is None:
         config.pad_token_id = labels["padding"]
     elif config.pad_token_id != labels["padding"]:

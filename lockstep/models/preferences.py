@@ -10,6 +10,16 @@ log-likelihoods of an answer's tokens:
     margin    (log π(chosen) − log ref(chosen)) − (log π(rejected) − log ref(rejected))
     loss      −log sigmoid(beta · margin), a mean over the pairs of a step
 
+Other losses of a margin are chosen by `loss_type`; with m = beta · margin and ε = label_smoothing:
+
+    sigmoid   −(1 − ε) · log sigmoid(m) − ε · log sigmoid(−m)
+    robust    (−(1 − ε) · log sigmoid(m) + ε · log sigmoid(−m)) / (1 − 2ε)      arXiv:2403.00409
+    hinge     max(0, 1 − m)                                                      arXiv:2305.10425
+    ipo       (margin of means over tokens − 1 / (2 · beta))²                    arXiv:2310.12036
+
+To each of them `nll_weight` adds the negative log-likelihood of the chosen answer, a mean over its
+tokens (arXiv:2404.19733).
+
 The reference is the model before training. A model with adapters is its own: the reference is
 computed without them. Of any other model a frozen copy is kept, in full on each rank that computes
 losses; no checkpoint has it, since a run that goes on makes it anew.
@@ -23,19 +33,52 @@ Tests: tests/models/test_preferences.py, tests/parity/test_preferences.py
 """
 
 import copy
+import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lockstep.errors import UsageError
+from lockstep.config.checks_pairs import ADAPTERS_IN_STAGES, DPO_ON_PARTS
+from lockstep.errors import UsageError, did_you_mean, refuse
 from lockstep.models.adapters import has_adapters, without_adapters
 from lockstep.models.batch_parts import IGNORED_TARGET, logits_of
 from lockstep.models.language import LanguageModel
 
 PAIRS = "pairs"  # the part of a batch that says which pairs a sequence has
+_SMOOTHED = ("sigmoid", "robust")  # what label_smoothing is an argument of
+LOSS_TYPES = (*_SMOOTHED, "hinge", "ipo")
+
+
+@dataclass(frozen=True)
+class _AnswerSums:
+    """Holds sums over the tokens of the answers of a batch, [B, 2 P]; chosen, rejected, in turn.
+
+    Attributes:
+        likelihoods: the log-likelihoods of the tokens.
+        ahead: these, less those of the reference.
+        counts: the number of the tokens; 1 where a sequence has no pair of this number.
+    """
+
+    likelihoods: Tensor
+    ahead: Tensor
+    counts: Tensor
+
+    def margins(self) -> Tensor:
+        """Return by how much more the chosen answers have gained than the rejected ones, [B, P]."""
+        return self.ahead[:, 0::2] - self.ahead[:, 1::2]
+
+    def margins_of_means(self) -> Tensor:
+        """Return the same of means over the tokens of each answer, [B, P]."""
+        means = self.ahead / self.counts
+        return means[:, 0::2] - means[:, 1::2]
+
+    def chosen_losses(self) -> Tensor:
+        """Return the negative log-likelihood of each chosen answer, a mean over its tokens."""
+        return -(self.likelihoods / self.counts)[:, 0::2]
 
 
 class DirectPreferences(nn.Module):
@@ -44,6 +87,8 @@ class DirectPreferences(nn.Module):
     Args:
         beta: how much a margin counts: with a large one the model stays near its reference.
         label_smoothing: the share of pairs that are taken to be labelled wrongly (cDPO).
+        loss_type: one of `LOSS_TYPES`, the loss of a margin.
+        nll_weight: how much the negative log-likelihood of the chosen answer counts beside it.
         reference: the reference model, or the name of one as `model.name` has it; unset: the model
             before training.
     """
@@ -54,18 +99,16 @@ class DirectPreferences(nn.Module):
         self,
         beta: float = 0.1,
         label_smoothing: float = 0.0,
+        loss_type: str = "sigmoid",
+        nll_weight: float = 0.0,
         reference: nn.Module | str | None = None,
     ) -> None:
         super().__init__()
-        if not beta > 0:
-            what = f"the beta of dpo is {beta}"
-            raise UsageError(what, where="loss_fn.args.beta", fix="write a number above 0")
-        if not 0 <= label_smoothing < 0.5:
-            what = f"the label_smoothing of dpo is {label_smoothing}"
-            fix = "write a share below 0.5"
-            raise UsageError(what, where="loss_fn.args.label_smoothing", fix=fix)
+        check_arguments(beta, label_smoothing, loss_type, nll_weight, reference)
         self.beta = beta
         self.label_smoothing = label_smoothing
+        self.loss_type = loss_type
+        self.nll_weight = nll_weight
         self.reference: nn.Module | None = None
         self._is_given = reference is not None
         if reference is not None:
@@ -108,12 +151,28 @@ class DirectPreferences(nn.Module):
             outputs: the model's logits, [B, T, V].
             targets: [B, T], as the rest of the batch.
         """
-        margins = self.margins(outputs, targets, input_ids, document_ids, pairs)
+        sums = self._sums(outputs, targets, input_ids, document_ids, pairs)
         self._seen = None
-        losses = -(1 - self.label_smoothing) * F.logsigmoid(margins)
-        if self.label_smoothing:
-            losses = losses - self.label_smoothing * F.logsigmoid(-margins)
+        losses = self._of_margins(sums)
+        if self.nll_weight:
+            losses = losses + self.nll_weight * sums.chosen_losses()
         return (losses * pairs).sum()
+
+    def _of_margins(self, sums: _AnswerSums) -> Tensor:
+        """Return the loss of each pair's margin, [B, P]."""
+        if self.loss_type == "ipo":
+            return (sums.margins_of_means() - 1 / (2 * self.beta)).square()
+        margins = self.beta * sums.margins()
+        if self.loss_type == "hinge":
+            return (1 - margins).relu()
+        smoothing = self.label_smoothing
+        losses = -(1 - smoothing) * F.logsigmoid(margins)
+        if not smoothing:
+            return losses
+        of_others = smoothing * F.logsigmoid(-margins)
+        if self.loss_type == "robust":
+            return (losses + of_others) / (1 - 2 * smoothing)
+        return losses - of_others
 
     def accuracy(
         self,
@@ -124,33 +183,36 @@ class DirectPreferences(nn.Module):
         pairs: Tensor,
     ) -> Tensor:
         """Return whether the margin of each pair is above 0, a metric: float32 [pairs]."""
-        margins = self.margins(outputs, targets, input_ids, document_ids, pairs)
+        margins = self._sums(outputs, targets, input_ids, document_ids, pairs).margins()
         return (margins > 0).float()[pairs > 0]
 
-    def margins(
+    def _sums(
         self,
         outputs: Tensor,
         targets: Tensor,
         input_ids: Tensor,
         document_ids: Tensor,
         pairs: Tensor,
-    ) -> Tensor:
-        """Return beta times the margin of each pair, [B, P].
-
-        It is above 0 where the chosen answer has gained more likelihood than the rejected one.
-        """
+    ) -> _AnswerSums:
+        """Return the sums over the answers of a batch."""
+        if input_ids.shape != document_ids.shape:
+            refuse([DPO_ON_PARTS])
         # Once for a batch: where ranks have shards of the reference they compute it together.
         if self._seen is None or self._seen[0] is not input_ids:
             reference = logits_of(self._reference_outputs(input_ids, document_ids))
             self._seen = (input_ids, log_likelihoods(reference, targets))
-        ahead = log_likelihoods(outputs, targets) - self._seen[1]
+        likelihoods = log_likelihoods(outputs, targets)
         # [B, T] → the sum of each document, [B, 2 P]; what fills a sequence is none of them.
         count = 2 * pairs.shape[1]
         documents = torch.arange(count, device=document_ids.device)
-        of_document = (document_ids[..., None] == documents).to(ahead.dtype)
-        sums = (ahead[..., None] * of_document).sum(1)
-        margins: Tensor = self.beta * (sums[:, 0::2] - sums[:, 1::2])
-        return margins
+        of_document = (document_ids[..., None] == documents).to(likelihoods.dtype)
+
+        def summed(values: Tensor) -> Tensor:
+            return (values[..., None] * of_document).sum(1)
+
+        counts = summed((targets != IGNORED_TARGET).to(likelihoods.dtype)).clamp(min=1)
+        ahead = summed(likelihoods - self._seen[1])
+        return _AnswerSums(summed(likelihoods), ahead, counts)
 
     def count(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the number of pairs."""
@@ -176,14 +238,51 @@ class DirectPreferences(nn.Module):
             raise UsageError(what, where="loss_fn", fix=fix)
         (model,) = self._adapted
         if any(parameter.is_meta for parameter in model.parameters()):
-            what = "the reference of dpo is the model without its adapters, and a stage has a part"
-            fix = (
-                "write distributed.strategy: ddp or fsdp, or name a reference that the last stage"
-                " holds in full: loss_fn.args.reference: hf:FOLDER"
-            )
-            raise UsageError(what, where="distributed.strategy: pipeline", fix=fix)
+            refuse([ADAPTERS_IN_STAGES])
         with without_adapters(model):
             return model(input_ids, document_ids)
+
+
+def _is_within(value: Any, limit: float) -> bool:
+    """Return whether a value is a number from 0 to below a limit."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and 0 <= value < limit
+
+
+def check_arguments(
+    beta: Any = 0.1,
+    label_smoothing: Any = 0.0,
+    loss_type: Any = "sigmoid",
+    nll_weight: Any = 0.0,
+    reference: Any = None,
+) -> None:
+    """Refuse arguments of `DirectPreferences` that it can't follow; nothing is built."""
+    where = "loss_fn.args"
+    for key, value, is_fit, fix in (
+        ("beta", beta, beta != 0 and _is_within(beta, math.inf), "write a number above 0"),
+        (
+            "label_smoothing",
+            label_smoothing,
+            _is_within(label_smoothing, 0.5),
+            "write a share below 0.5",
+        ),
+        ("nll_weight", nll_weight, _is_within(nll_weight, math.inf), "write 0 or more"),
+    ):
+        if not is_fit:
+            what = f"dpo can't use the {key} {value!r}"
+            raise UsageError(what, where=f"{where}.{key}", fix=fix)
+    if loss_type not in LOSS_TYPES:
+        what = f"dpo has no loss_type {loss_type!r}{did_you_mean(str(loss_type), LOSS_TYPES)}"
+        fix = f"write one of {', '.join(LOSS_TYPES)}"
+        raise UsageError(what, where=f"{where}.loss_type", fix=fix)
+    if label_smoothing and loss_type not in _SMOOTHED:
+        what = f"label_smoothing beside loss_type: {loss_type}, which has no labels to smooth"
+        fix = f"leave it out, or write loss_type: {' or '.join(_SMOOTHED)}"
+        raise UsageError(what, where=f"{where}.label_smoothing", fix=fix)
+    if not isinstance(reference, nn.Module | str | None):
+        what = f"the reference of dpo is {reference!r:.60}"
+        fix = "write a model as model.name has it: reference: hf:FOLDER"
+        raise UsageError(what, where=f"{where}.reference", fix=fix)
 
 
 def log_likelihoods(logits: Tensor, targets: Tensor) -> Tensor:

@@ -16,18 +16,20 @@ from torch import nn
 from lockstep.checkpoint.storage import check_storage
 from lockstep.config import Config
 from lockstep.config.keys import Mistake, usage_error
+from lockstep.config.schema_training import ModelConfig
 from lockstep.data import Data, build_data, check_data
 from lockstep.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, NoEffectWarning, UsageError
 from lockstep.machine import signals
 from lockstep.machine.environment import rank_facts
 from lockstep.machine.output import say
 from lockstep.models import build_model, check_model
+from lockstep.models.preferences import check_arguments
 from lockstep.monitor.callbacks import check_callback
 from lockstep.monitor.sinks import sink_named
 from lockstep.optim import Schedule, check_optimizer, check_schedule
 from lockstep.process_group import cluster
 from lockstep.randomness import derive_key, seeded
-from lockstep.registry import DATA_SETS, LOSSES, load_object
+from lockstep.registry import LOSSES, load_object
 from lockstep.trainer.named_loss import check_named_loss
 from lockstep.trainer.trainer import Trainer
 
@@ -141,20 +143,20 @@ def check_named(config: Config, source: str) -> None:
         raise usage_error(mistakes, source)
 
 
-def _check_pairs(config: Config) -> None:
-    """Refuse pairs of answers without a loss over pairs, and that loss on other data that ship."""
-    has_pairs = config.data.name == "preferences"
-    if has_pairs and config.loss_fn is None:
-        what = "the data are pairs of answers, and there is no loss over pairs"
-        why = "both answers of each would be trained alike"
-        fix = "write loss_fn: {name: dpo, args: {beta: 0.1}}"
-        raise UsageError(what, where="loss_fn", why=why, fix=fix)
-    is_dpo = config.loss_fn is not None and config.loss_fn.name == LOSSES.shipped["dpo"]
-    others = [*DATA_SETS.shipped]
-    if is_dpo and not has_pairs and config.data.name in others:
-        what = f"the loss dpo is one over pairs of answers, and {config.data.name} has none"
-        fix = "write data: {name: preferences, args: {sources: [pairs.jsonl], tokenizer: FOLDER}}"
-        raise UsageError(what, where="data.name", fix=fix)
+def _check_dpo(config: Config) -> None:
+    """Refuse arguments that the loss dpo can't follow; nothing is built."""
+    loss = config.loss_fn
+    if loss is None or loss.name != LOSSES.shipped["dpo"]:
+        return
+    check_named_loss(loss)
+    check_arguments(**loss.args)
+    reference = loss.args.get("reference")
+    if reference is not None:
+        try:
+            check_model(ModelConfig(name=reference))
+        except UsageError as error:
+            where = "loss_fn.args.reference"
+            raise UsageError(error.what, where=where, why=error.why, fix=error.fix) from None
 
 
 def _lookups(config: Config) -> Iterator[Callable[[], object]]:
@@ -164,7 +166,7 @@ def _lookups(config: Config) -> Iterator[Callable[[], object]]:
     yield partial(check_data, config.data)
     if config.loss_fn is not None:
         yield partial(check_named_loss, config.loss_fn)
-    yield partial(_check_pairs, config)
+    yield partial(_check_dpo, config)
     yield partial(check_optimizer, training.optimizer, training.optimizer_args)
     yield partial(
         check_schedule,

@@ -108,7 +108,9 @@ def test_blank_lines_are_passed_over(tmp_path: Path) -> None:
         ("a.parquet", b"PAR1 not", r"a\.parquet is not a parquet file that can be read"),
         ("a.arrow", b"not", r"a\.arrow is not an Arrow file that can be read"),
         ("a.npy", b"not", r"a\.npy is not an array that can be read"),
-        ("a.txt.gz", b"x", r"a\.txt\.gz holds compressed bytes"),
+        ("a.md.gz", b"x", r"a\.md\.gz holds compressed bytes"),
+        ("a.txt.gz", b"x", r"a\.txt\.gz can't be read"),
+        ("a.txt.gz", gzip.compress(b"words " * 900, mtime=0)[:-8], r"a\.txt\.gz can't be read"),
         ("a.tar.zst", b"x", r"a\.tar\.zst holds compressed bytes"),
     ],
 )

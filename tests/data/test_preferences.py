@@ -10,10 +10,11 @@ import torch
 
 from lockstep.config import DataConfig, config_from
 from lockstep.data import Data, build_data
+from lockstep.data.document_files import Field
 from lockstep.data.language import Tokenizer
-from lockstep.data.prepare import prepare
+from lockstep.data.prepare import prepare, prepare_command
 from lockstep.errors import UsageError
-from lockstep.files.data_files import check_named_files
+from lockstep.files.data_files import check_named_files, pairs_like
 from lockstep.trainer import check_named
 from tests.data.chats import write_tokenizer
 
@@ -122,8 +123,76 @@ def test_data_and_loss_belong_together(tmp_path: Path) -> None:
     model = {"model.name": "transformer"}
     data = {**pairs, "data.args": {"sources": [str(tmp_path / "a")], "tokenizer": "b"}}
     with pytest.raises(UsageError, match=r"(?s)there is no loss over pairs.*loss_fn: {name: dpo"):
-        check_named(config_from({**model, **data}), "x.yaml")
+        config_from({**model, **data})
+    cut = {"distributed.context_size": 2, "loss_fn": "dpo"}
+    with pytest.raises(UsageError, match="compares answers in full, and sequences are cut"):
+        config_from({**model, **data, **cut})
+    in_stages = {"model.lora": {}, "distributed.strategy": "pipeline", "loss_fn": "dpo"}
+    with pytest.raises(UsageError, match="the model without its adapters, and a stage has a part"):
+        config_from({**data, "model.name": "hf:llama", **in_stages})
+    given = {"name": "dpo", "args": {"reference": "hf:llama"}}
+    config_from({**data, "model.name": "hf:llama", **in_stages, "loss_fn": given})
+    of_library = {"model.name": "hf:llama", **data, **cut}
+    with pytest.raises(UsageError, match="sequences of preferences hold several documents, and"):
+        config_from(of_library)
     other = {"data.name": "python-docs", "loss_fn": "dpo"}
     with pytest.raises(UsageError, match="the loss dpo is one over pairs of answers, and pyth"):
-        check_named(config_from({**model, **other}), "x.yaml")
+        config_from({**model, **other})
     check_named(config_from({**model, **data, "loss_fn": "dpo"}), "x.yaml")
+
+
+def test_prepared_pairs_are_those_of_the_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = made(tmp_path)
+    file = str(tmp_path / "pairs.jsonl")
+    fields = ["--chosen-field", "chosen", "--rejected-field", "rejected"]
+    command = ["prepare", file, "--out", str(tmp_path / "out"), "--tokenizer", str(tmp_path)]
+    assert prepare_command([*command, *fields]) == 0
+    use = "use it with   data: {name: preferences, args: {sources: ["
+    assert use in capsys.readouterr().out
+    args = {"sources": [str(tmp_path / "out")], "sequence_length": 96}
+    prepared = build_data(DataConfig(name="preferences", args=args))
+    assert documents(prepared.train, tmp_path) == documents(data.train, tmp_path)
+    assert pairs_like(tmp_path / "out", [file]) == str(tmp_path / "out")
+
+    for wrong, message in (
+        (fields[:2], "--chosen-field and --rejected-field belong together"),
+        (
+            [*fields, "--messages-field", "chosen"],
+            "a document is one or the other: --chosen-field beside",
+        ),
+    ):
+        with pytest.raises(UsageError, match=message):
+            prepare_command([*command, *wrong])
+
+
+def test_prepared_pairs_longer_than_a_sequence_are_left_out_whole(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    long = {"prompt": "a", "chosen": "b" * 60, "rejected": "c" * 60}
+    file = written(tmp_path, [*ROWS[:2], long, *ROWS[2:]])
+    pairs = Field("chosen", True, (), "rejected")
+    prepare(file, tmp_path / "out", str(tmp_path), field=pairs)
+    args = {"sources": [str(tmp_path / "out")], "sequence_length": 96}
+    data = build_data(DataConfig(name="preferences", args=args))
+    assert data.notices == [
+        f"{tmp_path / 'out'}: left out 1 longer than 97 tokens; raise data.args.sequence_length"
+    ]
+    assert sum(len(texts) // 2 for texts in documents(data.train, tmp_path)) == len(ROWS)
+    args["sequence_length"] = 8
+    with pytest.raises(UsageError, match=r"no pair of .*out has at most 9 tokens"):
+        build_data(DataConfig(name="preferences", args=args))
+
+
+def test_prepared_pairs_are_no_other_documents(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    pairs = Field("chosen", True, (), "rejected")
+    prepare(written(tmp_path, ROWS), tmp_path / "out", str(tmp_path), field=pairs)
+    listed = {"sources": [str(tmp_path / "out")]}
+    with pytest.raises(UsageError, match="out holds pairs of answers, and no other documents"):
+        build_data(DataConfig(name="documents", args=listed))
+    with pytest.raises(UsageError, match="holds pairs of answers, and the data set tokens trains"):
+        build_data(DataConfig(name="tokens", args={"path": str(tmp_path / "out")}))
+    source = {"path": str(tmp_path / "out"), "prompt_field": "prompt"}
+    with pytest.raises(UsageError, match="prompt_field beside .*out, whose documents are tokens"):
+        build_data(DataConfig(name="preferences", args={"sources": [source]}))

@@ -58,7 +58,7 @@ FILES: dict[str, tuple[bytes, Kind]] = {
     "a.parquet": (b"PAR1", Kind.PARQUET),
     "a.arrow": (b"ARROW1", Kind.ARROW),
     "a.npy": (b"\x93NUMPY", Kind.TOKENS),
-    "a.txt.gz": (gzip.compress(b"text", mtime=0), Kind.COMPRESSED),
+    "a.md.gz": (gzip.compress(b"text", mtime=0), Kind.COMPRESSED),
     "train.bin": (np.arange(50, dtype=np.uint16).tobytes(), Kind.BINARY),
     "renamed.txt": (b"PAR1\x15\x04", Kind.BINARY),
 }
@@ -66,6 +66,7 @@ TEXTS = {
     "settings.json": json.dumps(ROW, indent=2).encode(),
     "one_line.json": json.dumps(ROW).encode(),
     "named.txt": lines(ROW, ROW),
+    "packed.txt.gz": gzip.compress(b"words of a text", mtime=0),
     "a.md": b"# A page\n{not json}\n",
     "empty.txt": b"",
     "braces.c": b"{\n{ return; }\n}\n",

@@ -22,7 +22,7 @@ SIZES = {**_TEXT, "vocab_size": 256}
 
 def described(**changes: Any) -> Data:
     labels = {
-        "of_words": False,
+        "of": "texts",
         "problem_type": "single_label_classification",
         "size": 3,
         "names": ["a", "b", "c"],
@@ -46,7 +46,7 @@ def test_a_new_head_has_the_classes_of_the_data() -> None:
     [
         (None, {}, {}, f"the model is an AutoModelForCausalLM(.|\n)*write auto: {TEXTS}"),
         (WORDS, {}, {}, f"a label for each text, and the model is an {WORDS}"),
-        (TEXTS, {}, {"of_words": True}, f"a label for each word(.|\n)*auto: {WORDS}"),
+        (TEXTS, {}, {"of": "words"}, f"a label for each word(.|\n)*auto: {WORDS}"),
         (TEXTS, {"num_labels": 2}, {}, "num_labels is 2, and the data have 3 classes"),
         (TEXTS, {}, {"padding": 7}, r"padded with the token 7, and .* pad_token_id 0"),
     ],

@@ -13,6 +13,7 @@ from lockstep.errors import UsageError
 from lockstep.models import get_model
 from lockstep.models.adapters import has_adapters, without_adapters
 from lockstep.models.preferences import DirectPreferences
+from lockstep.trainer import check_named
 from lockstep.trainer.named_loss import check_named_loss, loss_fn_of
 
 VOCAB = 16
@@ -52,11 +53,42 @@ def by_hand(model: Any, batch: dict[str, torch.Tensor], row: int, document: int)
     return (logits[at, targets.clamp(min=0)] * (targets != -100)).sum()
 
 
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_the_loss_is_that_of_the_paper(smoothing: float) -> None:
-    """Also with the label smoothing of cDPO; the model has moved away from its reference."""
+def of_pair(ahead: list[torch.Tensor], counts: list[int], **terms: Any) -> torch.Tensor:
+    """The loss of a pair by the formula of its paper, with a beta of 0.5.
+
+    `ahead` is by how much each answer has gained, `counts` how many tokens it has.
+    """
+    smoothing = terms.get("label_smoothing", 0.0)
+    margin = 0.5 * (ahead[0] - ahead[1])
+    right = torch.sigmoid(margin)
+    wrong = torch.sigmoid(-margin)
+    if terms.get("loss_type") == "hinge":
+        return torch.clamp(1 - margin, min=0)
+    if terms.get("loss_type") == "ipo":
+        return (ahead[0] / counts[0] - ahead[1] / counts[1] - 1 / (2 * 0.5)) ** 2
+    if terms.get("loss_type") == "robust":
+        return (-(1 - smoothing) * right.log() + smoothing * wrong.log()) / (1 - 2 * smoothing)
+    return -(1 - smoothing) * right.log() - smoothing * wrong.log()
+
+
+@pytest.mark.parametrize(
+    "terms",
+    [
+        {},
+        {"label_smoothing": 0.1},
+        {"loss_type": "robust", "label_smoothing": 0.1},
+        {"loss_type": "robust"},
+        {"loss_type": "hinge"},
+        {"loss_type": "ipo"},
+        {"nll_weight": 0.3},
+        {"loss_type": "ipo", "nll_weight": 0.3},
+    ],
+    ids=str,
+)
+def test_the_loss_is_that_of_the_paper(terms: dict[str, Any]) -> None:
+    """The model has moved away from its reference."""
     model = tiny()
-    loss_fn = DirectPreferences(beta=0.5, label_smoothing=smoothing)
+    loss_fn = DirectPreferences(beta=0.5, **terms)
     loss_fn.bind_model(model)
     reference = copy.deepcopy(model)
     with torch.no_grad():
@@ -66,14 +98,15 @@ def test_the_loss_is_that_of_the_paper(smoothing: float) -> None:
     expected = torch.zeros(())
     for row, pairs in ((0, 2), (1, 1)):
         for pair in range(pairs):
-            ahead = [
-                by_hand(model, batch, row, 2 * pair + answer)
-                - by_hand(reference, batch, row, 2 * pair + answer)
-                for answer in (0, 1)
-            ]
-            margin = 0.5 * (ahead[0] - ahead[1])
-            expected = expected - (1 - smoothing) * F.logsigmoid(margin)
-            expected = expected - smoothing * F.logsigmoid(-margin)
+            answers = (2 * pair, 2 * pair + 1)
+            ours = [by_hand(model, batch, row, each) for each in answers]
+            theirs = [by_hand(reference, batch, row, each) for each in answers]
+            in_answer = batch["targets"][row] != -100
+            numbers = batch["document_ids"][row]
+            counts = [int((in_answer & (numbers == each)).sum()) for each in answers]
+            ahead = [our - their for our, their in zip(ours, theirs, strict=True)]
+            expected = expected + of_pair(ahead, counts, **terms)
+            expected = expected - terms.get("nll_weight", 0.0) * ours[0] / counts[0]
     others = {key: batch[key] for key in ("input_ids", "document_ids", "pairs")}
     loss = loss_fn(model(batch["input_ids"], batch["document_ids"]), batch["targets"], **others)
     torch.testing.assert_close(loss, expected)
@@ -137,11 +170,20 @@ def test_a_stage_of_a_model_is_no_reference() -> None:
 
 def test_what_it_can_not_compare_is_one_error() -> None:
     for arguments, message in (
-        ({"beta": 0.0}, "the beta of dpo is 0.0"),
-        ({"label_smoothing": 0.5}, "the label_smoothing of dpo is 0.5"),
+        ({"beta": 0.0}, "dpo can't use the beta 0.0"),
+        ({"beta": "high"}, "dpo can't use the beta 'high'"),
+        ({"label_smoothing": 0.5}, "dpo can't use the label_smoothing 0.5"),
+        ({"nll_weight": -1}, "dpo can't use the nll_weight -1"),
+        ({"loss_type": "higne"}, r"dpo has no loss_type 'higne'; did you mean 'hinge'\?"),
+        ({"loss_type": "ipo", "label_smoothing": 0.1}, "label_smoothing beside loss_type: ipo"),
+        ({"reference": 3}, "the reference of dpo is 3"),
     ):
         with pytest.raises(UsageError, match=message):
             DirectPreferences(**arguments)
+        named = {"name": "dpo", "args": arguments}
+        data = {"data.name": "preferences", "model.name": "transformer"}
+        with pytest.raises(UsageError, match=message):
+            check_named(config_from({**data, "loss_fn": named}), "x.yaml")
     with pytest.raises(UsageError, match="Linear is not a causal language model"):
         DirectPreferences().bind_model(nn.Linear(2, 2))
     with torch.device("meta"):
@@ -153,6 +195,9 @@ def test_what_it_can_not_compare_is_one_error() -> None:
         DirectPreferences().count({key: batch[key] for key in ("input_ids", "targets")})
     with pytest.raises(UsageError, match="has no reference yet"):
         DirectPreferences()(torch.zeros(2, 16, VOCAB), **batch)
+    part = {**batch, "input_ids": batch["input_ids"][:, :8], "targets": batch["targets"][:, :8]}
+    with pytest.raises(UsageError, match="compares answers in full, and sequences are cut"):
+        DirectPreferences()(torch.zeros(2, 8, VOCAB), **part)
 
 
 def test_a_config_names_it() -> None:
