@@ -194,5 +194,5 @@ def test_prepared_pairs_are_no_other_documents(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="holds pairs of answers, and the data set tokens trains"):
         build_data(DataConfig(name="tokens", args={"path": str(tmp_path / "out")}))
     source = {"path": str(tmp_path / "out"), "prompt_field": "prompt"}
-    with pytest.raises(UsageError, match="prompt_field beside .*out, whose documents are tokens"):
+    with pytest.raises(UsageError, match=r"prompt_field beside .*out, whose documents are tokens"):
         build_data(DataConfig(name="preferences", args={"sources": [source]}))
