@@ -1,4 +1,4 @@
-"""Runs of Hugging Face models on data sets that ship; functions here run on every rank of a test."""
+"""Runs of Hugging Face models on data sets that ship; functions run on each rank of a test."""
 
 import json
 from pathlib import Path
