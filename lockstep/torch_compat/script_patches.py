@@ -24,7 +24,7 @@ import torch.distributed.tensor.parallel as tensor_parallel
 import torch.nn.utils.clip_grad as clip
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.pipelining import schedules, stage
 from torch.nn.parallel import DistributedDataParallel
@@ -403,6 +403,18 @@ def patch_scalers(scaled: Callable[[Any], None], unscaled: Callable[[], None]) -
         undo.append(_after(kind, "scale", lambda self, _result: scaled(self)))
         undo.append(_after(kind, "unscale_", lambda _self, _result: unscaled()))
     return _all_of(undo)
+
+
+def patch_synchronisation(told: Callable[[bool], None]) -> Undo:
+    """Report whether FSDP2 is told to reduce gradients."""
+    original = FSDPModule.set_requires_gradient_sync
+
+    @wraps(original)
+    def observed(self: Any, requires_gradient_sync: bool, *args: Any, **kwargs: Any) -> None:
+        told(bool(requires_gradient_sync))
+        original(self, requires_gradient_sync, *args, **kwargs)
+
+    return _set(FSDPModule, "set_requires_gradient_sync", observed)
 
 
 def patch_reading(read: Callable[[], None]) -> Undo:

@@ -123,6 +123,10 @@ class TrainingChecks:
         """Note a gradient at the end of a backward pass."""
         self._passes.end(self._updates.first_optimizer)
 
+    def synchronised(self, is_so: bool) -> None:
+        """Note whether FSDP is told to reduce gradients from now on."""
+        self._passes.synchronised(is_so)
+
     def scaled(self, scaler: Any) -> None:
         """Note the scaler of a loss."""
         self._passes.scaled(scaler)

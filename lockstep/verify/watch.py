@@ -111,6 +111,7 @@ class observe:  # noqa: N801 — called as a function
             script_patches.patch_backward(self._around_backward),
             script_patches.patch_clipping(self._around_clipping),
             script_patches.patch_scalers(checks.scaled, checks.unscaled),
+            script_patches.patch_synchronisation(checks.synchronised),
             script_patches.patch_made(checks.note_made),
             script_patches.patch_modes(checks.left_training),
             script_patches.patch_schedules(checks.schedule_stepped),

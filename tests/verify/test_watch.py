@@ -179,6 +179,10 @@ def clipping_each(self: Loop, loss: Tensor) -> None:
     nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
 
 
+def cut_off(self: Loop, x: Tensor) -> Tensor:
+    return self.model(x).detach().requires_grad_().square().mean()
+
+
 def by_hand(self: Loop, loss: Tensor) -> None:
     parameters = list(self.model.parameters())
     for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
@@ -188,6 +192,12 @@ def by_hand(self: Loop, loss: Tensor) -> None:
 def scaled(self: Loop, loss: Tensor) -> None:
     self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     self.scaler.scale(loss).backward()
+
+
+def without_clipping(self: Loop) -> None:
+    self.optimizer.step()
+    self.schedule.step()
+    self.optimizer.zero_grad()
 
 
 def unscaling_first(self: Loop) -> None:
@@ -252,6 +262,7 @@ def infinite(self: Loop, x: Tensor) -> Tensor:
         (loop(loss=frozen_part), "parameters without gradients"),
         (loop(accumulate=2, backward=clipping_each), "clipping"),
         (loop(backward=by_hand), None),
+        (loop(loss=cut_off, step=without_clipping), "parameters without gradients"),
         (loop(backward=scaled, step=clipping_first), "clipping"),
         (loop(backward=scaled, step=unscaling_first), None),
         (loop(accumulate=2, loss=undivided), "gradient accumulation"),

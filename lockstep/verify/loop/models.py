@@ -81,6 +81,10 @@ class ModelChecks:
         """Return whether all models are in training mode."""
         return all(map(_in_training, self.models))
 
+    def knows(self, parameter: Tensor) -> bool:
+        """Return whether a model with a parameter was called."""
+        return id(parameter) in self.names
+
     def name_of(self, parameter: Tensor) -> str:
         """Return the name of a parameter, or what it is where no model with it was called."""
         return self.names.get(id(parameter), "a parameter")
@@ -207,7 +211,9 @@ class ModelChecks:
         ]
         called = {name for name, module in modules if id(module) in self._called}
         detached = [name for name in without_gradient if _owner(name) in called]
-        if not detached or "stale optimizer" in self._log.findings:
+        # of an optimizer that gets no gradient at all
+        known = {"stale optimizer", "gradient synchronisation", "parameters without gradients"}
+        if not detached or known & set(self._log.findings):
             return
         text = (
             f"{listed(detached, 5)} take part in the forward pass, and got no gradient in"

@@ -32,6 +32,7 @@ class PassChecks:
         self._clipped: Tensor | None = None
         self._clipped_at = ""
         self._scaler: Any = None  # whose scale the gradients have
+        self.unsynchronised_at = ""  # where FSDP was told last to reduce no gradients; or empty
 
     def batch_read(self) -> None:
         """Note a batch that a loader gives."""
@@ -72,6 +73,10 @@ class PassChecks:
             self._gradient = None
             if parameter is not None:
                 self._gradient = (parameter, float(local(parameter.grad).detach().norm()))
+
+    def synchronised(self, is_so: bool) -> None:
+        """Note whether FSDP is told to reduce gradients from now on."""
+        self.unsynchronised_at = "" if is_so else own_line()
 
     def scaled(self, scaler: Any) -> None:
         """Note the scaler of a loss, whose gradients will be as large."""

@@ -119,12 +119,7 @@ class UpdateChecks:
             return
         trained = [p for p in own if p.requires_grad]
         if trained and not any(p.grad is not None for p in trained):
-            text = (
-                "the optimizer's parameters get no gradient: it was made for another model, or"
-                " before the model was converted or wrapped"
-            )
-            fix = "make the optimizer from the model that is called"
-            self._log.find("stale optimizer", text, fix, self._made.line_of(optimizer))
+            self._find_no_gradients(optimizer, trained)
         sizes = [_size_of_gradient(p) for p in own]
         least = _ROUNDING * max(sizes, default=0.0)
         self._before = {
@@ -137,6 +132,30 @@ class UpdateChecks:
             )
             self._log.find("not finite", text, line=own_line())
         self._passes.begin_update()
+
+    def _find_no_gradients(self, optimizer: Optimizer, trained: list[Tensor]) -> None:
+        """Find why an optimizer gets no gradient: its parameters, or how they are reduced."""
+        if not any(self._models.knows(p) for p in trained):
+            text = (
+                "the optimizer's parameters get no gradient: it was made for another model, or"
+                " before the model was converted or wrapped"
+            )
+            fix = "make the optimizer from the model that is called"
+            self._log.find("stale optimizer", text, fix, self._made.line_of(optimizer))
+        elif self._passes.unsynchronised_at:
+            text = (
+                "FSDP gives the optimizer no gradient: set_requires_gradient_sync(False) holds in"
+                " the last backward pass of the step, too, and nothing is reduced"
+            )
+            fix = "set_requires_gradient_sync(True) before the last micro-batch of a step"
+            self._log.find("gradient synchronisation", text, fix, self._passes.unsynchronised_at)
+        else:
+            text = (
+                "no parameter of the optimizer gets a gradient, though the model that is called has"
+                " them: the loss is cut off from it"
+            )
+            fix = "let no detach(), no_grad() or .data cut them off from the loss"
+            self._log.find("parameters without gradients", text, fix, own_line())
 
     def _check_new_gradients(self, optimizer: Optimizer, own: list[Tensor]) -> None:
         """Find an update with the gradients of the one before it, or with a sum of both."""

@@ -55,9 +55,9 @@ class ScriptComparison:
         self.conditions = AS_WRITTEN
         self.feed: Feed = {}
         self.in_turn = False  # whether one process takes the ranks' batches one after another
-        # whether one process for each rank is compared: samples come from no loader
+        # whether ranks are compared with the mean of one process for each: without a loader
         self.each_alone = False
-        # of each rank, what its process is given then of its draws and of what it reads
+        # of each rank without a loader, what a process is given of its draws and its reads
         self._own_values: list[GivenValues] = []
         self.sizes: dict[str, int] = {}  # of the gradients that are compared
         # step → as `alone_on_each` has found
@@ -184,7 +184,7 @@ class ScriptComparison:
     def can_take_parts(self) -> bool:
         """Return whether one process can be given the samples of each unit alone."""
         is_limited = len(self.world.units) <= MOST_PARTS and not is_cut_by_script(self.world)
-        has_parts = self.each_alone or (bool(self.feed) and not self.in_turn)
+        has_parts = bool(self._own_values) or (bool(self.feed) and not self.in_turn)
         return has_parts and is_limited
 
     def alone_on_each(self, number: int) -> list[tuple[Values, ScriptRecord]]:
@@ -236,7 +236,7 @@ class ScriptComparison:
         given = replace(self.given, gradients=self._gradients_of_ranks())
         what = "given each rank's samples alone"
         records = self._alone_for_units(
-            what, given, steps=number + 1, traced=traced, traced_whole=traced and self.each_alone
+            what, given, steps=number + 1, traced=traced, traced_whole=traced and not self.feed
         )
         self._check_steps(records, number, what)
         return [(self.gradients(number, World([record]))[0], record) for record in records]
@@ -256,7 +256,7 @@ class ScriptComparison:
         self, what: str, given: GivenValues, *, steps: int | None = None, **conditions: bool
     ) -> list[ScriptRecord]:
         """Run one process for each unit, given its samples, or what it draws and reads itself."""
-        if not self.each_alone:
+        if not self._own_values:
             return self.alone(what, self._unit_feeds(), given=given, steps=steps, **conditions)
         of_units = [replace(given, draws=own.draws, reads=own.reads) for own in self._own_values]
         return self.runs.alone(
@@ -285,7 +285,6 @@ class ScriptComparison:
         if written is not None:
             given_reads = reads_to_give(reads, written.reads)
         kept = self.given
-        self.each_alone = True
         for has_early in (False, True):
             self._own_values = [
                 GivenValues(
@@ -298,7 +297,7 @@ class ScriptComparison:
                 mean = self._mean_of_units(self._have_the_samples)
                 if mean is not None:
                     return mean
-        self.each_alone = False
+        self._own_values = []
         self.given = kept
         return None
 

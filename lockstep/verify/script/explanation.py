@@ -92,7 +92,7 @@ def _first_operation(c: ScriptComparison, first: Difference, evidence: GradientE
         return ""
     try:
         _, records = c.rerun(
-            "with each operation traced", first.step, traced=True, traced_whole=c.each_alone
+            "with each operation traced", first.step, traced=True, traced_whole=not c.feed
         )
     except LockstepError:  # what is compiled may not be traced
         return ""
@@ -338,7 +338,7 @@ def _computation_cause(
     parts = [gradient for gradient, _ in alone]
     records = [record for _, record in alone]
     cause = gradients.computation_cause(evidence, parts, c.world.leaders, records, first.step)
-    if cause is not None and c.each_alone and (c.differing is None or c.differing.is_of_data):
+    if cause is not None and not c.feed and (c.differing is None or c.differing.is_of_data):
         where = "" if c.differing is None else f": {c.differing.text}"
         c.outcome.leave_open(
             "the loop reads without a loader, and one process for each rank has its inputs, but not"

@@ -313,6 +313,7 @@ class _Judgement(ScriptComparison):
         if mean is None:
             self.outcome.leave_open(why)
             return None
+        self.each_alone = True
         text = (
             "samples come from no DataLoader: the mean of one process for each rank is compared,"
             " given the random numbers that the rank drew, the places from which it read, and the"
@@ -491,6 +492,8 @@ class _Judgement(ScriptComparison):
             first, rounding = self.first_difference(reference, limits)
         self.outcome.compare(first, rounding)
         if first is not None:
+            if not self.feed and not self.each_alone:
+                self.take_each_alone(reference)  # so that the part of each rank can be taken
             explain(self, first, reference)
 
     def _excuse_factors_that_cancel(self) -> None:
