@@ -3,12 +3,14 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep.errors import RunError
+from lockstep.verify.algebra import Values
 from lockstep.verify.comparison_result import Outcome
 from lockstep.verify.script.comparison import ScriptComparison
 from lockstep.verify.script.gradients import first_output_of_all
@@ -132,3 +134,36 @@ def test_a_sparse_gradient_is_kept_with_its_zeros() -> None:
     piece = piece_of(words.weight.grad)
     assert piece.local.tolist() == [[0.0, 0.0], [2.0, 2.0], [0.0, 0.0], [1.0, 1.0]]
     assert piece.shape == (4, 2)
+
+
+class _Parts(ScriptComparison):
+    """Two ranks, whose part of the gradient depends on how many samples one process is given."""
+
+    def __init__(self, *, counts: bool) -> None:
+        super().__init__(None, Outcome("2 ranks", 2))  # type: ignore[arg-type]
+        self.counts = counts
+        step = RecordedStep(losses=[1.0], flow=[("body", 2.0, 1.0)])
+        record = ScriptRecord([step], batches={0: [["a"]]})
+        self.records = [record, record]
+        self.world = World(self.records)
+        self.feed = {(0, 0): [(0, 0), (1, 0)]}
+
+    def _alone_on_each(
+        self, number: int, *, traced: bool = False, times: int = 1
+    ) -> list[tuple[Values, ScriptRecord]]:
+        scale = times / 2 if self.counts else 1.0
+        output = RecordedStep(losses=[scale], flow=[("body", 2.0 * times, 1.0)])
+        gradients = [np.array([1.0, 2.0]), np.array([3.0, 0.0])]
+        return [(scale * gradient, ScriptRecord([output])) for gradient in gradients]
+
+
+@pytest.mark.parametrize("counts", [False, True])
+def test_parts_have_as_many_samples_as_all_where_the_script_counts_them(counts: bool) -> None:
+    comparison = _Parts(counts=counts)
+    comparison.repeat_parts(0, np.array([2.0, 1.0]))
+    for (gradient, record), right in zip(
+        comparison.alone_on_each(0), ([1.0, 2.0], [3.0, 0.0]), strict=True
+    ):
+        assert gradient.tolist() == right
+        assert record.steps[0].losses == [1.0]
+        assert record.steps[0].flow == [("body", 2.0, 1.0)]  # of its own samples

@@ -213,14 +213,18 @@ class ScriptComparison:
         trained = step_batches(self.records[0], number)
         if trained is None or not self.can_take_parts() or len(self.world.units) == 1:
             return
-        alone = [gradient for gradient, _ in self.alone_on_each(number)]
-        if gradients.is_same(mean_of(alone), right):
+        alone = self.alone_on_each(number)
+        if gradients.is_same(mean_of([gradient for gradient, _ in alone]), right):
             return
         with suppress(LockstepError):
-            repeated = self._alone_on_each(number, traced=True, times=len(self.world.units))
+            repeated = self._alone_on_each(number, times=len(self.world.units))
             parts = [gradient for gradient, _ in repeated]
             if gradients.is_same(mean_of(parts), right):
-                self._on_each[number] = repeated
+                pairs = zip(alone, repeated, strict=True)
+                self._on_each[number] = [
+                    (gradient, _with_outputs_of(record, of_part, number))
+                    for (_, of_part), (gradient, record) in pairs
+                ]
 
     def _alone_on_each(
         self, number: int, *, traced: bool = False, times: int = 1
@@ -386,6 +390,15 @@ class ScriptComparison:
                 why="the ranks took them: the number of steps depends on how samples are cut",
                 fix="let the script take a number of steps, whatever batches a rank has",
             )
+
+
+def _with_outputs_of(record: ScriptRecord, other: ScriptRecord, number: int) -> ScriptRecord:
+    """Return the record of one process with modules' outputs of another in a step.
+
+    Those of the first are of more samples, and so are its operations, which are left out.
+    """
+    step = replace(record.steps[number], flow=other.steps[number].flow, operations=[])
+    return replace(record, steps=[*record.steps[:number], step, *record.steps[number + 1 :]])
 
 
 def _has_the_samples(step: RecordedStep, right: RecordedStep) -> bool:

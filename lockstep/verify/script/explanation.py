@@ -108,9 +108,10 @@ def _first_operation(c: ScriptComparison, first: Difference, evidence: GradientE
         if min(len(records[rank].steps), len(process.steps)) <= first.step:
             return ""
         operations = records[rank].steps[first.step].operations
-        if not operations:
+        right_operations = process.steps[first.step].operations
+        if not operations or not right_operations:
             return ""
-        traced[rank] = operations, process.steps[first.step].operations
+        traced[rank] = operations, right_operations
 
     wrong = _ranks_that_compute_otherwise(c, evidence, [gradient for gradient, _ in alone])
     excused = set()
