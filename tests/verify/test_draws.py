@@ -56,6 +56,11 @@ def test_rows_that_all_ranks_draw_alike_are_found() -> None:
     assert drawn_alike([mine, mine], rows) == ["torch.randn at train.py:40"]
     assert drawn_alike([mine, other], rows) == []
     assert drawn_alike([mine, mine], {(0, 0): [4]}) == []  # of the whole batch: may be shared
+    for_gradients = [replace(each, after=True) for each in mine]
+    assert drawn_alike([for_gradients, for_gradients], rows) == []
+    of_two = [*mine, draw(torch.ones(3), number=2)]  # for two parameters
+    assert drawn_alike([of_two, of_two], rows, [(8,), (3,)]) == []
+    assert drawn_alike([of_two, of_two], rows, [(8,)]) == ["torch.randn at train.py:40"]
     data = [replace(each, batch=(-1, 0)) for each in mine]  # made before any batch is read
     assert drawn_alike([data, data], rows) == []
     assert drawn_apart([mine, other]) == ["torch.randn at train.py:40"]

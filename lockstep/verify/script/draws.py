@@ -48,6 +48,7 @@ class LoopDraw:
     number: int  # how often the line had drawn so for this batch
     value: Any  # a tensor on the CPU, an array, a list or a number; None if it is too large
     outside: bool  # whether it was drawn outside of modules
+    after: bool = False  # whether it was drawn between a backward pass and the update
 
     @property
     def is_permutation(self) -> bool:
@@ -288,25 +289,39 @@ def _replaced(value: Any, given: Any) -> Any:
 
 
 def drawn_alike(
-    ranks: Sequence[Sequence[LoopDraw]], rows: Mapping[BatchKey, Collection[int]]
+    ranks: Sequence[Sequence[LoopDraw]],
+    rows: Mapping[BatchKey, Collection[int]],
+    parameters: Collection[tuple[int, ...]] = (),
 ) -> list[str]:
     """Return the places at which all ranks draw the same rows for batches of other samples.
+
+    What is drawn for gradients, as the noise of private training, is rightly the same: it comes
+    after the backward pass, or has the shapes of several parameters.
 
     Args:
         ranks: what each rank drew.
         rows: batch whose samples differ from rank to rank → numbers of samples in such a batch.
             Numbers with other numbers of rows are of the whole batch, which ranks may well share.
+        parameters: the shapes of the models' parameters.
     """
     by_place: list[dict[str, list[LoopDraw]]] = []
     for draws in ranks:
         of_rank: dict[str, list[LoopDraw]] = {}
         for draw in draws:
             is_of_samples = draw.rows in rows.get(draw.batch, ())
-            if draw.outside and is_of_samples and not draw.is_permutation:
+            if draw.outside and is_of_samples and not draw.is_permutation and not draw.after:
                 of_rank.setdefault(draw.place, []).append(draw)
         by_place.append(of_rank)
+    shapes: dict[str, set[Any]] = {}
+    for draw in ranks[0]:
+        shapes.setdefault(draw.place, set()).add(_shape(draw.value))
+    of_parameters = {
+        place for place, drawn in shapes.items() if len(drawn) > 1 and drawn <= set(parameters)
+    }
     alike = []
     for place, mine in by_place[0].items():
+        if place in of_parameters:
+            continue
         others = [of_rank.get(place, []) for of_rank in by_place[1:]]
         numbers = sum(int(np.prod(_shape(draw.value) or ())) for draw in mine)
         same = all(

@@ -31,7 +31,7 @@ from lockstep.verify.script.operations import (
     line_that_couples,
     line_that_passes_on,
 )
-from lockstep.verify.script.ranks import replicas_cause
+from lockstep.verify.script.ranks import replicas_apart, replicas_cause
 from lockstep.verify.script.record import ScriptRecord
 from lockstep.verify.script.reduction import reduction_cause
 from lockstep.verify.script.runs import step_batches, united
@@ -70,6 +70,12 @@ def _causes(
         return [script_cause("clipping", text, by, c.outcome.framework)]
     causes = [] if evidence is None else _gradient_causes(c, first, evidence, reference)
     if causes or c.outcome.not_judged:
+        return causes
+    used = c.gradients(first.step, c.world, clipped=True)
+    are_apart = any(not gradients.is_same(mine, used[0]) for mine in used[1:])
+    causes = replicas_apart(c.world, first.step + 1) if are_apart else []
+    if causes:
+        causes[0].place_at("" if c.differing is None else c.differing.line)
         return causes
     text = "none was shown; one process has the ranks' samples, first values and settings"
     return [Cause(UNKNOWN, text, ["comparison with one process"])]

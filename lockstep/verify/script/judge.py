@@ -464,6 +464,12 @@ class _Judgement(ScriptComparison):
         if first is not None and reference.unkeyed:
             self._compare_with_mean(reference, limits)
             return
+        if first is not None and self.each_alone and self._exchange_before(first.step):
+            self.outcome.leave_open(
+                "the loop reads without a loader, and ranks exchange tensors before the backward"
+                " pass, which one process for each rank can't do"
+            )
+            return
         updates_on_its_own = not self.each_alone  # else it was given the ranks' gradients
         if first is not None and updates_on_its_own and (first.step or first.aspect == "weights"):
             # Adam, for one, makes whole updates of gradients that are nothing but rounding.
@@ -495,6 +501,11 @@ class _Judgement(ScriptComparison):
             if not self.feed and not self.each_alone:
                 self.take_each_alone(reference)  # so that the part of each rank can be taken
             explain(self, first, reference)
+
+    def _exchange_before(self, number: int) -> bool:
+        """Return whether ranks exchange tensors for a loss, up to a step."""
+        steps = [step for record in self.records for step in record.steps[: number + 1]]
+        return any(step.exchanges for step in steps)
 
     def _excuse_factors_that_cancel(self) -> None:
         """Take a learning rate and a gradient for right where one makes up for the other.

@@ -21,6 +21,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -54,14 +55,14 @@ from lockstep.verify.own_lines import (
 )
 from lockstep.verify.script import values
 from lockstep.verify.script.broadcasts import product_in, watch_losses
-from lockstep.verify.script.draws import BatchKey, ObservedDraws
+from lockstep.verify.script.draws import BatchKey, LoopDraw, ObservedDraws
 from lockstep.verify.script.hangs import ScriptHangWatch
 from lockstep.verify.script.observed_models import STATISTICS, ObservedModels
 from lockstep.verify.script.observed_pass import AppliedConditions, GeneratorStates
 from lockstep.verify.script.operations import BACKWARD, BEFORE, FORWARD, UPDATE, TracedOperations
 from lockstep.verify.script.orders import ObservedOrders
 from lockstep.verify.script.passed_on import PassedOn
-from lockstep.verify.script.reads import ObservedReads
+from lockstep.verify.script.reads import LoopRead, ObservedReads
 from lockstep.verify.script.record import (
     AUTOCAST,
     CLIP,
@@ -146,6 +147,7 @@ class _ScriptObserver:
         self._has_passed = False  # whether the last batch of the step has passed backward
         self._is_traced = False
         self._passes = 0  # backward passes
+        self._is_between = True  # two steps: nothing of the next was read, drawn or called yet
         self._calls_backward = False  # else the script gives parameters their gradients by hand
         self._sharded_dtypes: set[str] = set()  # in which FSDP lets layers compute
         self._generators = GeneratorStates()
@@ -165,7 +167,7 @@ class _ScriptObserver:
             task.given.draws,
             self._sources,
             lambda: self._loaders.last or (-1, self._passes),
-            self.record.draws.append,
+            self._drawn,
             self.record.unkeyed.append,
             lambda: bool(self._inside),
             self._draw,
@@ -177,7 +179,7 @@ class _ScriptObserver:
             lambda: self._passes,
             self._is_reading,
             is_own,
-            self.record.reads.append,
+            self._read,
         )
         script_patches.patch_reads(reads.indexed, reads.made)
         self._untrained = UntrainedNetworks(
@@ -269,6 +271,8 @@ class _ScriptObserver:
             self.record.collectives.append(
                 (name, size, f"{short_path(frame.filename)}:{frame.lineno}")
             )
+        is_forward = not self._is_between and not self._in_backward and not self._has_passed
+        self._step.exchanges |= bool(size) and is_forward
         if size and is_own(frame.filename):
             self._step.calls.append((name, f"{short_path(frame.filename)}:{frame.lineno}"))
 
@@ -345,6 +349,14 @@ class _ScriptObserver:
         index, turn = divmod(self._passes, len(ranks))
         return [(ranks[turn], index)]
 
+    def _drawn(self, draw: LoopDraw) -> None:
+        self._is_between = False
+        self.record.draws.append(replace(draw, after=self._has_passed))
+
+    def _read(self, read: LoopRead) -> None:
+        self._is_between = False
+        self.record.reads.append(read)
+
     def _is_reading(self) -> bool:
         """Return whether the loop reads samples by itself, outside of modules and passes."""
         return not self._inside and not self._in_backward and self._loaders.last is None
@@ -359,6 +371,7 @@ class _ScriptObserver:
         """Note a module that is called; a micro-batch begins with an entire model in training."""
         if _is_transformed():
             return
+        self._is_between = False
         self._inside.append(self._models.module_name(module) or "")
         device = next(module.parameters(), torch.empty(0)).device.type
         if torch.is_autocast_enabled(device):
@@ -602,6 +615,7 @@ class _ScriptObserver:
         number = len(self.record.steps)
         self.record.steps.append(self.task.keep_step(self.rank, number, self._step))
         self._step = RecordedStep()
+        self._is_between = True
         if not self._loaders.were_made:  # what comes before the next pass may read samples
             self._has_passed = False
             self._trace()

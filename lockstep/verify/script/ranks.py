@@ -112,7 +112,8 @@ def _same_loop_draws(world: World) -> Cause | None:
         [draw for draw in record.draws if has_loaders or draw.is_floating]
         for record in leaders
     ]
-    places = drawn_alike(draws, rows)
+    parameters = [piece.shape for piece in leaders[0].first.values()]
+    places = drawn_alike(draws, rows, parameters)
     if not places:
         return None
     text = (

@@ -98,6 +98,8 @@ class RecordedStep:
     loss_line: str = ""
     # what the script itself calls, and its line: backward, collectives, clip, update
     calls: list[tuple[str, str]] = field(default_factory=list)
+    # whether ranks exchange tensors before a backward pass, as for a norm over all of them
+    exchanges: bool = False
     # of each pass of a whole model, prints of its rows
     inputs: list[list[str]] = field(default_factory=list)
     # what tells the elements of these inputs from others, in whatever order: it adds up over ranks
