@@ -9,6 +9,7 @@ from lockstep.config.checks_distributed import ranks_along
 from lockstep.config.schema import Config
 from lockstep.errors import Contradiction
 from lockstep.registry import DATA_SETS, LOSSES
+from lockstep.strategy import AUTO, strategy_named
 
 # Data sets whose sequences hold several documents.
 _PACKED = ("documents", "stream", "preferences")
@@ -71,6 +72,7 @@ def pair_contradictions(config: Config) -> Iterator[Contradiction]:
     if ranks_along(config.step, None, "context") > 1 or in_chunks:
         yield DPO_ON_PARTS
     has_adapters = config.model.lora is not None or config.model.adapter is not None
-    in_stages = distributed.strategy == "pipeline" and distributed.pipeline_size != 1
+    strategy = distributed.strategy
+    in_stages = strategy != AUTO and strategy_named(strategy).in_stages
     if has_adapters and in_stages and config.loss_fn.args.get("reference") is None:
         yield ADAPTERS_IN_STAGES
