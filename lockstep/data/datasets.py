@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lockstep.config import DataConfig
+from lockstep.config.argument_types import require_types
 from lockstep.data.batches import CollatingDataset, Data
 from lockstep.data.document_files import Field, content_of
 from lockstep.data.language import (
@@ -54,6 +55,8 @@ def build_data(data: DataConfig, *, seed: int = 0) -> Data:
         if ":" in name:
             return _users(builder, args, name, seed)
     require_arguments(builder, args, name, "data.args")
+    annotated = builder.func if isinstance(builder, partial) else builder
+    require_types(annotated, args, "data.args", numbers=False)
     if "seed" in (keywords_of(builder) or ()):
         args.setdefault("seed", seed)
     built: Data = builder(**args)
@@ -67,7 +70,10 @@ def check_data(data: DataConfig) -> None:
     """
     if data.name is None or data.name.startswith("hf:"):
         return
-    require_arguments(DATA_SETS.load_callable(data.name), data.args, data.name, "data.args")
+    builder = DATA_SETS.load_callable(data.name)
+    require_arguments(builder, data.args, data.name, "data.args")
+    if ":" not in data.name:
+        require_types(builder, data.args, "data.args", numbers=False)
     check_named_files(data.name, data.args)
     check_sources(data.name, data.args)
 

@@ -1,7 +1,7 @@
 """Turns pairs of whole texts, in which somebody has put prompt and answer together, into tokens.
 
-The prompt is what both begin with, token by token; what follows in each is its answer, and so is
-the tokenizer's `eos_token`, which ends it. With a token a word:
+The prompt is what both begin with, token by token, as TRL's `extract_prompt` finds it; what follows
+in each is its answer, and so is the tokenizer's `eos_token`, which ends it. With a token a word:
 
     chosen      Human: 2 + 2? Assistant: 4 </s>
     rejected    Human: 2 + 2? Assistant: I don't know </s>
@@ -49,6 +49,8 @@ class TextPairs:
             why = "what both begin with is the prompt, and nothing says what an answer is one to"
             fix = "name the field of the prompt: prompt_field: NAME, or leave the row out"
             raise UsageError(what, where=where, why=why, fix=fix)
+        if begin > 1 and self._documents.tokenizer.decode([int(better[begin - 1])]) == " ":
+            begin -= 1  # the space before a word belongs to it, as in most vocabularies
         self._documents.notes[WHOLE_TEXTS] += 1
         return [Trained(tokens, np.arange(len(tokens)) >= begin) for tokens in (better, worse)]
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
+from lockstep.config.argument_types import require_types
 from lockstep.config.names import foreign_key
 from lockstep.errors import UsageError, did_you_mean
 from lockstep.registry import MODELS
@@ -123,6 +124,8 @@ def _construct(
     from torch import nn
 
     accepted = _require_accepted(name, constructor, args)
+    if name in MODELS.shipped:
+        require_types(constructor, args, "model.args")
     parameters = inspect.signature(constructor).parameters
     filled = {**{key: value for key, value in facts.items() if key in accepted}, **args}
     missing = [
@@ -146,7 +149,10 @@ def check_model(model_config: "ModelConfig") -> None:
     The data may fill in others.
     """
     if model_config.name is not None:
-        _require_accepted(model_config.name, _constructor(model_config.name), model_config.args)
+        constructor = _constructor(model_config.name)
+        _require_accepted(model_config.name, constructor, model_config.args)
+        if model_config.name in MODELS.shipped:
+            require_types(constructor, model_config.args, "model.args")
         if model_config.name.startswith("hf:"):
             _check_hugging_face(model_config)
 

@@ -86,7 +86,7 @@ class FreeTransformer(Decoder):
         split_layer: int | None = None,
     ) -> None:
         super().__init__()
-        require_positive(n_layer=n_layer, vocab_size=vocab_size)
+        require_positive(n_layer=n_layer, n_embd=n_embd, vocab_size=vocab_size)
         self.split_layer = n_layer // 2 if split_layer is None else split_layer
         _check_latent(latent_bits, self.split_layer, n_layer, n_embd)
         self.block_size = block_size

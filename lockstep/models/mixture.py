@@ -86,7 +86,9 @@ class Mixture(Decoder):
         block_size: int = 512,
     ) -> None:
         super().__init__()
-        require_positive(n_layer=n_layer, vocab_size=vocab_size, n_expert=n_expert, top_k=top_k)
+        require_positive(
+            n_layer=n_layer, n_embd=n_embd, vocab_size=vocab_size, n_expert=n_expert, top_k=top_k
+        )
         _check_choices(n_expert, top_k, router, balance)
         if expert_hidden is None:
             expert_hidden = max(8, round(n_embd * 8 / 3 / (top_k + n_shared) / 8) * 8)

@@ -12,10 +12,11 @@ log-likelihoods of an answer's tokens:
 
 Other losses of a margin are chosen by `loss_type`; with m = beta · margin and ε = label_smoothing:
 
-    sigmoid   −(1 − ε) · log sigmoid(m) − ε · log sigmoid(−m)
-    robust    (−(1 − ε) · log sigmoid(m) + ε · log sigmoid(−m)) / (1 − 2ε)      arXiv:2403.00409
-    hinge     max(0, 1 − m)                                                      arXiv:2305.10425
-    ipo       (margin of means over tokens − 1 / (2 · beta))²                    arXiv:2310.12036
+    sigmoid         −(1 − ε) · log sigmoid(m) − ε · log sigmoid(−m)
+    robust          (−(1 − ε) · log sigmoid(m) + ε · log sigmoid(−m)) / (1 − 2ε)  arXiv:2403.00409
+    sigmoid_norm    −log sigmoid(beta · margin of means over tokens)              arXiv:2411.15124
+    hinge           max(0, 1 − m)                                                 arXiv:2305.10425
+    ipo             (margin of means over tokens − 1 / (2 · beta))²               arXiv:2310.12036
 
 To each of them `nll_weight` adds the negative log-likelihood of the chosen answer, a mean over its
 tokens (arXiv:2404.19733).
@@ -50,7 +51,7 @@ from lockstep.models.language import LanguageModel
 
 PAIRS = "pairs"  # the part of a batch that says which pairs a sequence has
 _SMOOTHED = ("sigmoid", "robust")  # what label_smoothing is an argument of
-LOSS_TYPES = (*_SMOOTHED, "hinge", "ipo")
+LOSS_TYPES = (*_SMOOTHED, "sigmoid_norm", "hinge", "ipo")
 
 
 @dataclass(frozen=True)
@@ -162,6 +163,8 @@ class DirectPreferences(nn.Module):
         """Return the loss of each pair's margin, [B, P]."""
         if self.loss_type == "ipo":
             return (sums.margins_of_means() - 1 / (2 * self.beta)).square()
+        if self.loss_type == "sigmoid_norm":
+            return -F.logsigmoid(self.beta * sums.margins_of_means())
         margins = self.beta * sums.margins()
         if self.loss_type == "hinge":
             return (1 - margins).relu()

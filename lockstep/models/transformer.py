@@ -78,7 +78,7 @@ class Transformer(Decoder):
         block_size: int = 512,
     ) -> None:
         super().__init__()
-        require_positive(n_layer=n_layer, vocab_size=vocab_size)
+        require_positive(n_layer=n_layer, n_embd=n_embd, vocab_size=vocab_size)
         self.block_size = block_size
         self.tie_embeddings = tie_embeddings
         self.embed = Embedding(vocab_size, n_embd, dropout)

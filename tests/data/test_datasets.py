@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch.utils.data import default_collate
 
 from lockstep.config import DataConfig
-from lockstep.data import Data, build_data, sources
+from lockstep.data import Data, build_data, check_data, sources
 from lockstep.data.datasets import hugging_face
 from lockstep.data.language import Documents, Tokenizer, TokenWindows
 from lockstep.data.prepare import prepare, prepare_command
@@ -506,3 +506,36 @@ def test_the_page_names_each_key_of_a_source() -> None:
     rows = [row for row in rows_of("The data sets that ship") if len(row) == 2]
     said = [key for row in rows for key in re.findall(r"`(\w+)`", row[0])]
     assert sorted(said) == sorted({**sources._KEYS, **sources._KEYS_OF_PAIRS})
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "message"),
+    [
+        ("text", {"path": 3}, "path should be a text, but is 3"),
+        ("text", {"path": "a", "documents": "yes"}, "documents should be true or false, but is"),
+        (
+            "labelled",
+            {"path": "a", "text_field": ["a"]},
+            r"text_field should be a text, but is \['a'",
+        ),
+        (
+            "labelled",
+            {"path": "a", "classes": "no"},
+            "classes should be a list of texts, but is 'no'",
+        ),
+        (
+            "labelled",
+            {"path": "a", "classes": [1]},
+            r"classes should be a list of texts, but is \[1",
+        ),
+        ("hf:a", {"columns": "a"}, "columns should be a list of texts, but is 'a'"),
+    ],
+)
+def test_an_argument_of_another_type_is_one_error(
+    name: str, args: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        build(name, **args)
+    if not name.startswith("hf:"):
+        with pytest.raises(UsageError, match=message):
+            check_data(DataConfig(name=name, args=args))

@@ -30,11 +30,11 @@ def made(folder: Path, rows: list[Any], template: str | None = None, **source: A
 
 
 def test_what_both_texts_begin_with_is_the_prompt(tmp_path: Path) -> None:
-    """Up to the last token in common, as TRL finds it; the answers get the stop token."""
+    """But for a space before the answers, as TRL has it; these get the stop token."""
     data = made(tmp_path, ROWS)
     found = sorted(pair for texts in documents(data.train, tmp_path) for pair in texts)
     expected = sorted(
-        (f"{row[key]}</s>", f"{row[key]}</s>".removeprefix(f"{BEGIN} "))
+        (f"{row[key]}</s>", f"{row[key]}</s>".removeprefix(BEGIN))
         for row in ROWS
         for key in ("chosen", "rejected")
     )
@@ -47,9 +47,11 @@ def test_what_both_texts_begin_with_is_the_prompt(tmp_path: Path) -> None:
 def test_a_text_that_ends_with_the_stop_token_gets_no_other(tmp_path: Path) -> None:
     row = {"chosen": f"{BEGIN} 4</s>", "rejected": f"{BEGIN} 5"}
     texts = documents(made(tmp_path, [row], special_tokens=True).train, tmp_path)
-    assert [trained for _, trained in texts[0]] == ["4</s>", "5</s>"]
+    assert [trained for _, trained in texts[0]] == [" 4</s>", " 5</s>"]
     texts = documents(made(tmp_path, [row]).train, tmp_path)
-    assert [trained for _, trained in texts[0]] == ["4</s></s>", "5</s>"], "the text of one is text"
+    assert [trained for _, trained in texts[0]] == [" 4</s></s>", " 5</s>"], (
+        "the text of one is text"
+    )
 
 
 def test_an_answer_that_goes_on_where_the_other_ends(tmp_path: Path) -> None:

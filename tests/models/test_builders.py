@@ -116,6 +116,10 @@ def test_classes_of_the_users_own() -> None:
         (f"{HERE}:not_a_module", {}, r"made a int, not an nn.Module"),
         (f"{HERE}:Plain", {}, r"needs width"),
         (None, {}, r"no model is named"),
+        ("transformer", {"n_layer": "two"}, r"n_layer should be a whole number, but is 'two'"),
+        ("transformer", {"n_kv_head": 1.5}, r"n_kv_head should be a whole number, [\s\S]*leave it"),
+        ("transformer", {"tie_embeddings": 1}, r"tie_embeddings should be true or false, but is 1"),
+        ("mixture", {"n_embd": -1}, r"n_embd=-1: at least 1 is needed"),
     ],
 )
 def test_mistakes_are_named(name: str | None, args: dict[str, Any], says: str) -> None:

@@ -66,6 +66,8 @@ def of_pair(ahead: list[torch.Tensor], counts: list[int], **terms: Any) -> torch
         return torch.clamp(1 - margin, min=0)
     if terms.get("loss_type") == "ipo":
         return (ahead[0] / counts[0] - ahead[1] / counts[1] - 1 / (2 * 0.5)) ** 2
+    if terms.get("loss_type") == "sigmoid_norm":
+        return -torch.sigmoid(0.5 * (ahead[0] / counts[0] - ahead[1] / counts[1])).log()
     if terms.get("loss_type") == "robust":
         return (-(1 - smoothing) * right.log() + smoothing * wrong.log()) / (1 - 2 * smoothing)
     return -(1 - smoothing) * right.log() - smoothing * wrong.log()
@@ -79,6 +81,7 @@ def of_pair(ahead: list[torch.Tensor], counts: list[int], **terms: Any) -> torch
         {"loss_type": "robust", "label_smoothing": 0.1},
         {"loss_type": "robust"},
         {"loss_type": "hinge"},
+        {"loss_type": "sigmoid_norm"},
         {"loss_type": "ipo"},
         {"nll_weight": 0.3},
         {"loss_type": "ipo", "nll_weight": 0.3},
