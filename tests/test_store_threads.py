@@ -80,7 +80,7 @@ _PLAIN = {
     "run_directory/run_lock.py": "writes to the lock's file",
     "machine/signals.py": "reads from a pipe",
     "submit/ray_machine.py": "reads what a launcher says",
-    "verify/script/hangs.py": "looks at processes",
+    "verify/script/observed/hangs.py": "looks at processes",
 }
 
 

@@ -15,7 +15,7 @@ from lockstep.machine.scratch import temporary
 from lockstep.verify.compare_command import Program
 from lockstep.verify.comparison_result import Outcome
 from lockstep.verify.launchers import PlainScript
-from lockstep.verify.script.pair import compare_scripts
+from lockstep.verify.script.pairs.pair import compare_scripts
 
 SCRIPT = Path(__file__).parent / "scripts" / "pair.py"
 STEPS = 3

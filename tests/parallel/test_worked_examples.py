@@ -57,7 +57,7 @@ DOCTESTS = (
     "lockstep.parallel.strides",
     "lockstep.randomness",
     "lockstep.step",
-    "lockstep.verify.script.reduction",
+    "lockstep.verify.script.causes.reduction",
 )
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lockstep.verify.algebra import NOT_REDUCED, RELATED, Relation, reduced_relation, relation
-from lockstep.verify.script.gradients import (
+from lockstep.verify.script.causes.gradients import (
     GradientEvidence,
     own_count_cause,
     scaled_cause,
@@ -17,7 +17,7 @@ from lockstep.verify.script.gradients import (
     unscaled,
 )
 from lockstep.verify.script.record import TORCH
-from lockstep.verify.script.reduction import reduction_cause
+from lockstep.verify.script.causes.reduction import reduction_cause
 
 RIGHT = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
 OTHER = torch.randn(4, 4, generator=torch.Generator().manual_seed(1))

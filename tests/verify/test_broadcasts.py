@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from lockstep.verify.script.broadcasts import product_in, watch_losses
+from lockstep.verify.script.observed.broadcasts import product_in, watch_losses
 
 
 def said(given: tuple[int, ...], target: tuple[int, ...]) -> list[str]:

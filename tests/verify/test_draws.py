@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep.verify.script.draws import LoopDraw, drawn_alike, drawn_apart, join
+from lockstep.verify.script.observed.draws import LoopDraw, drawn_alike, drawn_apart, join
 
 
 def draw(value: Any, name: str = "torch.randn", number: int = 0) -> LoopDraw:

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from lockstep.torch_compat.script_patches import patch_products
 from lockstep.verify.own_lines import code_at
-from lockstep.verify.script.operations import (
+from lockstep.verify.script.causes.operations import (
     BEFORE,
     FORWARD,
     OperationDifference,
@@ -20,7 +20,7 @@ from lockstep.verify.script.operations import (
     line_that_couples,
     line_that_passes_on,
 )
-from lockstep.verify.script.passed_on import PassedOn
+from lockstep.verify.script.observed.passed_on import PassedOn
 
 LAYER = nn.Linear(4, 4)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 from torch.utils.data import DataLoader, Sampler
 
-from lockstep.verify.script.orders import ObservedOrders
+from lockstep.verify.script.observed.orders import ObservedOrders
 
 BATCHES = 8
 

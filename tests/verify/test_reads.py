@@ -14,7 +14,7 @@ from lockstep.torch_compat import script_patches
 from lockstep.verify.command import verify_script
 from lockstep.verify.comparison_result import Outcome
 from lockstep.verify.own_lines import code_at
-from lockstep.verify.script.reads import LoopRead, ObservedReads, is_plain, reads_to_give
+from lockstep.verify.script.observed.reads import LoopRead, ObservedReads, is_plain, reads_to_give
 
 
 def read(line: str, index: Any = None, value: Any = None, number: int = 0) -> LoopRead:

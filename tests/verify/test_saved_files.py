@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.verify.command import verify_script
-from lockstep.verify.script.saved_files import put_back
+from lockstep.verify.script.observed.saved_files import put_back
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks/silent_bugs/scripts/snapshots.py"
 
@@ -16,7 +16,7 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks/silent_bugs/scripts/snapshots.p
 SAVES = """
 import os, shutil, sys
 from pathlib import Path
-from lockstep.verify.script.saved_files import SavedFiles
+from lockstep.verify.script.observed.saved_files import SavedFiles
 
 begun = []
 files = SavedFiles(Path("run/saved"), lambda: bool(begun))

@@ -22,7 +22,7 @@ from lockstep.errors import UsageError
 from lockstep.verify.command import verify_script
 from lockstep.verify.comparison_result import Outcome
 from lockstep.verify.own_lines import code_at
-from lockstep.verify.script import hangs, observe
+from lockstep.verify.script.observed import hangs, observe
 from lockstep.verify.script.record import ScriptRecord
 from lockstep.verify.script.task import ScriptTask
 from lockstep.verify.text import script_text as text

@@ -21,7 +21,7 @@ from lockstep.verify.comparison_result import Difference
 from lockstep.verify.comparisons import compare_with_perturbed
 from lockstep.verify.differences import Evidence, StepResult, differing_options
 from lockstep.verify.experiments import AGAIN
-from lockstep.verify.script.observe import schedules_alive
+from lockstep.verify.script.observed.observe import schedules_alive
 from lockstep.verify.subject import Case
 from lockstep.verify.trace import StepObserver, Trace, UpdateFacts
 from lockstep.verify.worker import trainer_of

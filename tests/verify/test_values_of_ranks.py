@@ -13,9 +13,9 @@ from lockstep.errors import RunError
 from lockstep.verify.algebra import Values
 from lockstep.verify.comparison_result import Outcome
 from lockstep.verify.script.comparison import ScriptComparison
-from lockstep.verify.script.gradients import first_output_of_all
-from lockstep.verify.script.observed_models import ObservedModels
-from lockstep.verify.script.ranks import replicas_apart
+from lockstep.verify.script.causes.gradients import first_output_of_all
+from lockstep.verify.script.observed.observed_models import ObservedModels
+from lockstep.verify.script.causes.ranks import replicas_apart
 from lockstep.verify.script.record import (
     AUTOCAST,
     FSDP_CASTS,
@@ -26,7 +26,7 @@ from lockstep.verify.script.record import (
 )
 from lockstep.verify.script.runs import Runs
 from lockstep.verify.script.task import GivenValues, ScriptTask
-from lockstep.verify.script.values import piece_of, say_length
+from lockstep.verify.script.observed.values import piece_of, say_length
 from lockstep.verify.script.world import World
 
 

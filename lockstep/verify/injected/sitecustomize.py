@@ -41,7 +41,7 @@ class _ThisLockstep:
 def _begin() -> None:
     """Begin what the command is run for."""
     if "LOCKSTEP_OBSERVED_RUN" in os.environ:
-        from lockstep.verify.script.observe import observe_command
+        from lockstep.verify.script.observed.observe import observe_command
 
         observe_command(os.environ["LOCKSTEP_OBSERVED_RUN"])
     else:

@@ -20,15 +20,15 @@ from torch import Tensor
 from lockstep.errors import LockstepError, RunError
 from lockstep.verify.algebra import Values, distance, mean_of
 from lockstep.verify.comparison_result import Difference, Outcome
-from lockstep.verify.script import gradients
-from lockstep.verify.script.gradients import vector
-from lockstep.verify.script.operations import (
+from lockstep.verify.script.causes import gradients
+from lockstep.verify.script.causes.gradients import vector
+from lockstep.verify.script.causes.operations import (
     OperationDifference,
 )
-from lockstep.verify.script.reads import reads_to_give
+from lockstep.verify.script.observed.reads import reads_to_give
 from lockstep.verify.script.record import Pieces, RecordedStep, ScriptRecord, TensorPiece
 from lockstep.verify.script.runs import Feed, Runs, TrainedBatches, step_batches
-from lockstep.verify.script.samples_of_ranks import is_cut_by_script
+from lockstep.verify.script.causes.samples_of_ranks import is_cut_by_script
 from lockstep.verify.script.task import AS_IT_IS, AS_WRITTEN, GivenValues
 from lockstep.verify.script.world import World
 

@@ -15,13 +15,13 @@ from lockstep.diagnose import recognise
 from lockstep.errors import LockstepError, RunError, first_line, listed
 from lockstep.verify.algebra import CEILING
 from lockstep.verify.comparison_result import Cause, Outcome, PartDifference
-from lockstep.verify.script.cause_lines import LineEvidence, name_lines
+from lockstep.verify.script.causes.cause_lines import LineEvidence, name_lines
 from lockstep.verify.script.comparison import NUDGES, ROUNDING, ScriptComparison
-from lockstep.verify.script.draws import drawn_apart
-from lockstep.verify.script.explanation import check_accumulation, explain
-from lockstep.verify.script.fixes import script_cause
-from lockstep.verify.script.gradients import SUM
-from lockstep.verify.script.ranks import (
+from lockstep.verify.script.observed.draws import drawn_apart
+from lockstep.verify.script.causes.explanation import check_accumulation, explain
+from lockstep.verify.script.causes.fixes import script_cause
+from lockstep.verify.script.causes.gradients import SUM
+from lockstep.verify.script.causes.ranks import (
     LEARNING_RATE,
     hang_cause,
     loop_causes,
@@ -38,10 +38,10 @@ from lockstep.verify.script.record import (
     names_by_order,
 )
 from lockstep.verify.script.runs import HangError, Runs, one_after_another, united
-from lockstep.verify.script.samples_of_ranks import is_cut_by_script
+from lockstep.verify.script.causes.samples_of_ranks import is_cut_by_script
 from lockstep.verify.script.signs import signs_of
 from lockstep.verify.script.task import AS_IT_IS, GivenValues
-from lockstep.verify.script.untrained import networks_apart
+from lockstep.verify.script.observed.untrained import networks_apart
 from lockstep.verify.script.world import World
 
 _ROUNDING_16 = 2e-2  # the same for parameters of 16 bits

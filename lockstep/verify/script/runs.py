@@ -20,9 +20,9 @@ from lockstep.launch.spawn import spawn_again
 from lockstep.machine.environment import rank_facts
 from lockstep.machine.processes import die_with_this_process
 from lockstep.verify.launchers import PlainScript
-from lockstep.verify.script.observe import observe
+from lockstep.verify.script.observed.observe import observe
 from lockstep.verify.script.record import ScriptRecord
-from lockstep.verify.script.saved_files import put_back
+from lockstep.verify.script.observed.saved_files import put_back
 from lockstep.verify.script.task import (
     AS_IT_IS,
     AS_WRITTEN,
@@ -180,7 +180,7 @@ def script_starter(script: str) -> Start:
     """Return what starts a script, with what it may import loaded once, for all its processes."""
     preload = libraries_of(script)
     # pipelining brings torch's compiler, which DDP would import in each process.
-    preload = ["torch.distributed.pipelining", "lockstep.verify.script.observe", *preload]
+    preload = ["torch.distributed.pipelining", "lockstep.verify.script.observed.observe", *preload]
 
     def start(tasks: Sequence[ScriptTask], ranks: int) -> None:
         spawn_again(_take, ([task.write() for task in tasks],), ranks, preload=preload)

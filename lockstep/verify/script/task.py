@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from lockstep.verify.launchers import PlainScript
-from lockstep.verify.script.draws import BatchKey, Draws
-from lockstep.verify.script.reads import Reads
+from lockstep.verify.script.observed.draws import BatchKey, Draws
+from lockstep.verify.script.observed.reads import Reads
 from lockstep.verify.script.record import RecordedStep, ScriptRecord
 
 _TASK = "task.pt"  # file in the folder of a task

@@ -14,8 +14,8 @@ from lockstep.errors import listed
 from lockstep.tensors import local
 from lockstep.verify.comparison_result import Cause
 from lockstep.verify.own_lines import own_line
-from lockstep.verify.script.gradients import COMPUTATION
-from lockstep.verify.script.values import fingerprint
+from lockstep.verify.script.causes.gradients import COMPUTATION
+from lockstep.verify.script.observed.values import fingerprint
 from lockstep.verify.script.world import World
 
 

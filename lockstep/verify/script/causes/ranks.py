@@ -15,11 +15,11 @@ import numpy as np
 
 from lockstep.errors import listed
 from lockstep.verify.comparison_result import Cause
-from lockstep.verify.script.draws import BatchKey, drawn_alike
-from lockstep.verify.script.fixes import fix_for, script_cause
-from lockstep.verify.script.gradients import NOT_SYNCHRONISED
+from lockstep.verify.script.observed.draws import BatchKey, drawn_alike
+from lockstep.verify.script.causes.fixes import fix_for, script_cause
+from lockstep.verify.script.causes.gradients import NOT_SYNCHRONISED
 from lockstep.verify.script.record import ACCELERATE, RecordedStep, ScriptRecord
-from lockstep.verify.script.samples_of_ranks import is_cut_by_script, other_samples, same_samples
+from lockstep.verify.script.causes.samples_of_ranks import is_cut_by_script, other_samples, same_samples
 from lockstep.verify.script.world import Tensors, World
 
 LEARNING_RATE = "learning rate"

@@ -33,8 +33,8 @@ from lockstep.verify.algebra import (
     wrong_sums,
 )
 from lockstep.verify.comparison_result import Cause
-from lockstep.verify.script.fixes import script_cause
-from lockstep.verify.script.gradients import (
+from lockstep.verify.script.causes.fixes import script_cause
+from lockstep.verify.script.causes.gradients import (
     BY_PARTS,
     NOT_SYNCHRONISED,
     SUM,

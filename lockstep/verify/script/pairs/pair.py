@@ -27,8 +27,8 @@ from lockstep.errors import LockstepError, RunError, first_line, listed
 from lockstep.verify.algebra import CEILING
 from lockstep.verify.comparison_result import DIFFERENT, EQUAL, NOT_RUN, Cause, Difference, Outcome
 from lockstep.verify.script.comparison import NUDGES, ROUNDING, ScriptComparison
-from lockstep.verify.script.draws import LoopDraw
-from lockstep.verify.script.operations import first_operation
+from lockstep.verify.script.observed.draws import LoopDraw
+from lockstep.verify.script.causes.operations import first_operation
 from lockstep.verify.script.record import (
     AUTOCAST,
     Pieces,

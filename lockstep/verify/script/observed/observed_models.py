@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lockstep.tensors import with_other_last_bits
 from lockstep.verify.loop.models import plain_name
 from lockstep.verify.own_lines import line_outside_of_modules, own_line
-from lockstep.verify.script import values
+from lockstep.verify.script.observed import values
 from lockstep.verify.script.record import ScriptRecord, TensorPiece
 from lockstep.verify.script.task import ScriptTask
 

@@ -1,6 +1,6 @@
 """Names why ranks of a script compute another gradient than one process.
 
-The reason follows from how gradients of parts add up. (`lockstep.verify.script.reduction`: ranks
+The reason follows from how gradients of parts add up. (`lockstep.verify.script.causes.reduction`: ranks
 compute what they should, and are reduced otherwise.)
 
 Each rank's own gradient, of its samples alone, is seen before ranks are reduced, or taken by one
@@ -26,7 +26,7 @@ from lockstep.verify.algebra import (
     mean_of,
 )
 from lockstep.verify.comparison_result import Cause
-from lockstep.verify.script.fixes import NORMALISATION, script_cause
+from lockstep.verify.script.causes.fixes import NORMALISATION, script_cause
 from lockstep.verify.script.record import RecordedStep, ScriptRecord
 from lockstep.verify.script.world import Tensors
 

@@ -53,16 +53,16 @@ from lockstep.verify.own_lines import (
     line_of_definition,
     own_line,
 )
-from lockstep.verify.script import values
-from lockstep.verify.script.broadcasts import product_in, watch_losses
-from lockstep.verify.script.draws import BatchKey, LoopDraw, ObservedDraws
-from lockstep.verify.script.hangs import ScriptHangWatch
-from lockstep.verify.script.observed_models import STATISTICS, ObservedModels
-from lockstep.verify.script.observed_pass import AppliedConditions, GeneratorStates
-from lockstep.verify.script.operations import BACKWARD, BEFORE, FORWARD, UPDATE, TracedOperations
-from lockstep.verify.script.orders import ObservedOrders
-from lockstep.verify.script.passed_on import PassedOn
-from lockstep.verify.script.reads import LoopRead, ObservedReads
+from lockstep.verify.script.observed import values
+from lockstep.verify.script.observed.broadcasts import product_in, watch_losses
+from lockstep.verify.script.observed.draws import BatchKey, LoopDraw, ObservedDraws
+from lockstep.verify.script.observed.hangs import ScriptHangWatch
+from lockstep.verify.script.observed.observed_models import STATISTICS, ObservedModels
+from lockstep.verify.script.observed.observed_pass import AppliedConditions, GeneratorStates
+from lockstep.verify.script.causes.operations import BACKWARD, BEFORE, FORWARD, UPDATE, TracedOperations
+from lockstep.verify.script.observed.orders import ObservedOrders
+from lockstep.verify.script.observed.passed_on import PassedOn
+from lockstep.verify.script.observed.reads import LoopRead, ObservedReads
 from lockstep.verify.script.record import (
     AUTOCAST,
     CLIP,
@@ -70,10 +70,10 @@ from lockstep.verify.script.record import (
     RecordedStep,
     ScriptRecord,
 )
-from lockstep.verify.script.saved_files import SavedFiles
+from lockstep.verify.script.observed.saved_files import SavedFiles
 from lockstep.verify.script.task import ScriptTask, for_ranks
-from lockstep.verify.script.untrained import UntrainedNetworks
-from lockstep.verify.script.values import ObservedLoaders
+from lockstep.verify.script.observed.untrained import UntrainedNetworks
+from lockstep.verify.script.observed.values import ObservedLoaders
 from lockstep.verify.training_checks import TrainingChecks
 from lockstep.verify.watch import verified_part
 

@@ -22,7 +22,7 @@ from lockstep.tensors import bytes_of, local, shard_like
 from lockstep.torch_compat import script_patches
 from lockstep.torch_compat.pytree import tree_leaves, tree_map_only
 from lockstep.verify.own_lines import order_of, own_line
-from lockstep.verify.script.draws import BatchKey
+from lockstep.verify.script.observed.draws import BatchKey
 from lockstep.verify.script.record import ScriptRecord, TensorPiece, batch_file
 from lockstep.verify.script.task import ScriptTask
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from lockstep.failures.failure import short_path
-from lockstep.verify.script.draws import BatchKey
+from lockstep.verify.script.observed.draws import BatchKey
 
 _MOST_BYTES = 1 << 24  # of one value that is kept
 _MOST = 200_000  # reads that are kept

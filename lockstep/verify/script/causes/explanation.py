@@ -16,11 +16,11 @@ import torch
 from lockstep.errors import LockstepError, listed
 from lockstep.verify.algebra import CEILING, Values, distance, mean_of
 from lockstep.verify.comparison_result import UNKNOWN, Cause, Difference
-from lockstep.verify.script import gradients
+from lockstep.verify.script.causes import gradients
 from lockstep.verify.script.comparison import MOST_PARTS, NUDGES, ROUNDING, ScriptComparison
-from lockstep.verify.script.fixes import NORMALISATION, script_cause
-from lockstep.verify.script.gradients import GradientEvidence, vector
-from lockstep.verify.script.operations import (
+from lockstep.verify.script.causes.fixes import NORMALISATION, script_cause
+from lockstep.verify.script.causes.gradients import GradientEvidence, vector
+from lockstep.verify.script.causes.operations import (
     FORWARD,
     TracedOperation,
     difference_keys,
@@ -31,11 +31,11 @@ from lockstep.verify.script.operations import (
     line_that_couples,
     line_that_passes_on,
 )
-from lockstep.verify.script.ranks import replicas_apart, replicas_cause
+from lockstep.verify.script.causes.ranks import replicas_apart, replicas_cause
 from lockstep.verify.script.record import ScriptRecord
-from lockstep.verify.script.reduction import reduction_cause
+from lockstep.verify.script.causes.reduction import reduction_cause
 from lockstep.verify.script.runs import step_batches, united
-from lockstep.verify.script.samples_of_ranks import is_cut_by_script
+from lockstep.verify.script.causes.samples_of_ranks import is_cut_by_script
 from lockstep.verify.script.world import World
 
 
