@@ -19,7 +19,8 @@ from lockstep.verify.comparison_result import Outcome
 from lockstep.verify.config_pair import compare_configs, losses_of_configs
 from lockstep.verify.launchers import PlainScript, plain_script, with_ranks
 from lockstep.verify.proof import require_startable
-from lockstep.verify.script.pairs.pair import PairedLosses, compare_scripts, paired_losses
+from lockstep.verify.script.pairs.losses import PairedLosses
+from lockstep.verify.script.pairs.pair import compare_scripts, paired_losses
 from lockstep.verify.script.runs import Runs, runs_of
 
 STEPS = 5

@@ -23,7 +23,7 @@ from lockstep.strategy import SINGLE
 from lockstep.verify.comparison_result import UNKNOWN, Cause, Outcome
 from lockstep.verify.configs import Start, outcomes_of, record
 from lockstep.verify.proof import spec_of
-from lockstep.verify.script.pairs.pair import PairedLosses
+from lockstep.verify.script.pairs.losses import PairedLosses
 from lockstep.verify.subject import MAIN, Case, Spec, VerifyJob
 from lockstep.verify.trace import Trace
 

@@ -20,7 +20,7 @@ from lockstep.verify.configs import COLUMNS
 from lockstep.verify.own_lines import code_at
 from lockstep.verify.page import DrawnOutcome
 from lockstep.verify.script import signs
-from lockstep.verify.script.pairs.pair import PairedLosses
+from lockstep.verify.script.pairs.losses import PairedLosses
 from lockstep.verify.script.task import for_ranks
 
 HEADINGS = ("topology", *COLUMNS, "")

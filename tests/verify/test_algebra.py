@@ -8,16 +8,11 @@ import torch
 from torch import Tensor
 
 from lockstep.verify.algebra import NOT_REDUCED, RELATED, Relation, reduced_relation, relation
-from lockstep.verify.script.causes.gradients import (
-    GradientEvidence,
-    own_count_cause,
-    scaled_cause,
-    shards_cause,
-    shared_cause,
-    unscaled,
-)
-from lockstep.verify.script.record import TORCH
+from lockstep.verify.script.causes.evidence import GradientEvidence, unscaled
+from lockstep.verify.script.causes.gradients import own_count_cause, scaled_cause, shards_cause
 from lockstep.verify.script.causes.reduction import reduction_cause
+from lockstep.verify.script.causes.shared_model import shared_gradient_cause
+from lockstep.verify.script.record import TORCH
 
 RIGHT = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
 OTHER = torch.randn(4, 4, generator=torch.Generator().manual_seed(1))
@@ -188,7 +183,7 @@ def test_halves_that_are_alike_are_no_parts_of_a_sum(
     """
     right = MEAN.double().numpy()
     seen = [np.array(gradient) for gradient in ranks]
-    found = shared_cause(GradientEvidence({"weight": 3}, seen, right, [], TORCH))
+    found = shared_gradient_cause(GradientEvidence({"weight": 3}, seen, right, [], TORCH))
     assert found is not None
     assert found.kind == kind
     assert says in found.text

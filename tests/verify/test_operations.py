@@ -6,21 +6,23 @@ from torch import Tensor, nn
 from lockstep.torch_compat.script_patches import patch_products
 from lockstep.verify.own_lines import code_at
 from lockstep.verify.script.causes.operations import (
-    BEFORE,
-    FORWARD,
     OperationDifference,
-    TracedOperation,
-    TracedOperations,
     difference_keys,
     earliest,
     first_cut,
     first_operation,
     first_operation_of_part,
-    line_of_loss,
     line_that_couples,
     line_that_passes_on,
 )
 from lockstep.verify.script.observed.passed_on import PassedOn
+from lockstep.verify.script.observed.traced_operations import (
+    BEFORE,
+    FORWARD,
+    TracedOperation,
+    TracedOperations,
+    line_of_loss,
+)
 
 LAYER = nn.Linear(4, 4)
 

@@ -10,14 +10,14 @@ from lockstep.verify import own_lines
 from lockstep.verify.comparison_result import UNKNOWN, Cause, Outcome
 from lockstep.verify.own_lines import own_line
 from lockstep.verify.script.causes.cause_lines import LineEvidence, name_lines
-from lockstep.verify.script.observed.draws import LoopDraw
 from lockstep.verify.script.causes.fixes import NORMALISATION
 from lockstep.verify.script.causes.gradients import NOT_SYNCHRONISED, SUM
-from lockstep.verify.script.causes.operations import (
+from lockstep.verify.script.causes.operations import OperationDifference
+from lockstep.verify.script.observed.draws import LoopDraw
+from lockstep.verify.script.observed.traced_operations import (
     BACKWARD,
     FORWARD,
     UPDATE,
-    OperationDifference,
     TracedOperation,
     TracedOperations,
     line_of_loss,

@@ -13,7 +13,7 @@ from lockstep.config import Config, config_from
 from lockstep.errors import RunError
 from lockstep.verify.comparison_result import Difference, Outcome
 from lockstep.verify.config_pair import compare_configs, losses_of_configs, other_keys
-from lockstep.verify.script.pairs.pair import PairedLosses
+from lockstep.verify.script.pairs.losses import PairedLosses
 from lockstep.verify.text import losses_text, pair_text
 from tests.verify.test_faults import COMMON, START
 

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from lockstep.verify.script.causes.ranks import seen_on_ranks
 from lockstep.verify.script.observed.draws import LoopDraw
 from lockstep.verify.script.observed.orders import LoaderPass
-from lockstep.verify.script.causes.ranks import seen_on_ranks
 from lockstep.verify.script.record import RecordedStep, ScriptRecord
 from lockstep.verify.script.world import World
 

@@ -4,8 +4,9 @@ import torch
 from torch import nn
 
 from lockstep.verify.own_lines import code_at
+from lockstep.verify.script.causes.replicas import networks_apart
+from lockstep.verify.script.observed.untrained import UntrainedNetworks
 from lockstep.verify.script.record import RecordedStep, ScriptRecord
-from lockstep.verify.script.observed.untrained import UntrainedNetworks, networks_apart
 from lockstep.verify.script.world import World
 
 

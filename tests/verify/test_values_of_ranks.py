@@ -12,10 +12,12 @@ from torch.utils.data import DataLoader, TensorDataset
 from lockstep.errors import RunError
 from lockstep.verify.algebra import Values
 from lockstep.verify.comparison_result import Outcome
+from lockstep.verify.script.causes.replicas import replicas_apart
 from lockstep.verify.script.comparison import ScriptComparison
-from lockstep.verify.script.causes.gradients import first_output_of_all
+from lockstep.verify.script.flows import first_output_of_all
+from lockstep.verify.script.observed.loaders import say_length
 from lockstep.verify.script.observed.observed_models import ObservedModels
-from lockstep.verify.script.causes.ranks import replicas_apart
+from lockstep.verify.script.observed.values import piece_of
 from lockstep.verify.script.record import (
     AUTOCAST,
     FSDP_CASTS,
@@ -26,7 +28,6 @@ from lockstep.verify.script.record import (
 )
 from lockstep.verify.script.runs import Runs
 from lockstep.verify.script.task import GivenValues, ScriptTask
-from lockstep.verify.script.observed.values import piece_of, say_length
 from lockstep.verify.script.world import World
 
 

@@ -7,11 +7,16 @@ the script as one process                      given the ranks' samples in one b
 where a gradient differs: one process a rank   given that rank's samples alone; the gradients show
                                                how they were added
 
-runs.py starts processes, each with a task (task.py). In each of them observe.py runs the script
-(observed_models.py, observed_pass.py, draws.py, values.py), and writes a record (record.py,
-recorded_lines.py); hangs.py ends ranks that wait for each other. judge.py is the way above: it
-looks at the ranks (ranks.py, samples_of_ranks.py), puts together what they hold (world.py),
-compares with one process (comparison.py), and explains (explanation.py, by gradients.py,
-reduction.py and operations.py). cause_lines.py, fixes.py and signs.py make the report. pair.py
-compares two scripts by the same means.
+judge.py is this way, line by line. Around it:
+
+    runs.py, task.py         start processes, each with a task: what it is given, and without what
+    observed/                runs the script in such a process, and writes a record
+    record.py                of one process; recorded_lines.py, of the script's own lines
+    world.py                 puts together what ranks hold of one model
+    vectors.py, flows.py     a step's gradients, and its outputs of modules
+    comparison.py            runs ranks and one process, and compares their gradients and updates
+    one_process.py           what one process is given of the ranks; feeds.py, which samples
+    causes/                  why there is a difference, and at which line
+    signs.py                 the table of the report
+    pairs/                   compares two scripts by the same means
 """

@@ -2,7 +2,7 @@
 
 `ScriptComparison` runs the ranks (`take`) and one process (`alone`), which is `given` what the
 ranks had, and reads a `feed` of their samples; both under the same `conditions`. Vectors of all
-gradients are compared, parameter after parameter in a row; `explanation.py` says why they differ.
+gradients (vectors.py) are compared; causes/explanation.py says why they differ.
 
 Tests: tests/verify/test_script.py, tests/verify/test_values_of_ranks.py
 """
@@ -20,16 +20,15 @@ from torch import Tensor
 from lockstep.errors import LockstepError, RunError
 from lockstep.verify.algebra import Values, distance, mean_of
 from lockstep.verify.comparison_result import Difference, Outcome
-from lockstep.verify.script.causes import gradients
-from lockstep.verify.script.causes.gradients import vector
-from lockstep.verify.script.causes.operations import (
-    OperationDifference,
-)
+from lockstep.verify.script.causes.operations import OperationDifference
+from lockstep.verify.script.causes.samples_of_ranks import is_cut_by_script
+from lockstep.verify.script.feeds import Feed, TrainedBatches, step_batches
+from lockstep.verify.script.flows import is_same_flow
 from lockstep.verify.script.observed.reads import reads_to_give
 from lockstep.verify.script.record import Pieces, RecordedStep, ScriptRecord, TensorPiece
-from lockstep.verify.script.runs import Feed, Runs, TrainedBatches, step_batches
-from lockstep.verify.script.causes.samples_of_ranks import is_cut_by_script
+from lockstep.verify.script.runs import Runs
 from lockstep.verify.script.task import AS_IT_IS, AS_WRITTEN, GivenValues
+from lockstep.verify.script.vectors import is_same, slices_of, vector
 from lockstep.verify.script.world import World
 
 ROUNDING = 2e-5  # relative difference that needs no explanation in float32
@@ -73,6 +72,22 @@ class ScriptComparison:
         """Run the ranks, whose records are judged from now on."""
         self.folder, self.records = self.runs.world(self.ranks, what, given, self.conditions)
         self.world = World(self.records, self.joined)
+
+    def give(self, **values: Any) -> None:
+        """Give one process these values from now on (the fields of `GivenValues`)."""
+        self.given = replace(self.given, **values)
+
+    def feed_samples(self, feed: Feed, *, in_turn: bool = False) -> None:
+        """Feed one process these samples of the ranks from now on.
+
+        `in_turn`: the batches of the ranks come one after another.
+        """
+        self.feed = feed
+        self.in_turn = in_turn
+
+    def note_each_alone(self) -> None:
+        """Compare the ranks with the mean of one process for each from now on."""
+        self.each_alone = True
 
     def rerun(self, what: str, number: int, **conditions: bool) -> tuple[Path, list[ScriptRecord]]:
         """Run the ranks once more, up to a step, with some conditions besides.
@@ -171,7 +186,7 @@ class ScriptComparison:
         Farthest is the one that adds most to the distance of all gradients: a large relative
         difference of a small gradient does not count for much.
         """
-        slices = gradients.slices_of(self.sizes)
+        slices = slices_of(self.sizes)
         self.off = {name: distance(mine[part], right[part]) for name, part in slices.items()}
         norms = {name: float(np.linalg.norm((mine - right)[part])) for name, part in slices.items()}
         return max(norms, key=lambda name: norms[name])
@@ -214,12 +229,12 @@ class ScriptComparison:
         if trained is None or not self.can_take_parts() or len(self.world.units) == 1:
             return
         alone = self.alone_on_each(number)
-        if gradients.is_same(mean_of([gradient for gradient, _ in alone]), right):
+        if is_same(mean_of([gradient for gradient, _ in alone]), right):
             return
         with suppress(LockstepError):
             repeated = self._alone_on_each(number, times=len(self.world.units))
             parts = [gradient for gradient, _ in repeated]
-            if gradients.is_same(mean_of(parts), right):
+            if is_same(mean_of(parts), right):
                 pairs = zip(alone, repeated, strict=True)
                 self._on_each[number] = [
                     (gradient, _with_outputs_of(record, of_part, number))
@@ -351,7 +366,7 @@ class ScriptComparison:
 
     def give_gradients(self) -> None:
         """Let the optimizers of one process use the ranks' gradients from now on."""
-        self.given = replace(self.given, gradients=self._gradients_of_ranks())
+        self.give(gradients=self._gradients_of_ranks())
 
     def _gradients_of_ranks(self) -> list[dict[str, list[Any]]]:
         """Return the gradients of each step, by parameter, on each rank."""
@@ -407,7 +422,7 @@ def _has_the_samples(step: RecordedStep, right: RecordedStep) -> bool:
     Inputs that were computed have other last bits, which the outputs of modules show as rounding.
     """
     is_seen = any(map(len, right.inputs)) and len(step.losses) == len(right.losses)
-    is_same = step.has_inputs_of(right) or gradients.is_same_flow(step.flow, right.flow)
+    is_same = step.has_inputs_of(right) or is_same_flow(step.flow, right.flow)
     return is_seen and is_same
 
 

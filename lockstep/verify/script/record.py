@@ -16,9 +16,13 @@ from torch import Tensor
 
 from lockstep.torch_compat.script_patches import COLLECTIVES
 from lockstep.verify.script.observed.draws import BatchKey, LoopDraw
-from lockstep.verify.script.causes.operations import BACKWARD, TracedOperation, line_of_loss
 from lockstep.verify.script.observed.orders import LoaderPass
 from lockstep.verify.script.observed.reads import LoopRead
+from lockstep.verify.script.observed.traced_operations import (
+    BACKWARD,
+    TracedOperation,
+    line_of_loss,
+)
 from lockstep.verify.script.recorded_lines import ScriptLines
 
 TORCH = "PyTorch"

@@ -8,6 +8,7 @@ Tests: tests/verify/test_script.py, tests/verify/test_values_of_ranks.py
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -87,3 +88,34 @@ class World:
                 for rank in unit:
                     complete[rank][name] = value
         return complete
+
+
+def with_complete_tensors(records: Sequence[ScriptRecord]) -> list[ScriptRecord]:
+    """Return the records of a run's ranks with complete tensors, as each rank sees them."""
+    world = World(records)
+
+    def complete(ranks: Sequence[Pieces]) -> list[Pieces]:
+        return [
+            {name: TensorPiece(tensor, tuple(tensor.shape)) for name, tensor in tensors.items()}
+            for tensors in world.tensors(ranks)
+        ]
+
+    steps = min(len(record.steps) for record in records)
+    of_steps = []
+    for number in range(steps):
+        of_ranks = [record.steps[number] for record in records]
+        parts = [
+            complete([getattr(step, kind) for step in of_ranks])
+            for kind in ("unclipped", "gradients", "values")
+        ]
+        of_steps.append(
+            [
+                replace(step, unclipped=unclipped, gradients=gradients, values=values)
+                for step, unclipped, gradients, values in zip(of_ranks, *parts, strict=True)
+            ]
+        )
+    firsts = complete([record.first for record in records])
+    return [
+        replace(record, first=first, steps=[each[rank] for each in of_steps])
+        for rank, (record, first) in enumerate(zip(records, firsts, strict=True))
+    ]

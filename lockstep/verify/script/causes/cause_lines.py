@@ -16,10 +16,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from lockstep.verify.comparison_result import UNKNOWN, Cause, Outcome
-from lockstep.verify.script.observed.draws import drawn_apart
 from lockstep.verify.script.causes.fixes import NORMALISATION
 from lockstep.verify.script.causes.gradients import COMPUTATION, NOT_SYNCHRONISED, SUM
-from lockstep.verify.script.causes.operations import BACKWARD, UPDATE, OperationDifference
+from lockstep.verify.script.causes.operations import OperationDifference
+from lockstep.verify.script.observed.draws import drawn_apart
+from lockstep.verify.script.observed.traced_operations import BACKWARD, UPDATE
 from lockstep.verify.script.record import CLIP, RecordedStep, ScriptRecord
 from lockstep.verify.script.recorded_lines import seed_that_agrees, seed_that_differs
 

@@ -1,112 +1,31 @@
-"""Names why ranks of a script compute another gradient than one process.
+"""Names why ranks of a script compute another gradient than one process, or weigh it otherwise.
 
-The reason follows from how gradients of parts add up. (`lockstep.verify.script.causes.reduction`: ranks
-compute what they should, and are reduced otherwise.)
-
-Each rank's own gradient, of its samples alone, is seen before ranks are reduced, or taken by one
-process. The gradient with which ranks step is compared with sums of these
-(`lockstep.verify.algebra`), parameter by parameter, and so is that of one process.
+Each rank's own gradient, of its samples alone, and that of one process are compared with sums of
+the others (`lockstep.verify.algebra`), parameter by parameter. Where ranks compute what they
+should, and combine it otherwise, `reduction.py` names the cause.
 
 Tests: tests/verify/test_algebra.py, tests/verify/test_script.py
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 
 import numpy as np
 
 from lockstep.errors import listed
-from lockstep.verify.algebra import (
-    ADDS_UP,
-    Values,
-    distance,
-    explaining_weights,
-    factor,
-    mean_of,
-)
+from lockstep.verify.algebra import ADDS_UP, Values, distance, explaining_weights, factor, mean_of
 from lockstep.verify.comparison_result import Cause
+from lockstep.verify.script.causes.evidence import GradientEvidence
 from lockstep.verify.script.causes.fixes import NORMALISATION, script_cause
+from lockstep.verify.script.flows import first_module
 from lockstep.verify.script.record import RecordedStep, ScriptRecord
-from lockstep.verify.script.world import Tensors
+from lockstep.verify.script.vectors import floor_of, is_same, is_wrong
 
-EXACT = 1e-4  # relative difference up to which gradients are taken for equal
 _NEARLY = 0.02  # relative difference up to which a weight is taken for another number
-_NO_MORE_THAN_ROUNDING = 1e-6  # relative to the norm of all gradients
 BY_PARTS = "gradients of each rank's samples alone"
 COMPUTATION = "computation of a rank"
 NOT_SYNCHRONISED = "gradient synchronisation"
 SUM = "sum of gradients"
-Flow = Sequence[tuple[str, float, float]]
-"""Name and output, as two numbers, of each call of a module."""
-
-
-def vector(tensors: Tensors, sizes: dict[str, int]) -> Values:
-    """Return tensors as one vector; what is missing is 0, and what FSDP1 pads is left out."""
-    parts = []
-    for name, size in sizes.items():
-        flat = np.zeros(0)
-        if name in tensors:
-            flat = tensors[name].flatten()[:size].double().numpy()
-        parts.append(np.pad(flat, (0, size - len(flat))))
-    return np.concatenate(parts) if parts else np.zeros(0)
-
-
-def slices_of(sizes: dict[str, int]) -> dict[str, slice]:
-    """Return the slice of each parameter in a vector, from their numbers of elements."""
-    ends = np.cumsum(list(sizes.values())).tolist()
-    return {
-        name: slice(end - size, end) for (name, size), end in zip(sizes.items(), ends, strict=True)
-    }
-
-
-@dataclass
-class GradientEvidence:
-    """Gradients of one step, as vectors."""
-
-    sizes: dict[str, int]  # name → number of elements, in the vectors' order
-    ranks: list[Values]  # of each unit of ranks, as its optimizer steps with it
-    reference: Values  # of one process with all samples
-    own: list[Values]  # of each unit's samples alone, before ranks are reduced; empty if unseen
-    framework: str  # whose loop it is
-
-    @cached_property
-    def slices(self) -> dict[str, slice]:
-        """Slice of each parameter in a vector, by name."""
-        return slices_of(self.sizes)
-
-
-def is_same(mine: Values, right: Values) -> bool:
-    """Return whether two gradients are equal up to rounding."""
-    return distance(mine, right) <= EXACT
-
-
-def is_wrong(mine: Values, right: Values, floor: float) -> bool:
-    """Return whether a parameter's gradient differs by more than the rounding of all gradients."""
-    return not is_same(mine, right) and float(np.linalg.norm(mine - right)) > floor
-
-
-def floor_of(gradient: Values) -> float:
-    """Return the size of a difference that the rounding of all gradients may have made."""
-    return _NO_MORE_THAN_ROUNDING * float(np.linalg.norm(gradient))
-
-
-def unscaled(own: list[Values], of_process: Values, right: Values) -> list[Values]:
-    """Return ranks' own gradients divided by what the script divides its gradients by.
-
-    A script may multiply its loss, and divide its gradients before the update, as where 16 bits
-    would lose small ones. One process shows by which number.
-
-    Args:
-        own: of each rank, before the script divides them.
-        of_process: the same of one process.
-        right: that of one process with which its optimizer steps.
-    """
-    times = factor(of_process, right)
-    is_scaled = times > 0 and not is_same(of_process, right)
-    if not is_scaled or not is_same(of_process, times * right):
-        return own
-    return [gradient / times for gradient in own]
 
 
 def weighing_cause(evidence: GradientEvidence) -> Cause | None:
@@ -287,7 +206,7 @@ def computation_cause(
 
 def _where_it_differs(step: RecordedStep, right: RecordedStep) -> tuple[str, str]:
     """Return the first module whose output differs, empty if none does, and a clause on it."""
-    module = _first_module(step.flow, right.flow)
+    module = first_module(step.flow, right.flow)
     if module:
         return module, f"the forward pass differs from {module} on"
     if step.losses != right.losses and not np.allclose(step.losses, right.losses, rtol=1e-5):
@@ -296,48 +215,6 @@ def _where_it_differs(step: RecordedStep, right: RecordedStep) -> tuple[str, str
         "outputs and loss are the same, and the backward pass differs: a hook, or a function of its"
         " own"
     )
-
-
-def _first_module(mine: Flow, right: Flow) -> str:
-    """Return the first module whose output differs; empty if none does.
-
-    A wrapper may call modules around those that one process calls: these are left out.
-    """
-    called = {name for name, *_ in mine} & {name for name, *_ in right}
-    mine = [call for call in mine if call[0] in called]
-    right = [call for call in right if call[0] in called]
-    for (name, *numbers), (other, *right_numbers) in zip(mine, right, strict=False):
-        if name != other or not _is_same_output(numbers, right_numbers):
-            return name or "the model"
-    return "" if len(mine) == len(right) else "the number of calls"
-
-
-def is_same_flow(mine: Flow, right: Flow) -> bool:
-    """Return whether two steps call the same modules, which return the same up to rounding."""
-    return bool(mine) and not _first_module(mine, right)
-
-
-def first_output_of_all(ranks: Sequence[Flow], right: Flow) -> str | None:
-    """Return the first module whose output all ranks have alike, and one process has another.
-
-    None if there is none, or ranks do not call the same modules as one process.
-    """
-    flows = [right, *ranks]
-    called = set.intersection(*({name for name, *_ in flow} for flow in flows))
-    flows = [[call for call in flow if call[0] in called] for flow in flows]
-    for (name, *numbers), *calls in zip(*flows, strict=False):
-        if any(other != name for other, *_ in calls):
-            return None
-        (_, *mine), *others = calls
-        is_alike = all(_is_same_output(other, mine) for _, *other in others)
-        if is_alike and not _is_same_output(mine, numbers):
-            module: str = name
-            return module
-    return None
-
-
-def _is_same_output(mine: Sequence[float], right: Sequence[float]) -> bool:
-    return np.allclose(mine, right, rtol=1e-4, atol=1e-6)
 
 
 def coupling_cause(evidence: GradientEvidence, alone: Sequence[Values]) -> Cause | None:
@@ -385,54 +262,3 @@ def accumulation_cause(
         " its gradient"
     )
     return script_cause("gradient accumulation", text, by, framework)
-
-
-# ---- ranks that share a model ----
-
-
-def shared_cause(evidence: GradientEvidence) -> Cause | None:
-    """Return how gradients of ranks that share a model come from those of one process.
-
-    They are compared parameter by parameter.
-    """
-    floor = floor_of(evidence.reference)
-    partial: list[str] = []  # names of parameters whose gradients add up to that of one process
-    scaled: dict[str, list[str]] = {}  # what they are → names of parameters
-    apart: list[str] = []  # names of those that differ from rank to rank
-    for name, part in evidence.slices.items():
-        right = evidence.reference[part]
-        ranks = [gradient[part] for gradient in evidence.ranks]
-        wrong = [rank for rank, gradient in enumerate(ranks) if is_wrong(gradient, right, floor)]
-        if not wrong:
-            continue
-        times = [factor(gradient, right) for gradient in ranks]
-        alike = all(is_same(gradient, ranks[0]) for gradient in ranks[1:])
-        # Parts that come through different layers are not alike: halves that are, are scaled.
-        if not alike and is_same(sum(ranks, np.zeros_like(right)), right):
-            partial.append(name)
-        elif all(distance(one, k * right) <= ADDS_UP for one, k in zip(ranks, times, strict=True)):
-            where = "" if len(wrong) == len(ranks) else f" on rank {listed(list(map(str, wrong)))}"
-            scaled.setdefault(f"{times[wrong[0]]:.3g} × that of one process{where}", []).append(
-                name
-            )
-        elif not alike:
-            apart.append(name)
-    by = "the gradients of ranks and of one process"
-    if partial:
-        text = (
-            f"the gradient of {listed(partial, 5)} is not summed over the ranks that share the"
-            " model: each has the part that comes through its own part of the layers"
-        )
-        return script_cause(NOT_SYNCHRONISED, text, by, evidence.framework, parameters=partial)
-    if scaled:
-        text = "; ".join(
-            f"the gradient of {listed(names, 5)} is {what}" for what, names in scaled.items()
-        )
-        return script_cause(SUM, text, by, evidence.framework)
-    if apart:
-        text = (
-            f"the gradient of {listed(apart, 5)}, which all ranks hold whole, differs from rank to"
-            " rank"
-        )
-        return script_cause(NOT_SYNCHRONISED, text, by, evidence.framework, parameters=apart)
-    return None

@@ -33,16 +33,10 @@ from lockstep.verify.algebra import (
     wrong_sums,
 )
 from lockstep.verify.comparison_result import Cause
+from lockstep.verify.script.causes.evidence import GradientEvidence
 from lockstep.verify.script.causes.fixes import script_cause
-from lockstep.verify.script.causes.gradients import (
-    BY_PARTS,
-    NOT_SYNCHRONISED,
-    SUM,
-    GradientEvidence,
-    floor_of,
-    is_same,
-    is_wrong,
-)
+from lockstep.verify.script.causes.gradients import BY_PARTS, NOT_SYNCHRONISED, SUM
+from lockstep.verify.script.vectors import floor_of, is_same, is_wrong
 
 
 @dataclass(frozen=True)

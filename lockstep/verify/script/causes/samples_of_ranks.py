@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from lockstep.verify.comparison_result import Cause
-from lockstep.verify.script.observed.draws import drawn_apart
 from lockstep.verify.script.causes.fixes import fix_for, script_cause
+from lockstep.verify.script.observed.draws import drawn_apart
 from lockstep.verify.script.record import ScriptRecord
 from lockstep.verify.script.world import World
 

@@ -48,32 +48,30 @@ from lockstep.torch_compat.pytree import tree_leaves
 from lockstep.verify.accelerate_variables import accelerate_variables
 from lockstep.verify.loop.models import ids_of_parameters
 from lockstep.verify.loop.updates import Nesting
-from lockstep.verify.own_lines import (
-    is_own,
-    line_of_definition,
-    own_line,
-)
+from lockstep.verify.own_lines import is_own, line_of_definition, own_line
 from lockstep.verify.script.observed import values
 from lockstep.verify.script.observed.broadcasts import product_in, watch_losses
 from lockstep.verify.script.observed.draws import BatchKey, LoopDraw, ObservedDraws
+from lockstep.verify.script.observed.given_updates import GivenUpdates
 from lockstep.verify.script.observed.hangs import ScriptHangWatch
+from lockstep.verify.script.observed.loaders import ObservedLoaders
+from lockstep.verify.script.observed.noted_calls import NotedCalls
 from lockstep.verify.script.observed.observed_models import STATISTICS, ObservedModels
 from lockstep.verify.script.observed.observed_pass import AppliedConditions, GeneratorStates
-from lockstep.verify.script.causes.operations import BACKWARD, BEFORE, FORWARD, UPDATE, TracedOperations
 from lockstep.verify.script.observed.orders import ObservedOrders
 from lockstep.verify.script.observed.passed_on import PassedOn
 from lockstep.verify.script.observed.reads import LoopRead, ObservedReads
-from lockstep.verify.script.record import (
-    AUTOCAST,
-    CLIP,
-    FSDP_CASTS,
-    RecordedStep,
-    ScriptRecord,
-)
 from lockstep.verify.script.observed.saved_files import SavedFiles
-from lockstep.verify.script.task import ScriptTask, for_ranks
+from lockstep.verify.script.observed.traced_operations import (
+    BACKWARD,
+    BEFORE,
+    FORWARD,
+    UPDATE,
+    TracedOperations,
+)
 from lockstep.verify.script.observed.untrained import UntrainedNetworks
-from lockstep.verify.script.observed.values import ObservedLoaders
+from lockstep.verify.script.record import AUTOCAST, CLIP, RecordedStep, ScriptRecord
+from lockstep.verify.script.task import ScriptTask, for_ranks
 from lockstep.verify.training_checks import TrainingChecks
 from lockstep.verify.watch import verified_part
 
@@ -149,14 +147,15 @@ class _ScriptObserver:
         self._passes = 0  # backward passes
         self._is_between = True  # two steps: nothing of the next was read, drawn or called yet
         self._calls_backward = False  # else the script gives parameters their gradients by hand
-        self._sharded_dtypes: set[str] = set()  # in which FSDP lets layers compute
         self._generators = GeneratorStates()
         self._conditions = AppliedConditions(task.conditions, rank)
+        self._noted = NotedCalls(
+            self.record, task.conditions, self._generators, self._conditions, lambda: self.active
+        )
 
         # its optimizers
         self._nesting = Nesting()
-        # settings of the parameter groups to put back after the step
-        self._own_settings: list[list[dict[str, Any]]] = []
+        self._given_updates = GivenUpdates(task.given, rank)
 
         # others that observe
         self._checks = TrainingChecks(
@@ -209,7 +208,7 @@ class _ScriptObserver:
         script_patches.patch_clipping(self._around_clipping)
         script_patches.patch_collectives(self._collective)
         script_patches.patch_made(self._made)
-        script_patches.patch_hooks(self._hook_registered)
+        script_patches.patch_hooks(self._noted.hook_registered)
         script_patches.patch_samplers(self._checks.sampler_begun)
         script_patches.patch_orders(self._orders.begun)
         script_patches.patch_loading(self._loaded)
@@ -219,15 +218,15 @@ class _ScriptObserver:
         script_patches.patch_saving(saved.save)
         saved.watch()
         script_patches.patch_model_parallel(self.record.together.update, self._around_schedule)
-        script_patches.patch_sharding(self._module_sharded)
+        script_patches.patch_sharding(self._noted.module_sharded)
         script_patches.patch_modes(self._checks.left_training)
         script_patches.patch_modules(self._module_made)
         script_patches.patch_schedules(self._schedule_stepped)
-        script_patches.patch_plateaus(self._plateau_looked_for)
-        script_patches.patch_seeds(self._seeded)
+        script_patches.patch_plateaus(self._noted.plateau_looked_for)
+        script_patches.patch_seeds(self._noted.seeded)
         script_patches.patch_products(self._multiplied)
         script_patches.patch_names()
-        watch_losses(self._broadcast)
+        watch_losses(self._noted.broadcast)
         if self.task.conditions.traced:  # what is made before a step, too
             passed_on = PassedOn()
             passed_on.start()
@@ -284,33 +283,17 @@ class _ScriptObserver:
             self.record.lines.optimizers.append(own_line())
             self._draws.begin()
 
+    def _schedule_stepped(self, schedule: LRScheduler) -> None:
+        self._checks.schedule_stepped(schedule)
+        self._noted.schedule_stepped(schedule)
+
     def _module_made(self, module: nn.Module) -> None:
         if self.active and not self._generators.in_pass:
             self._models.module_made(module)
 
-    def _module_sharded(self, dtype: str) -> bool:
-        self.record.lines.note_sharded(own_line())
-        if dtype:
-            self._sharded_dtypes.add(f"{FSDP_CASTS} to {dtype}")
-        return not self.task.conditions.full_precision
-
     def _loaded(self, module: nn.Module, missing: list[str], unexpected: list[str]) -> None:
         self._untrained.loaded(module)
         self._checks.loaded(module, missing, unexpected)
-
-    def _schedule_stepped(self, schedule: LRScheduler) -> None:
-        self._checks.schedule_stepped(schedule)
-        if schedule.last_epoch > 0:  # else it is made
-            self.record.lines.note_schedule(own_line())
-
-    def _plateau_looked_for(self, metric: float) -> None:
-        if self.active:
-            self.record.metrics.append(metric)
-            self.record.lines.note_schedule(own_line())
-
-    def _broadcast(self, text: str) -> None:
-        if torch.is_grad_enabled():  # else it may be a metric
-            self.record.broadcasts.setdefault(own_line(), text)
 
     def _multiplied(self, mine: Tensor, other: Tensor) -> None:
         # Within modules a product of two shapes is part of a model.
@@ -318,24 +301,13 @@ class _ScriptObserver:
         if in_loop and not torch.compiler.is_compiling():
             text = product_in(mine, other)
             if text:
-                self._broadcast(text)
-
-    def _seeded(self, seed: Any) -> None:
-        begun = self.record.batches or self.record.steps
-        by_script = not self._conditions.seeding and not self._generators.in_pass
-        if by_script and not begun:
-            self.record.lines.seeds.append((own_line(), str(seed)))
+                self._noted.broadcast(text)
 
     def _batch_read(self) -> None:
         self._checks.batch_read()
         self._has_passed = False
         self._draws.begin()
         self._trace()
-
-    def _hook_registered(self, name: str, of_torch: bool) -> bool:
-        self.record.hooks.append((name, of_torch))
-        self.record.lines.note_hook(own_line())
-        return not self.task.conditions.plain_reduction
 
     def _sources(self) -> list[BatchKey]:
         """Return which ranks' numbers belong to the samples that this process has now."""
@@ -554,7 +526,7 @@ class _ScriptObserver:
         if not self.record.steps:
             self.record.note_framework()
         self._step.dtypes.update(str(parameter.dtype) for parameter in parameters)
-        self._step.dtypes.update(self._sharded_dtypes)
+        self._step.dtypes.update(self._noted.sharded_dtypes)
         self._step.begin_update(
             self._models.gradients(parameters),
             {name: values.fingerprint(local(p)) for name, p in zip(names, parameters, strict=True)},
@@ -562,8 +534,7 @@ class _ScriptObserver:
             [schedule.last_epoch for schedule in schedules_alive()],
             type(optimizer).__name__,
         )
-        self._give_gradients(names, parameters)
-        self._own_settings.append(self._give_settings(optimizer))
+        self._given_updates.begin(len(self.record.steps), optimizer, names, parameters)
 
     def _note_pass_by_hand(self) -> None:
         """Take what comes before an update for a pass, where no backward pass is called."""
@@ -572,36 +543,11 @@ class _ScriptObserver:
         self._record_draws()
         self._end_pass()
 
-    def _give_gradients(self, names: list[str], parameters: list[Tensor]) -> None:
-        """Put the task's gradients of this step in place of the script's."""
-        number = len(self.record.steps)
-        if number >= len(self.task.given.gradients):
-            return
-        of_step = self.task.given.gradients[number]
-        for name, parameter in zip(names, parameters, strict=True):
-            given = self.task.given.for_rank(of_step.get(name, ()), self.rank)
-            if given and parameter.grad is not None and not parameter.grad.is_sparse:
-                values.give(parameter.grad, given)
-
-    def _give_settings(self, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-        """Give the parameter groups the task's settings of this step; return the script's own."""
-        number = len(self.record.steps)
-        if number >= len(self.task.given.settings):
-            return []
-        own = []
-        groups = zip(optimizer.param_groups, self.task.given.settings[number], strict=False)
-        for group, given in groups:
-            own.append({key: group[key] for key in given if key in group})
-            group.update({key: value for key, value in given.items() if key in group})
-        return own
-
     def _after_step(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         """Record the updated parameters; end the process after the task's last step."""
         if not self.active or not self._nesting.ends(optimizer):
             return
-        own_settings = self._own_settings.pop() if self._own_settings else []
-        for group, settings in zip(optimizer.param_groups, own_settings, strict=False):
-            group.update(settings)
+        self._given_updates.end(optimizer)
         self._checks.end_update(optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._step.end_update(

@@ -18,9 +18,9 @@ import numpy as np
 import torch
 
 from lockstep.verify.operation_modes import FullPrecision, MeanDraws
+from lockstep.verify.script.observed.values import fingerprint, generator_states
 from lockstep.verify.script.record import RandomDraw
 from lockstep.verify.script.task import Conditions
-from lockstep.verify.script.observed.values import fingerprint, generator_states
 
 
 class GeneratorStates:
