@@ -27,7 +27,9 @@ from torch import nn
 from lockstep.failures.failure import short_path
 
 _NOT_OWN = re.compile(r"<frozen |/lib/python\d|/site-packages/|<string>")
-_OF_TORCH = re.compile(r"/torch/|/lockstep/torch_compat/script_patches\.py$")
+_OF_TORCH = re.compile(
+    r"/torch/|/lockstep/torch_compat/(script_patches|parallel_patches|draw_patches|replaced_calls)\.py$"
+)
 _READING = "/torch/utils/data/"
 _PACKAGE = str(Path(__file__).parents[1]) + "/"
 

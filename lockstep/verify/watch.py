@@ -36,7 +36,7 @@ from lockstep.errors import listed
 from lockstep.machine.environment import rank_facts
 from lockstep.store_threads import StoreThread
 from lockstep.tensors import fingerprint
-from lockstep.torch_compat import script_patches
+from lockstep.torch_compat import replaced_calls, script_patches
 from lockstep.verify.loop.findings import LoopFinding
 from lockstep.verify.loop.updates import Nesting
 from lockstep.verify.training_checks import TrainingChecks
@@ -118,7 +118,7 @@ class observe:  # noqa: N801 — called as a function
             script_patches.patch_samplers(checks.sampler_begun),
             script_patches.patch_loading(checks.loaded),
             script_patches.patch_reading(checks.batch_read),
-            script_patches.patch_names(),
+            replaced_calls.patch_names(),
         ]
         return self
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lockstep.torch_compat.script_patches import COLLECTIVES
+from lockstep.torch_compat.parallel_patches import COLLECTIVES
 from lockstep.verify.script.observed.draws import BatchKey, LoopDraw
 from lockstep.verify.script.observed.orders import LoaderPass
 from lockstep.verify.script.observed.reads import LoopRead

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from lockstep.failures.failure import short_path
-from lockstep.torch_compat.script_patches import PERMUTATIONS, patch_draws
+from lockstep.torch_compat.draw_patches import PERMUTATIONS, patch_draws
 
 BatchKey = tuple[int, int]
 """A loader and the index of its batch; without a loader -1 and the number of the pass."""

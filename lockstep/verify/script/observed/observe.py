@@ -42,8 +42,8 @@ from lockstep.launch.worker import mark_done
 from lockstep.machine.environment import RANK_0_OF_1, rank_facts
 from lockstep.machine.output import flush_both
 from lockstep.tensors import local
-from lockstep.torch_compat import script_patches
-from lockstep.torch_compat.function_transforms import is_transforming
+from lockstep.torch_compat import draw_patches, parallel_patches, replaced_calls, script_patches
+from lockstep.torch_compat.function_transforms import has_no_values
 from lockstep.torch_compat.pytree import tree_leaves
 from lockstep.verify.accelerate_variables import accelerate_variables
 from lockstep.verify.loop.models import ids_of_parameters
@@ -206,9 +206,9 @@ class _ScriptObserver:
         register_optimizer_step_post_hook(self._after_step)
         script_patches.patch_backward(self._around_backward)
         script_patches.patch_clipping(self._around_clipping)
-        script_patches.patch_collectives(self._collective)
+        parallel_patches.patch_collectives(self._collective)
         script_patches.patch_made(self._made)
-        script_patches.patch_hooks(self._noted.hook_registered)
+        parallel_patches.patch_hooks(self._noted.hook_registered)
         script_patches.patch_samplers(self._checks.sampler_begun)
         script_patches.patch_orders(self._orders.begun)
         script_patches.patch_loading(self._loaded)
@@ -217,15 +217,15 @@ class _ScriptObserver:
         saved = SavedFiles(self.task.saved, lambda: bool(self.record.first))
         script_patches.patch_saving(saved.save)
         saved.watch()
-        script_patches.patch_model_parallel(self.record.together.update, self._around_schedule)
-        script_patches.patch_sharding(self._noted.module_sharded)
+        parallel_patches.patch_model_parallel(self.record.together.update, self._around_schedule)
+        parallel_patches.patch_sharding(self._noted.module_sharded)
         script_patches.patch_modes(self._checks.left_training)
         script_patches.patch_modules(self._module_made)
         script_patches.patch_schedules(self._schedule_stepped)
         script_patches.patch_plateaus(self._noted.plateau_looked_for)
-        script_patches.patch_seeds(self._noted.seeded)
+        draw_patches.patch_seeds(self._noted.seeded)
         script_patches.patch_products(self._multiplied)
-        script_patches.patch_names()
+        replaced_calls.patch_names()
         watch_losses(self._noted.broadcast)
         if self.task.conditions.traced:  # what is made before a step, too
             passed_on = PassedOn()
@@ -341,7 +341,7 @@ class _ScriptObserver:
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
         """Note a module that is called; a micro-batch begins with an entire model in training."""
-        if _is_transformed():
+        if has_no_values():
             return
         self._is_between = False
         self._inside.append(self._models.module_name(module) or "")
@@ -403,7 +403,7 @@ class _ScriptObserver:
         """Note what a module returned, and the inputs of an entire model."""
         # torch leaves out the keyword arguments where a forward pass has raised.
         kwargs, output = rest if len(rest) == 2 else ({}, rest[0])
-        if _is_transformed():
+        if has_no_values():
             return
         self._inside.pop()
         if not self._generators.in_pass or self._in_backward or not torch.is_grad_enabled():
@@ -444,7 +444,7 @@ class _ScriptObserver:
     def _around_schedule(self, call: Any, schedule: Any) -> Any:
         """Take a pipeline's step, with the passes of all its micro-batches, as one pass."""
         self._calls_backward = True
-        loss = script_patches.loss_of_schedule(schedule)
+        loss = parallel_patches.loss_of_schedule(schedule)
         self.record.lines.note_loss(line_of_definition(loss))
         self._step.calls.append((BACKWARD, own_line()))
         self._begin_pass()
@@ -567,11 +567,6 @@ class _ScriptObserver:
             self._trace()
         if len(self.record.steps) == self.task.steps:
             self.finish()
-
-
-def _is_transformed() -> bool:
-    """Return whether torch compiles or transforms what runs: its tensors have no values then."""
-    return torch.compiler.is_compiling() or is_transforming()
 
 
 def schedules_alive() -> list[LRScheduler]:
