@@ -198,7 +198,7 @@ class ScriptRecord:
     # loader → the positions that its samplers give in each pass that is trained on
     orders: dict[int, list[LoaderPass]] = field(default_factory=dict)
     replacing: set[int] = field(default_factory=set)  # loaders that draw with replacement
-    framework: str = TORCH  # whose loop it is
+    framework: str = TORCH  # the library whose loop it is
     normalises: bool = False  # whether a module normalises by the statistics of its batch
     together: set[int] = field(default_factory=set)  # ranks that compute the same samples with it
     # name of a parameter in this process → in the ranks, if it was found by their order

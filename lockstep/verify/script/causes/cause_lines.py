@@ -30,7 +30,7 @@ class LineEvidence:
     """Holds what was seen of a script's lines."""
 
     records: Sequence[ScriptRecord]  # of the ranks
-    step: int = 0  # that differs
+    step: int = 0  # the first that differs
     differs: OperationDifference | None = None  # the first operation that differs
     traced: Sequence[ScriptRecord] = field(default_factory=list)  # ranks whose operations were
 

@@ -31,7 +31,7 @@ class GradientEvidence:
     ranks: list[Values]  # of each unit of ranks, as its optimizer steps with it
     reference: Values  # of one process with all samples
     own: list[Values]  # of each unit's samples alone, before ranks are reduced; empty if unseen
-    framework: str  # whose loop it is
+    framework: str  # the library whose loop it is
 
     @cached_property
     def slices(self) -> dict[str, slice]:

@@ -54,7 +54,7 @@ from lockstep.verify.script.observed.broadcasts import product_in, watch_losses
 from lockstep.verify.script.observed.draws import BatchKey, LoopDraw, ObservedDraws
 from lockstep.verify.script.observed.given_updates import GivenUpdates
 from lockstep.verify.script.observed.hangs import ScriptHangWatch
-from lockstep.verify.script.observed.loaders import ObservedLoaders
+from lockstep.verify.script.observed.loaders import ObservedLoaders, number_of
 from lockstep.verify.script.observed.noted_calls import NotedCalls
 from lockstep.verify.script.observed.observed_models import STATISTICS, ObservedModels
 from lockstep.verify.script.observed.observed_pass import AppliedConditions, GeneratorStates
@@ -185,7 +185,7 @@ class _ScriptObserver:
             lambda: ids_of_parameters(self._checks.made.of_kind(torch.optim.Optimizer))
         )
         self._orders = ObservedOrders(
-            values.number_of,
+            number_of,
             lambda: len(self.record.steps),
             lambda: self._draws.count,
             self._checks.find,

@@ -93,7 +93,7 @@ class _ObservedLoader:
 
     loader: Any
     passes: list[ObservedOrder] = field(default_factory=list)
-    steps: int = 0  # that were taken when the last pass began
+    steps: int = 0  # those taken when the last pass began
 
 
 class ObservedOrders:

@@ -40,7 +40,7 @@ class TracedOperation:
     """One operation of a step."""
 
     name: str  # linear, mul …
-    module: str  # that runs; empty: the loop itself
+    module: str  # the one that runs; empty: the loop itself
     line: str  # of the code that calls it
     phase: str  # FORWARD, BACKWARD or UPDATE
     given: float  # sum of the magnitudes of what it was given
