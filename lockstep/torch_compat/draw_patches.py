@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from lockstep.torch_compat.function_transforms import has_no_values
-from lockstep.torch_compat.replaced_calls import Nesting, Undo, put_in_place, undo_all
+from lockstep.torch_compat.replaced_calls import NestedCalls, Undo, put_in_place, undo_all
 
 Drawn = Callable[[str, Callable[[], Any]], Any]
 """Is given the name of a draw, and a call that makes it; returns the numbers for the script."""
@@ -132,7 +132,7 @@ def patch_draws(drawn: Drawn) -> None:
 
 def _not_within_draws(drawn: Drawn) -> Drawn:
     """Return what leaves a draw within another alone, as `random.randint` calls `randrange`."""
-    nesting = Nesting()
+    nesting = NestedCalls()
 
     def observed(name: str, call: Callable[[], Any]) -> Any:
         return call() if nesting.is_within() else drawn(name, nesting.entered(call))

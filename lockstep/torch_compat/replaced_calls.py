@@ -68,7 +68,7 @@ def report_after(kind: type, name: str, report: Callable[[Any, Any], None]) -> U
     return put_in_place(kind, name, observed)
 
 
-class Nesting:
+class NestedCalls:
     """Tells a call that a script makes from one that is made within it."""
 
     def __init__(self) -> None:
@@ -93,7 +93,7 @@ class Nesting:
 
 def outermost(around: Around) -> Around:
     """Return what leaves calls within another call alone."""
-    nesting = Nesting()
+    nesting = NestedCalls()
 
     def observed(call: Callable[[], Any], first: Any) -> Any:
         return call() if nesting.is_within() else around(nesting.entered(call), first)

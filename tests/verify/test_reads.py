@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep.torch_compat import script_patches
+from lockstep.torch_compat import draw_patches
 from lockstep.verify.command import verify_script
 from lockstep.verify.comparison_result import Outcome
 from lockstep.verify.own_lines import code_at
@@ -164,11 +164,11 @@ def test_objects_are_chosen_by_positions() -> None:
     random.seed(3)
     right = random.sample(memory, 4)
     for owner, generators in ((random, 0), (random.Random, 1)):
-        chosen = script_patches._choosing(owner.sample, "random.sample", generators, keep)
+        chosen = draw_patches._choosing(owner.sample, "random.sample", generators, keep)
         arguments = (memory, 4) if owner is random else (random.Random(3), memory, 4)
         random.seed(3)
         assert chosen(*arguments) == right
     assert drawn == [[moment["moment"] for moment in right]] * 2
-    numbers = script_patches._choosing(random.sample, "random.sample", 0, keep)
+    numbers = draw_patches._choosing(random.sample, "random.sample", 0, keep)
     random.seed(3)
     assert numbers(range(9), 4) == drawn[-1]
