@@ -4,9 +4,12 @@ A function is replaced where it is looked up by everybody (`torch.nn.utils.clip_
 modules may hold it by a name of their own: those that were imported before, the module that defines
 it, and a notebook's cells. `patch_names`, called last, replaces it there, too.
 
+Code that torch scripts, as its functional optimizers, finds operators by the functions that stand
+for them: those that are put in their place stand for them, too.
+
 Public torch: none; functions of any module are replaced, and methods of any class, those of torch's
-modules among them. Seen to work: torch 2.13.0. When gone: `getattr` raises AttributeError with the
-name that is replaced.
+modules among them. Seen to work: torch 2.13.0. When gone: importing this file raises ImportError,
+or `getattr` AttributeError with the name that is replaced.
 """
 
 import inspect
@@ -15,6 +18,8 @@ from collections.abc import Callable, Iterator
 from functools import wraps
 from types import ModuleType
 from typing import Any
+
+from torch.jit import _builtins
 
 Around = Callable[[Callable[[], Any], Any], Any]
 """Is given a call to make and its first argument; returns the call's result."""
@@ -32,12 +37,25 @@ def put_in_place(owner: Any, name: str, value: Any) -> Undo:
     setattr(owner, name, value)
     if isinstance(owner, ModuleType):
         _replaced[id(original)] = (original, value)
+        _script_as(original, value)
 
     def undo() -> None:
         setattr(owner, name, original)
         _replaced.pop(id(original), None)
 
     return undo
+
+
+_scripted: list[Any] = []
+"""What stands for an operator is known by its id, which nothing else may get."""
+
+
+def _script_as(original: Any, value: Any) -> None:
+    """Let a value stand for the operator of torch for which a function stands, if it does."""
+    operator = _builtins._find_builtin(original)  # type: ignore[no-untyped-call]
+    if operator is not None:
+        _builtins._register_builtin(value, operator)
+        _scripted.append(value)
 
 
 def wrap_call(module: Any, name: str, around: Around) -> Undo:

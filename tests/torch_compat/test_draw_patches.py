@@ -6,6 +6,8 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from lockstep.torch_compat.draw_patches import patch_draws
 from lockstep.torch_compat.replaced_calls import patch_names
@@ -23,6 +25,14 @@ def test_draws_are_seen_and_have_the_numbers_that_they_had() -> None:
     ]
 
 
+def noise(x: Tensor) -> Tensor:
+    return x + torch.rand(2)
+
+
+def more_noise(x: Tensor) -> Tensor:
+    return x * torch.rand(2)
+
+
 def drawn() -> list[str]:
     before = ModuleType("before")
     sys.modules["before"] = before
@@ -34,8 +44,11 @@ def drawn() -> list[str]:
         found.append(name)
         return call()
 
+    torch.jit.script(noise)  # type: ignore[no-untyped-call]  # the operators are known from now on
     patch_draws(draw)
     patch_names()
+    scripted = torch.jit.script(more_noise)  # type: ignore[no-untyped-call]
+    assert scripted(torch.zeros(2)).shape == (2,)  # as torch scripts its functional optimizers
     before.shuffle([1, 2])
     random.Random(3).randint(0, 5)
     values = [np.random.RandomState(3).rand(), np.random.Generator(np.random.PCG64(3)).normal()]
