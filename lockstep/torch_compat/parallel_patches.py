@@ -14,11 +14,11 @@ from typing import Any
 import torch
 import torch.distributed.fsdp as distributed_fsdp
 import torch.distributed.tensor.parallel as tensor_parallel
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.pipelining import schedules, stage
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep.torch_compat.replaced_calls import Around, put_in_place, wrap_call
+from lockstep.torch_compat.replaced_calls import Around, Undo, put_in_place, wrap_call
 
 COLLECTIVES = (
     "all_gather",
@@ -145,3 +145,15 @@ def patch_hooks(registered: Callable[[str, bool], bool]) -> None:
 
     setattr(DistributedDataParallel, "register_comm_hook", observed)  # noqa: B010
     setattr(DistributedDataParallel, "_register_builtin_comm_hook", observed_kind)  # noqa: B010
+
+
+def patch_synchronisation(told: Callable[[bool], None]) -> Undo:
+    """Report whether FSDP2 is told to reduce gradients."""
+    original = FSDPModule.set_requires_gradient_sync
+
+    @wraps(original)
+    def observed(self: Any, requires_gradient_sync: bool, *args: Any, **kwargs: Any) -> None:
+        told(bool(requires_gradient_sync))
+        original(self, requires_gradient_sync, *args, **kwargs)
+
+    return put_in_place(FSDPModule, "set_requires_gradient_sync", observed)

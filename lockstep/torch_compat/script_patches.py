@@ -19,7 +19,7 @@ import torch
 import torch.nn.utils.clip_grad as clip
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -169,18 +169,6 @@ def patch_loaders(arguments: Callable[[dict[str, Any]], None], made: Callable[[A
 def patch_samplers(begun: Callable[[Any], None]) -> Undo:
     """Report each pass over a distributed sampler."""
     return report_after(DistributedSampler, "__iter__", lambda self, _result: begun(self))
-
-
-def patch_synchronisation(told: Callable[[bool], None]) -> Undo:
-    """Report whether FSDP2 is told to reduce gradients."""
-    original = FSDPModule.set_requires_gradient_sync
-
-    @wraps(original)
-    def observed(self: Any, requires_gradient_sync: bool, *args: Any, **kwargs: Any) -> None:
-        told(bool(requires_gradient_sync))
-        original(self, requires_gradient_sync, *args, **kwargs)
-
-    return _set(FSDPModule, "set_requires_gradient_sync", observed)
 
 
 def patch_reading(read: Callable[[], None]) -> Undo:

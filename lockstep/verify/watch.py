@@ -36,7 +36,7 @@ from lockstep.errors import listed
 from lockstep.machine.environment import rank_facts
 from lockstep.store_threads import StoreThread
 from lockstep.tensors import fingerprint
-from lockstep.torch_compat import replaced_calls, script_patches
+from lockstep.torch_compat import parallel_patches, replaced_calls, script_patches
 from lockstep.verify.loop.findings import LoopFinding
 from lockstep.verify.loop.updates import Nesting
 from lockstep.verify.training_checks import TrainingChecks
@@ -111,7 +111,7 @@ class observe:  # noqa: N801 — called as a function
             script_patches.patch_backward(self._around_backward),
             script_patches.patch_clipping(self._around_clipping),
             script_patches.patch_scalers(checks.scaled, checks.unscaled),
-            script_patches.patch_synchronisation(checks.synchronised),
+            parallel_patches.patch_synchronisation(checks.synchronised),
             script_patches.patch_made(checks.note_made),
             script_patches.patch_modes(checks.left_training),
             script_patches.patch_schedules(checks.schedule_stepped),

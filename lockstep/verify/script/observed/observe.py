@@ -213,7 +213,7 @@ class _ScriptObserver:
         script_patches.patch_orders(self._orders.begun)
         script_patches.patch_loading(self._loaded)
         script_patches.patch_scalers(self._checks.scaled, self._checks.unscaled)
-        script_patches.patch_synchronisation(self._checks.synchronised)
+        parallel_patches.patch_synchronisation(self._checks.synchronised)
         saved = SavedFiles(self.task.saved, lambda: bool(self.record.first))
         script_patches.patch_saving(saved.save)
         saved.watch()
