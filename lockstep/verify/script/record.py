@@ -136,6 +136,10 @@ class RecordedStep:
         """Return whether models got the same inputs."""
         return self.elements == other.elements and self.inputs == other.inputs
 
+    def note_exchange(self) -> None:
+        """Note that ranks exchange tensors before a backward pass."""
+        self.exchanges = True
+
     def note_backward(self, line: str, loss: Tensor) -> None:
         """Note a backward pass that begins, and where its loss was computed."""
         self.calls.append((BACKWARD, line))

@@ -271,7 +271,8 @@ class _ScriptObserver:
                 (name, size, f"{short_path(frame.filename)}:{frame.lineno}")
             )
         is_forward = not self._is_between and not self._in_backward and not self._has_passed
-        self._step.exchanges |= bool(size) and is_forward
+        if size and is_forward:
+            self._step.note_exchange()
         if size and is_own(frame.filename):
             self._step.calls.append((name, f"{short_path(frame.filename)}:{frame.lineno}"))
 
