@@ -22,6 +22,11 @@ def ranks_along(config: StepConfig, layout: Layout | None, axis: str) -> int:
     )
 
 
+def ranks_along_sequences(config: StepConfig) -> int:
+    """Return the number of ranks over which the config cuts each sequence; 1: none is cut."""
+    return ranks_along(config, None, "context")
+
+
 def excluded(
     axis: str, divided: str, settings: Iterable[tuple[str, object, object, str]]
 ) -> Iterator[Contradiction]:

@@ -5,7 +5,7 @@ Tests: tests/data/test_preferences.py
 
 from collections.abc import Iterator
 
-from lockstep.config.checks_distributed import ranks_along
+from lockstep.config.checks_distributed import ranks_along_sequences
 from lockstep.config.schema import Config
 from lockstep.errors import Contradiction
 from lockstep.registry import DATA_SETS, LOSSES
@@ -34,7 +34,7 @@ ADAPTERS_IN_STAGES = Contradiction(
 
 def packed_contradictions(config: Config) -> Iterator[Contradiction]:
     """Yield what a model of Hugging Face can't do with sequences of several documents."""
-    ranks = ranks_along(config.step, None, "context")
+    ranks = ranks_along_sequences(config.step)
     is_of_library = (config.model.name or "").startswith("hf:")
     if is_of_library and ranks > 1 and config.data.name in _PACKED:
         what = (
@@ -69,7 +69,7 @@ def pair_contradictions(config: Config) -> Iterator[Contradiction]:
         )
     distributed = config.distributed
     in_chunks = distributed.reproducible and distributed.chunks_of_sequences > 1
-    if ranks_along(config.step, None, "context") > 1 or in_chunks:
+    if ranks_along_sequences(config.step) > 1 or in_chunks:
         yield DPO_ON_PARTS
     has_adapters = config.model.lora is not None or config.model.adapter is not None
     strategy = distributed.strategy
