@@ -9,7 +9,7 @@ loaded, and again when the layout is known (`step_contradictions` with a layout)
     checks_training.py       the optimizer, sizes, the length of a run
     checks_numbers.py        formats, loss scaling, compression, equal bits
     checks_distributed.py    the strategy, axes, devices, options of Accelerate
-    checks_pairs.py          pairs of answers, and sequences of several documents
+    checks_pairs.py          pairs of answers
     checks_launch.py         how ranks are started
 """
 
@@ -23,12 +23,13 @@ from lockstep.config.checks_distributed import (
     device_contradictions,
     mps_contradictions,
     open_axes_contradictions,
+    packed_contradictions,
     ranks_along,
     ring_contradictions,
     strategy_contradictions,
 )
 from lockstep.config.checks_numbers import number_contradictions, reproducible_contradictions
-from lockstep.config.checks_pairs import packed_contradictions, pair_contradictions
+from lockstep.config.checks_pairs import pair_contradictions
 from lockstep.config.checks_training import optimizer_contradictions, size_contradictions
 from lockstep.config.schema import Config, StepConfig
 from lockstep.errors import Contradiction, UsageError, refuse

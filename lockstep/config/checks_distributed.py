@@ -12,6 +12,17 @@ from lockstep.errors import Contradiction
 from lockstep.layout import SAME_BATCH, SPREADS, Layout
 from lockstep.strategy import AUTO, Strategy, strategy_named
 
+# Data sets whose sequences hold several documents.
+_PACKED = ("documents", "stream", "preferences")
+
+# The loss over pairs, where a rank, or a chunk where bits count, has a part of each sequence.
+DPO_ON_PARTS = Contradiction(
+    ("loss_fn", "distributed.context_size", "distributed.open_axes"),
+    "the loss dpo compares answers in full, and sequences are cut",
+    "write context_size: 1, and open_axes without context; strategy: fsdp shards the model",
+    "no rank has all tokens of an answer then",
+)
+
 
 def ranks_along(config: StepConfig, layout: Layout | None, axis: str) -> int:
     """Return the number of ranks along an axis; without a layout the one that the config has."""
@@ -22,9 +33,9 @@ def ranks_along(config: StepConfig, layout: Layout | None, axis: str) -> int:
     )
 
 
-def ranks_along_sequences(config: StepConfig) -> int:
-    """Return the number of ranks over which the config cuts each sequence; 1: none is cut."""
-    return ranks_along(config, None, "context")
+def sequences_are_cut(config: StepConfig) -> bool:
+    """Return whether the config cuts each sequence over ranks."""
+    return ranks_along(config, None, "context") > 1
 
 
 def excluded(
@@ -290,3 +301,20 @@ def adapter_contradictions(config: Config) -> Iterator[Contradiction]:
         fix = "write tensor_size: 1, and strategy: fsdp, which shards them"
         keys = (key, "distributed.tensor_size", "distributed.strategy")
         yield Contradiction(keys, what, fix, why)
+
+
+def packed_contradictions(config: Config) -> Iterator[Contradiction]:
+    """Yield what a model of Hugging Face can't do with sequences of several documents."""
+    ranks = ranks_along(config.step, None, "context")
+    is_of_library = (config.model.name or "").startswith("hf:")
+    if is_of_library and ranks > 1 and config.data.name in _PACKED:
+        what = (
+            f"sequences of {config.data.name} hold several documents, and they are cut over"
+            f" {ranks} ranks"
+        )
+        why = "the attention of models of Hugging Face over ranks takes no mask of documents"
+        fix = (
+            "write context_size: 1; or use the model transformer; or train on sequences of one"
+            " document each: data.name: tokens, or text"
+        )
+        yield Contradiction(("distributed.context_size", "data.name"), what, fix, why)

@@ -43,7 +43,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lockstep.config.checks_pairs import ADAPTERS_IN_STAGES, DPO_ON_PARTS
+from lockstep.config.checks_distributed import DPO_ON_PARTS
+from lockstep.config.checks_pairs import ADAPTERS_IN_STAGES
 from lockstep.errors import UsageError, did_you_mean, refuse
 from lockstep.models.adapters import has_adapters, without_adapters
 from lockstep.models.batch_parts import IGNORED_TARGET, logits_of
