@@ -79,6 +79,8 @@ class Heartbeat:
     def __init__(self, folder: Path | None, rank: int, ranks: int = 1) -> None:
         self.folder = folder
         self._process = os.getpid()
+        # a data worker is a fork, whose main thread has the same number
+        self._main_thread = threading.main_thread().ident
         self._departures: Departures | None = None  # if there are several machines
         self._death_is_told = False  # the launcher has said that a rank has died
         # `distributed.hang`: factor, or None if nothing is a hang; seconds
@@ -280,7 +282,8 @@ class Heartbeat:
         if self._map is None:
             return
         now = time.monotonic()
-        in_background = threading.get_ident() != threading.main_thread().ident
+        # each sample comes by here: `threading.main_thread()` would take as long as the rest
+        in_background = threading.get_ident() != self._main_thread
         if now - self._went_forward[in_background] >= _FORWARD_SECONDS:
             self._went_forward[in_background] = now
             put(self._map, WRITE_AT if in_background else FORWARD_AT, FORWARD.pack(now))
