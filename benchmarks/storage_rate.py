@@ -45,8 +45,15 @@ LIMITS = (
     " alone; the ranks",
     "compare names and shapes while bytes arrive. What is left is a processor's: the checksum and"
     " the copy into",
-    "the tensors of each rank, on the same cores as the server. Torch makes one archive for each",
-    "dtype and shape of small tensors; they are written and read as it would.",
+    "the tensors of each rank, on the same cores as the server. Of 96 MB on 4 ranks, in"
+    " processor time:",
+    "the server has 17 requests, where the bare client makes 4, of 4 ms each (0.10 and 0.05"
+    " s); the ranks",
+    "take 0.19 and 0.14 s, of which 0.03 are checksums. So these cores allow 0.67 of the"
+    " bare rate.",
+    "Torch makes one archive for each dtype and shape of small tensors; they are written and"
+    " read as it",
+    "would.",
 )
 Seconds = dict[str, list[float]]
 
