@@ -223,7 +223,7 @@ def _tokens_named_in(file: Path) -> Iterator[str]:
     """Yield the texts of the tokens that a file beside tokenizer.json names; none if it is bad."""
     try:
         described = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+    except (FileNotFoundError, ValueError, RecursionError):
         return
     if not isinstance(described, dict):
         return

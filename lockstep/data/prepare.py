@@ -230,7 +230,7 @@ class _Draft:
         """Return what an earlier process has saved, if it did the same work; else nothing."""
         try:
             saved: dict[str, Any] = json.loads((self.folder / PROGRESS).read_text())
-        except (OSError, ValueError):
+        except (FileNotFoundError, ValueError):
             saved = {}
         if saved.get("begun_with") == self._begun_with:
             return saved

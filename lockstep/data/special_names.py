@@ -49,7 +49,7 @@ def _named_in(folder: Path, keys: Sequence[str]) -> Iterator[str]:
         for name in _FILES:
             try:
                 described = json.loads((folder / name).read_text(encoding="utf-8"))
-            except (OSError, ValueError, RecursionError):
+            except (FileNotFoundError, ValueError, RecursionError):
                 continue
             token = described.get(key) if isinstance(described, Mapping) else None
             text = token.get("content") if isinstance(token, Mapping) else token
