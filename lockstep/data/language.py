@@ -158,8 +158,8 @@ class Tokenizer:
             f"tokenizer_config.json names it, and {where} has it: its letters would be trained in"
             " its place"
         )
-        loaded = f"transformers.AutoTokenizer.from_pretrained({folder!r})"
-        code = f"import transformers; {loaded}.save_pretrained({folder!r})"
+        loaded = f"transformers.AutoTokenizer.from_pretrained({json.dumps(folder)})"
+        code = f"import transformers; {loaded}.save_pretrained({json.dumps(folder)})"
         fix = f"save the tokenizer anew: python -c {quote(code)}"
         raise UsageError(what, where="data.args.tokenizer", why=why, fix=fix)
 

@@ -57,6 +57,8 @@ class PackedDocuments(CollatingDataset):
         num_samples: sequences in an epoch; unset: as many as there are.
         names: of the sources, to tell their losses apart.
         trained: of each source, which tokens are targets; None, or unset: all are.
+        spreads: whether the sequences of sources stand between each other, so that the first of
+            them, which an evaluation of a few batches reads, are of all sources.
     """
 
     def __init__(
@@ -67,6 +69,8 @@ class PackedDocuments(CollatingDataset):
         num_samples: int | None = None,
         names: Sequence[str] = (),
         trained: Sequence[Tokens | None] | None = None,
+        *,
+        spreads: bool = False,
     ) -> None:
         self._tokens = list(tokens)
         self._trained = [None] * len(tokens) if trained is None else list(trained)
@@ -76,6 +80,7 @@ class PackedDocuments(CollatingDataset):
         self._draws = self._sizes if draws is None else list(draws)
         self._num_samples = int(self._bounds[-1]) if num_samples is None else num_samples
         self._names = list(names)
+        self._spread = _spread(self._sizes) if spreads and len(self._sizes) > 1 else None
         self.sequence_length = plans[0].sequence_length
 
     def __len__(self) -> int:
@@ -161,6 +166,8 @@ class PackedDocuments(CollatingDataset):
         """Return the number of a sequence's source, and its pieces."""
         if not 0 <= index < len(self):
             raise IndexError(f"sequence {index} of {len(self)}")
+        if self._spread is not None:
+            index = int(self._spread[index])
         source = int(np.searchsorted(self._bounds, index, side="right")) - 1
         return source, self._plans[source].pieces(index - int(self._bounds[source]))
 
@@ -287,6 +294,8 @@ def _packed(
     plans: Sequence[PackingPlan | WholePlan],
     draws: Sequence[int] | None = None,
     num_samples: int | None = None,
+    *,
+    spreads: bool = False,
 ) -> PackedDocuments:
     return kind(
         [source.tokens for source in sources],
@@ -295,6 +304,7 @@ def _packed(
         num_samples,
         [source.path for source in sources],
         [source.trained for source in sources],
+        spreads=spreads,
     )
 
 
@@ -305,7 +315,18 @@ def _held_out(
     pairs = [(source, plan) for source, plan in zip(sources, plans, strict=True) if len(plan)]
     if not pairs:
         return None
-    return _packed(kind, [source for source, _ in pairs], [plan for _, plan in pairs])
+    of_pairs = [source for source, _ in pairs]
+    return _packed(kind, of_pairs, [plan for _, plan in pairs], spreads=True)
+
+
+def _spread(sizes: Sequence[int]) -> NDArray[np.int64]:
+    """Return the sequences of all sources in an order in which each comes evenly.
+
+    >>> _spread([2, 4]).tolist()
+    [2, 0, 3, 4, 1, 5]
+    """
+    positions = [(np.arange(size) + 0.5) / size for size in sizes]
+    return np.argsort(np.concatenate(positions), kind="stable")
 
 
 def data_of_sequences(

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lockstep import checkpoint
-from lockstep.config import Config
+from lockstep.config import Config, TrainingConfig
 from lockstep.data import Data, build_data
 from lockstep.errors import NoEffectWarning, UsageError, listed
 from lockstep.evaluate.label_metrics import metrics_of_labels
@@ -131,7 +131,7 @@ def evaluate(
     parts = measured_on.by_source() if hasattr(measured_on, "by_source") else {}
     for name, part in parts.items():
         loss = evaluated(state, part)["loss"]
-        by_source[name] = _measured(loss, part, is_text=is_text)
+        by_source[name] = _measured(loss, part, found.config.training, is_text=is_text)
 
     step = None if found.path is None else checkpoint.read_manifest(found.path).step
     texts: Sequence[str] = ()
@@ -146,7 +146,7 @@ def evaluate(
         step,
         str(state.layout),
         source,
-        _measured(results.pop("loss"), measured_on, is_text=is_text),
+        _measured(results.pop("loss"), measured_on, found.config.training, is_text=is_text),
         _recorded(found.subject, found.path, step),
         results,
         by_source,
@@ -154,8 +154,11 @@ def evaluate(
     )
 
 
-def _measured(loss: float, data: Any, *, is_text: bool) -> MeanLoss:
+def _measured(loss: float, data: Any, training: TrainingConfig, *, is_text: bool) -> MeanLoss:
     samples = len(data) if hasattr(data, "__len__") else None
+    if samples is not None and training.eval_batches is not None:
+        size = training.eval_batch_size or training.batch_size
+        samples = min(samples, training.eval_batches * size)
     return MeanLoss(loss, samples, _perplexity(loss) if is_text else None)
 
 

@@ -14,6 +14,7 @@ Tests: tests/models/test_builders.py, tests/models/test_every_family.py
 """
 
 import inspect
+import json
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -89,8 +90,9 @@ def _require_vocabulary(name: str, model: "nn.Module", facts: Mapping[str, Any])
 
             auto = auto_of_folder(model.config)
             code = (
-                f"import transformers; m = transformers.{auto}.from_pretrained({folder!r});"
-                f" m.resize_token_embeddings({size}); m.save_pretrained('larger')"
+                f"import transformers; m = transformers.{auto}"
+                f".from_pretrained({json.dumps(folder)});"
+                f' m.resize_token_embeddings({size}); m.save_pretrained("larger")'
             )
             fix += f"; or make a larger one, and train hf:larger: python -c {quote(code)}"
         raise UsageError(what, where="data.args.tokenizer", fix=fix)

@@ -108,6 +108,19 @@ def test_sources_come_as_weights_say(folder: Path) -> None:
         steps_of(data, config=DataConfig(shuffle=False))
 
 
+def test_the_first_sequences_of_a_validation_are_of_all_sources(folder: Path) -> None:
+    """Those that an evaluation of a few batches reads; each sequence is there once."""
+    held = mixture(folder, validation_fraction=0.5).validation
+    assert held is not None
+    parts = held.by_source().values()
+    assert len(parts) > 1
+    texts = [bytes(held[n]["input_ids"].tolist()) for n in range(len(held))]
+    by_source = [{bytes(part[n]["input_ids"].tolist()) for n in range(len(part))} for part in parts]
+    assert set(texts) == set().union(*by_source)
+    count = -(-len(held) // min(map(len, parts)))
+    assert all(set(texts[:count]) & of_source for of_source in by_source)
+
+
 def test_validation_is_held_out_or_named(folder: Path) -> None:
     held = mixture(folder, validation_fraction=0.25)
     assert held.validation is not None

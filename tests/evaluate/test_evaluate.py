@@ -133,6 +133,10 @@ _ALONE: list[tuple[Asked, dict[str, Any]]] = [
     (Asked(RUN, data=Path("c.jsonl")), {}),
     (Asked(Path("weights.pt"), config=Path("run.yaml")), {}),
     (Asked(Path("llama"), config=Path("run.yaml")), {}),
+    (
+        Asked(RUN, overrides=["training.eval_batches=2"]),
+        {"metrics": [_ACCURACY.replace("accuracy", "Rows")]},
+    ),
 ]
 _STRATEGIES = ["pipeline", "tensor"]
 
@@ -154,7 +158,7 @@ def test_the_numbers_are_those_of_the_run_on_any_number_of_ranks(folder: Path) -
     assert of_one[3].texts == of_two[3].texts
 
     recorded = _recorded(folder)
-    newest, earlier, exported, llama, by_path, other, pickled, _ = alone
+    newest, earlier, exported, llama, by_path, other, pickled, _, few = alone
     for found in (newest, by_path, *first[len(_ALIKE) :]):
         assert found.all.loss == found.recorded == recorded[4]
     assert pickled.all == exported.all == newest.all
@@ -162,6 +166,7 @@ def test_the_numbers_are_those_of_the_run_on_any_number_of_ranks(folder: Path) -
     assert other.recorded is None
 
     assert newest.metrics["Rows"] == newest.all.samples
+    assert few.metrics["Rows"] == few.all.samples < newest.all.samples
     assert 0 < newest.metrics["accuracy"] < 1
     assert list(newest.by_source) == ["a.jsonl", "b.jsonl"]
     samples = [each.samples for each in newest.by_source.values()]
