@@ -61,10 +61,12 @@ FILES = {
     "expert": 15,
     "batch_norm": 7,
 }
-# (axis, file) where the word means something else: a column of a data set, an argument of a sink
+# (axis, file) where the word means something else: a column of a data set, an argument of a sink,
+# torch's function
 OF_ANOTHER_MEANING = {
     ("context", "lockstep.files.data_files"),
     ("context", "lockstep.monitor.sinks"),
+    ("tensor", "lockstep.torch_compat.script_patches"),
 }
 
 
