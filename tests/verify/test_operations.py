@@ -54,6 +54,7 @@ def test_the_first_operation_that_differs() -> None:
     # the first operation is given other inputs, and is not what makes the difference
     assert "is given something else" in told(first_operation(scaled, traced(2.0, 2 * inputs)))
     assert "sum is left out" in told(first_operation(plain[:-1], plain))
+    assert "mul is left out, which one process calls" in told(first_operation(plain, scaled))
     assert "sum, which one process does not call" in told(first_operation(plain, plain[:-1]))
 
 

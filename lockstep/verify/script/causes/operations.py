@@ -226,7 +226,8 @@ def _differences(
         of_one_side = list(
             _of_one_side(mine[at : at + alone], right[right_at : right_at + right_alone], other)
         )
-        has_begun = operation.phase != BEFORE
+        # Where one side alone calls more, what is called next is the same.
+        has_begun = operation.phase != BEFORE and alone > 0
         if has_begun:
             first_key, _ = of_one_side[0]
             text = f"{operation.name} where {other} calls {right_operation.name}"
