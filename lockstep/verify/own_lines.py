@@ -31,6 +31,7 @@ _OF_TORCH = re.compile(
     r"/torch/|/lockstep/torch_compat/(script_patches|parallel_patches|draw_patches|replaced_calls)\.py$"
 )
 _READING = "/torch/utils/data/"
+_WRAPPER = "/torch/nn/parallel/"
 _PACKAGE = str(Path(__file__).parents[1]) + "/"
 
 
@@ -61,6 +62,16 @@ def is_reading() -> bool:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if _READING in frame.f_code.co_filename:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def is_in_wrapper() -> bool:
+    """Return whether torch's DistributedDataParallel calls, before any code of the user's own."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not is_own(frame.f_code.co_filename):
+        if _WRAPPER in frame.f_code.co_filename and frame.f_code.co_name == "_sync_module_buffers":
             return True
         frame = frame.f_back
     return False

@@ -104,6 +104,8 @@ class RecordedStep:
     calls: list[tuple[str, str]] = field(default_factory=list)
     # whether ranks exchange tensors before a backward pass, as for a norm over all of them
     exchanges: bool = False
+    # lines of collectives that are given tensors with gradients, of which none come back
+    cutting: list[str] = field(default_factory=list)
     # of each pass of a whole model, prints of its rows
     inputs: list[list[str]] = field(default_factory=list)
     # what tells the elements of these inputs from others, in whatever order: it adds up over ranks
@@ -135,6 +137,10 @@ class RecordedStep:
     def has_inputs_of(self, other: "RecordedStep") -> bool:
         """Return whether models got the same inputs."""
         return self.elements == other.elements and self.inputs == other.inputs
+
+    def note_cut(self, line: str) -> None:
+        """Note a collective that is given tensors with gradients, of which none come back."""
+        self.cutting.append(line)
 
     def note_exchange(self) -> None:
         """Note that ranks exchange tensors before a backward pass."""

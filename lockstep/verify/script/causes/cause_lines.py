@@ -143,10 +143,11 @@ def _line_of_samples(evidence: LineEvidence) -> str:
 def _line_of_sum(cause: Cause, evidence: LineEvidence) -> str:
     """Return where gradients are added up: the script's own collective, or else its loss.
 
-    Where only some parameters are concerned, ranks exchange tensors before the loss.
+    Where only some parameters are concerned, ranks exchange tensors before the loss. A collective
+    that is given tensors with gradients there lets none come back.
     """
     step = evidence.last_step
-    reduced = step.lines_of_collectives()
+    reduced = step.lines_of_collectives() or step.cutting
     if reduced:
         return reduced[-1]
     is_partial = bool(cause.parameters) and set(cause.parameters) < set(step.gradients)

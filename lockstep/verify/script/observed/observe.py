@@ -273,6 +273,8 @@ class _ScriptObserver:
         is_forward = not self._is_between and not self._in_backward and not self._has_passed
         if size and is_forward:
             self._step.note_exchange()
+        if is_forward and is_own(frame.filename) and _requires_gradients(given):
+            self._step.note_cut(f"{short_path(frame.filename)}:{frame.lineno}")
         if size and is_own(frame.filename):
             self._step.calls.append((name, f"{short_path(frame.filename)}:{frame.lineno}"))
 
@@ -568,6 +570,12 @@ class _ScriptObserver:
             self._trace()
         if len(self.record.steps) == self.task.steps:
             self.finish()
+
+
+def _requires_gradients(tree: Any) -> bool:
+    """Return whether gradients go through a tensor of a tree here."""
+    leaves = tree_leaves(tree) if torch.is_grad_enabled() else []
+    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
 
 
 def schedules_alive() -> list[LRScheduler]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from lockstep.tensors import as_integers, fingerprint
 from lockstep.torch_compat.dispatch_mode import TorchDispatchMode
 from lockstep.torch_compat.pytree import tree_leaves
-from lockstep.verify.own_lines import is_reading, line_of_code, own_line
+from lockstep.verify.own_lines import is_in_wrapper, is_reading, line_of_code, own_line
 
 BEFORE = "before"  # the first pass, where a whole run is traced
 FORWARD = "forward"
@@ -128,6 +128,10 @@ class TracedOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func.is_view and known is not None and known.magnitude == magnitude:
             return
         is_written = func.overloadpacket.__name__.endswith("_")  # as add_ does
+        if is_written and known is not None and is_in_wrapper():
+            # A wrapper writes rank 0's buffers; who has written those of rank 0 made them.
+            self._made[memory] = known._replace(magnitude=magnitude)
+            return
         writes = known.writes + 1 if is_written and known is not None else 0
         self._made[memory] = GivenTensor(magnitude, own_line(), writes)
 
