@@ -199,3 +199,11 @@ def test_an_order_of_each_rank_has_the_line_that_draws_it() -> None:
     outcome = Outcome("2 ranks", 2, causes=[Cause("samples", "")])
     name_lines(outcome, LineEvidence(records))
     assert outcome.causes[0].line == "t.py:2"
+
+
+def test_the_line_of_a_collective_through_which_no_gradient_comes_back() -> None:
+    given = RecordedStep(calls=[BACK, STEP], losses=[1.0], cutting=["t.py:9"])
+    outcome = Outcome("2 ranks", 2)
+    outcome.causes = [Cause(SUM, "", column="gradients")]
+    name_lines(outcome, LineEvidence([ScriptRecord(steps=[given]) for _ in range(2)]))
+    assert outcome.causes[0].line == "t.py:9"
