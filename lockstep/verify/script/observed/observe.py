@@ -264,6 +264,7 @@ class _ScriptObserver:
         os._exit(0)
 
     def _collective(self, name: str, given: Any) -> None:
+        """Note a collective that the script calls: where, and what it does to gradients there."""
         size = sum(leaf.numel() for leaf in tree_leaves(given) if isinstance(leaf, Tensor))
         frame = traceback.extract_stack(limit=3)[0]
         if len(self.record.collectives) < _MOST_COLLECTIVES:
