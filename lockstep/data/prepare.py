@@ -388,8 +388,8 @@ def _command_parser() -> "_Parser":
     """Return the parser of `lockstep data prepare`."""
     parser = _Parser(
         "lockstep data prepare",
-        description="Turn documents into tokens, for the data sets `tokens` and `documents`, and"
-        " pairs of answers for `preferences`.",
+        description="Turn documents into tokens, for the data sets `tokens` and `documents`,\n"
+        "and pairs of answers for `preferences`.",
         epilog="examples:\n  lockstep data prepare text.txt --out tokens\n"
         "  lockstep data prepare pages.jsonl --out pages --min-tokens 16\n"
         "  lockstep data prepare chat.jsonl --out chat \\\n"

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from lockstep.config.schema_training import ModelConfig
+    from lockstep.models.hf import DescribedModel
 
 
 def get_model(name: str) -> Callable[..., "nn.Module"]:
@@ -67,6 +68,10 @@ def build_model(model_config: "ModelConfig", facts: Mapping[str, Any] | None = N
             lora=model_config.lora,
             adapter=model_config.adapter,
         )
+        if "image_size" in model_config.args:
+            # of the data it would be left out where the type takes no pictures; asked for, it is
+            # refused there
+            _described(model_config)
     model = _construct(name, constructor, dict(model_config.args), facts or {})
     _require_vocabulary(name, model, facts or {})
     return model
@@ -166,11 +171,17 @@ def _check_hugging_face(model_config: "ModelConfig") -> None:
     """
     from lockstep.models import hf
 
+    hf.check_adapters(_described(model_config), model_config.lora, model_config.adapter)
+
+
+def _described(model_config: "ModelConfig") -> "DescribedModel":
+    """Return what the library says of a model; a UsageError if it lacks an argument."""
+    from lockstep.models import hf
+
     assert model_config.name is not None
     source, has_files = _located(model_config.name.removeprefix("hf:"))
     describe = hf.described_by_files if has_files else hf.described_by_type
-    described = describe(source, auto=model_config.auto, **model_config.args)
-    hf.check_adapters(described, model_config.lora, model_config.adapter)
+    return describe(source, auto=model_config.auto, **model_config.args)
 
 
 def _require_accepted(

@@ -163,13 +163,15 @@ def from_type(
 ) -> nn.Module:
     """Return a model of the library's type `model_type`.
 
-    Its config is the type's default config with `overrides`, for at least `block_size` positions.
+    Its config is the type's default config with `overrides`, for at least `block_size` positions,
+    and for pictures of `image_size` pixels a side where the type takes pictures.
     """
     if vocab_size is not None:
         overrides["vocab_size"] = vocab_size
-    if image_size is not None:
-        overrides["image_size"] = image_size
     described = described_by_type(model_type, auto=auto, **overrides)
+    if image_size is not None and hasattr(described.config, "image_size"):
+        overrides["image_size"] = image_size
+        described = described_by_type(model_type, auto=auto, **overrides)
     if block_size is not None and block_size > getattr(
         described.config, "max_position_embeddings", block_size
     ):

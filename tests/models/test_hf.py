@@ -246,6 +246,8 @@ def test_facts_fill_the_config_of_a_type() -> None:
     )
     assert model.config.vocab_size == 31
     assert model.config.n_positions == 16  # what args say stands
+    with pytest.raises(UsageError, match="the config of a gpt2 has no 'image_size'"):
+        build_model(Section("hf:gpt2", {**args, "image_size": 8}), {"vocab_size": 31})
     args.pop("n_positions")
     model = build_model(
         Section("hf:gpt2", {**args, "vocab_size": 33}), {"vocab_size": 31, "block_size": 1500}
