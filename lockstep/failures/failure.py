@@ -350,7 +350,7 @@ class Stack:
 
     @property
     def in_torch(self) -> bool:
-        """Whether the innermost call is one of torch's."""
+        """Return whether the innermost call is one of torch's."""
         return bool(self.frames) and bool(_TORCH.search(self.frames[0][0]))
 
     @property

@@ -69,8 +69,8 @@ def build_model(model_config: "ModelConfig", facts: Mapping[str, Any] | None = N
             adapter=model_config.adapter,
         )
         if "image_size" in model_config.args:
-            # of the data it would be left out where the type takes no pictures; asked for, it is
-            # refused there
+            # A type without pictures ignores the size that the data have, and must not ignore the
+            # one that the config asks for: this refuses it.
             _described(model_config)
     model = _construct(name, constructor, dict(model_config.args), facts or {})
     _require_vocabulary(name, model, facts or {})

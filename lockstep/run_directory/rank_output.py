@@ -150,7 +150,7 @@ class Tee(io.TextIOBase):
 
     @property
     def errors(self) -> str | None:  # type: ignore[override]
-        """What the console does with signs that its encoding lacks."""
+        """Name what the console does with signs that its encoding lacks."""
         return self.console.errors
 
 

@@ -69,7 +69,7 @@ class _Inputs(IntEnum):
 
 @dataclass
 class _LearnedOrder:
-    """What all ranks know of passes with gradients, or of those without."""
+    """Holds what all ranks know of passes with gradients, or of those without."""
 
     is_learning: bool = True  # the first passes: ranks agree in each of them, unit by unit
     order: list[int] | None = None  # positions of units; None until a pass has ended

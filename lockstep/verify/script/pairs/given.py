@@ -22,7 +22,7 @@ from lockstep.verify.script.world import with_complete_tensors
 
 @dataclass(frozen=True)
 class ValuesOfA:
-    """What A has had, by which B is run again."""
+    """Holds what A has had, by which B is run again."""
 
     records: Sequence[ScriptRecord]  # of A's ranks
     folder: Path  # in which A has stored its samples
